@@ -86,7 +86,11 @@ QUICK = (
     "phalanx.cli.main",
     "phalanx.cli.fleet.simulate_command",
     *(f"phalanx.cli.launch.{name}_command" for name in ("submit", "place", "cancel", "logs")),
-    *(f"phalanx.launch.engines.{name}" for name in ("slurm", "slurm_script", "submission", "live_topology")),
+    *(
+        f"phalanx.launch.engines.{name}"
+        for name in ("slurm", "slurm_script", "submission", "live_topology", "hosts", "bare", "standing")
+    ),
+    "phalanx.cli.launch.submit_to_hosts",
     "phalanx.launch.run_traffic",
     "phalanx.cli.plan.plan_command",
     "phalanx.cli.plan.show_command",

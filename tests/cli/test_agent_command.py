@@ -47,6 +47,13 @@ def test_what_the_nodes_could_not_agree_on_is_asked_for(folder: Path) -> None:
     assert "HOST:PORT" in refused(*placed, "--coordinator", "head")
 
 
+def test_a_mistake_in_the_run_file_is_explained(folder: Path) -> None:
+    done = run(["agent", "--run", "tiny.toml", "--coordinator", "head:1", "--set", "fleet.knots=2"], folder)
+    assert done.returncode == 1
+    assert "fleet.knots: there is no such field (did you mean nodes?)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_directory_in_which_nobody_has_started_a_run_is_named(tmp_path: Path) -> None:
     found = CliRunner().invoke(command, ["--run", str(tmp_path)])
     assert found.exit_code != 0

@@ -403,7 +403,7 @@ _WHOLE_RUN = {
         "launch",
         {
             **_all(
-                "engine partition account qos time_limit constraint reservation exclude gpus_per_node exclusive grace_s container_image "
+                "engine hosts partition account qos time_limit constraint reservation exclude gpus_per_node exclusive grace_s container_image "
                 "container_mounts environment prologue options",
                 _WHERE,
             ),

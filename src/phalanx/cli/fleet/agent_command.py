@@ -134,7 +134,8 @@ def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
 
-    spec = read_run(run, PRESETS, list(overrides))
+    with explained():
+        spec = read_run(run, PRESETS, list(overrides))
     if not spec.run_dir:
         raise click.UsageError(
             f"{run} has no run_dir, and all nodes must find the same one: add it, or --set 'run_dir=\"/shared/runs/big\"'"

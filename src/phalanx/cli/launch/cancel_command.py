@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def command(run_dir: Path, now: bool, no_wait: bool) -> None:
       phalanx cancel runs/big-1f3a9c04 --now
     """
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.standing import end_now, sentence, title
     from phalanx.launch.engines.submission import mark_stopped, read_record
     from phalanx.launch.engines.tools import EngineError, run_tool
 
@@ -36,15 +38,31 @@ def command(run_dir: Path, now: bool, no_wait: bool) -> None:
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
         mark_stopped(run_dir)
-        job = slurm.job_of(run_dir)
-        if job is None:
-            click.echo(f"job {made.job} has ended already")
+        if sentence(run_dir, made) is None:
+            click.echo(f"{title(made)} has ended already")
             return
-        if now or job.state == "PENDING":
-            slurm.cancel(job.id)
+        job = slurm.job_of(run_dir) if made.engine == "slurm" else None
+        if now or (job is not None and job.state == "PENDING"):
+            end_now(run_dir, made)
         else:
-            run_tool(["scancel", "--batch", "--signal=TERM", job.id])
-            click.echo(f"job {job.id} saves and ends (phalanx cancel --now ends it at once)")
-        while not no_wait and slurm.job_of(run_dir) is not None:
+            if job is not None:
+                run_tool(["scancel", "--batch", "--signal=TERM", job.id])
+            else:
+                _ask_to_stop(run_dir)
+            click.echo(f"{title(made)} saves and ends (phalanx cancel --now ends it at once)")
+        while not no_wait and sentence(run_dir, made) is not None:
             time.sleep(_POLL_S)
-    click.echo(f"job {job.id} is cancelled" if not no_wait else f"job {job.id} is asked to end")
+    click.echo(f"{title(made)} is cancelled" if not no_wait else f"{title(made)} is asked to end")
+
+
+def _ask_to_stop(run_dir: Path) -> None:
+    """Has the run save and end: by its coordinator, or without a fleet by the session that trains it."""
+    from phalanx.cli.fleet.ask import ask
+    from phalanx.fleet.control.fleet_file import path_in
+    from phalanx.fleet.core.messages import StopRun
+    from phalanx.launch.engines import bare
+
+    if path_in(run_dir).exists():
+        ask(run_dir, StopRun(), None)
+    else:
+        bare.end(run_dir, bare.started_on(run_dir), signal.SIGTERM)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.launch.engines.submission import Submitted
 
 _POLL_S = 0.5
 _ASK_S = 5.0
@@ -24,14 +28,16 @@ _ASK_S = 5.0
     help="Begin with so many lines; 0: all.",
 )
 def command(run_dir: Path, follow: bool, last: int) -> None:
-    """Print the log of the job that trains the run in RUN_DIR; each line begins with the number of its node in the job.
+    """Print the log of the job that trains the run in RUN_DIR; under Slurm each line begins with the number of its node in the job.
+
+    Of a run that was started by ssh it is the log of the host that leads; those of the others lie beside it.
 
     \b
       phalanx logs runs/big-1f3a9c04 --follow
       phalanx logs runs/big-1f3a9c04 --last 0 | grep '^3:'
     """
-    from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.submission import job_log, read_record
+    from phalanx.launch.engines.standing import log_of, sentence, title
+    from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
     with explained(EngineError):
@@ -40,19 +46,19 @@ def command(run_dir: Path, follow: bool, last: int) -> None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; the logs of its ranks are in {run_dir}/logs"
             )
-        path = job_log(run_dir, made)
+        path = log_of(run_dir, made)
         if not path.exists():
-            job = slurm.job_of(run_dir)
-            if job is None:
-                raise EngineError(f"job {made.job} has ended without a word: there is no {path}")
+            doing = sentence(run_dir, made)
+            if doing is None:
+                raise EngineError(f"{title(made)} has ended without a word: there is no {path}")
             if not follow:
-                click.echo(f"job {job.id} {job.sentence}")
+                click.echo(f"{title(made)}: {doing}")
                 return
-        _print(path, run_dir, last, follow=follow)
+        _print(path, run_dir, made, last, follow=follow)
 
 
-def _print(path: Path, run_dir: Path, last: int, *, follow: bool) -> None:
-    from phalanx.launch.engines import slurm
+def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: bool) -> None:
+    from phalanx.launch.engines.standing import sentence
 
     place, asked_s, ended = 0, 0.0, not follow
     first = True
@@ -68,6 +74,6 @@ def _print(path: Path, run_dir: Path, last: int, *, follow: bool) -> None:
         if ended:
             return
         if time.monotonic() - asked_s > _ASK_S:
-            asked_s, ended = time.monotonic(), slurm.job_of(run_dir) is None
+            asked_s, ended = time.monotonic(), sentence(run_dir, made) is None
         else:
             time.sleep(_POLL_S)

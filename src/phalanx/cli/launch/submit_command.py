@@ -19,12 +19,22 @@ if TYPE_CHECKING:
 
 @click.command("submit")
 @click.argument("run_file", type=click.Path(path_type=Path))
-@click.option("--on", "engine", type=click.Choice(["slurm"]), help="The engine; by default launch.engine.")
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(["slurm", "ssh", "local"]),
+    help="The engine; by default launch.engine.",
+)
 @click.option(
     "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field of the run file."
 )
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes that hold ranks: fleet.nodes.")
 @click.option("--spares", type=click.IntRange(min=0), help="Spare nodes beside them: fleet.spares.")
+@click.option(
+    "--hosts",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="For ssh, a file with one host a line: launch.hosts.",
+)
 @click.option("--partition", "--queue", help="launch.partition.")
 @click.option("--account", help="launch.account.")
 @click.option("--qos", help="launch.qos.")
@@ -60,6 +70,7 @@ def command(
     as_json: bool,
     nodes: int | None,
     spares: int | None,
+    hosts: Path | None,
     partition: str | None,
     account: str | None,
     qos: str | None,
@@ -69,7 +80,7 @@ def command(
     exclude: str | None,
     container_image: str | None,
 ) -> None:
-    """Start the run of RUN_FILE on a cluster: one job, one agent on every node, spares included.
+    """Start the run of RUN_FILE on a cluster, on hosts by ssh, or in the background of this machine: one job, one agent on every node, spares included.
 
     What would keep the job from ever starting is said before it is queued, all of it. The run file is frozen with its overrides in
     RUN_DIR/launch. When the job's time is up, or it is preempted with grace, the run saves and queues itself again; it goes on with the same
@@ -78,8 +89,11 @@ def command(
     \b
       phalanx submit run.toml --on slurm --nodes 16 --spares 2 --partition big --time 2d
       phalanx submit run.toml --on slurm --dry-run
+      phalanx submit run.toml --on ssh --hosts hosts.txt --nodes 4
+      phalanx submit run.toml --on local --nodes 2              # in the background of this machine
       phalanx submit urgent.toml --on slurm --nodes 6 --take-from runs/big-1f3a9c04
     """
+    from phalanx.cli.launch.submit_to_hosts import submit_to_hosts
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import order_of, problems_of, with_run_dir
     from phalanx.launch.engines.tools import EngineError
@@ -94,17 +108,26 @@ def command(
             *_overrides(
                 {"launch.time_limit": time, "launch.constraint": constraint, "launch.exclude": exclude}
             ),
+            *_overrides({"launch.hosts": str(hosts) if hosts else None, "launch.engine": engine}),
             *_overrides({"launch.reservation": reservation, "launch.container_image": container_image}),
         ]
         working_dir = Path.cwd()
         spec = with_run_dir(read_run(run_file, PRESETS, [*overrides, *given]), working_dir)
-        if not (engine or spec.launch.engine):
+        engine = spec.launch.engine
+        if not engine:
             raise click.UsageError(
-                "which engine gives the nodes? --on slurm, or launch.engine in the run file"
+                "which engine gives the nodes? --on slurm, ssh or local, or launch.engine in the run file"
             )
-        problems = problems_of(spec)
+        problems = problems_of(spec, engine)
         if problems:
             raise RunFileError(run_file, problems)
+        if engine != "slurm":
+            if lender is not None:
+                raise click.UsageError(
+                    "--take-from is for Slurm: elsewhere nobody else gives the nodes to others"
+                )
+            submit_to_hosts(spec, working_dir, dry_run=dry_run, as_json=as_json)
+            return
         if dry_run:
             script = batch_script(order_of(spec, working_dir))
             click.echo(
@@ -126,13 +149,10 @@ def _overrides(fields: dict[str, str | int | None]) -> list[str]:
 def _refuse_impossible(order: LaunchOrder) -> None:
     """Raises ``EngineError`` if the run is finished, queued or running already, or could never start."""
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.submission import refuse_finished
     from phalanx.launch.engines.tools import EngineError
-    from phalanx.run.directory.paths import RunDirectory
 
-    if RunDirectory(order.run_dir).finished_result() is not None:
-        raise EngineError(
-            f"the run in {order.run_dir} is finished; give another run_dir to train it once more"
-        )
+    refuse_finished(order)
     slurm.refuse_second(order.run_dir)
     impossible = slurm.preflight(order)
     if impossible:

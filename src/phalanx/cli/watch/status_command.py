@@ -60,20 +60,18 @@ def command(run_dir: Path, last: int, as_json: bool) -> None:
 
 def _job_line(run_dir: Path) -> str | None:
     """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
-    from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.submission import job_log, read_record
+    from phalanx.launch.engines.standing import log_of, sentence, title
+    from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
     made = read_record(run_dir)
     if made is None:
         return None
     try:
-        job = slurm.job_of(run_dir)
+        doing = sentence(run_dir, made)
     except EngineError as error:
-        return f"job {made.job} ({made.engine}): not known here ({error})"
-    if job is None:
-        return f"job {made.job} ({made.engine}): ended; its log is {job_log(run_dir, made)}"
-    return f"job {job.id} ({made.engine}): {job.sentence}"
+        return f"{title(made)}: not known here ({error})"
+    return f"{title(made)}: {doing or f'ended; its log is {log_of(run_dir, made)}'}"
 
 
 def _data_bound(events: Path) -> str | None:

@@ -16,6 +16,7 @@ from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.problems import Problem
 from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
@@ -37,6 +38,8 @@ class Submitted:
     unix_s: float
     working_dir: str
     """Where relative paths of the run file begin."""
+    leader: str = ""
+    """The node that leads, if hosts were named; its log has the name."""
 
 
 def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
@@ -49,9 +52,11 @@ def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
     return replace(spec, run_dir=str((working_dir / "runs" / f"{spec.name}-{digest}").resolve()))
 
 
-def problems_of(spec: RunSpec) -> list[Problem]:
+def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
     """What is wrong with a run that is to start on a cluster, before any engine is asked."""
     fleet = spec.fleet
+    if not fleet.nodes and engine == "local":
+        return []
     if not fleet.nodes:
         return [Problem("fleet.nodes", "0 nodes are to hold ranks", "--nodes N")]
     found = problems_on(spec, fleet.nodes * fleet.workers_per_node)
@@ -91,6 +96,14 @@ def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
     )
 
 
+def refuse_finished(order: LaunchOrder) -> None:
+    """Raises ``EngineError`` if the run is finished."""
+    if RunDirectory(order.run_dir).finished_result() is not None:
+        raise EngineError(
+            f"the run in {order.run_dir} is finished; give another run_dir to train it once more"
+        )
+
+
 def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
     """Writes the frozen run file and the engine's script; returns the script's path. Raises ``EngineError``."""
     path = order.folder / "job.sh"
@@ -104,9 +117,11 @@ def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
     return path
 
 
-def record(order: LaunchOrder, engine: str, job: str) -> Submitted:
+def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submitted:
     """Notes what was submitted."""
-    made = Submitted(engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir))
+    made = Submitted(
+        engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir), leader
+    )
     write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
     return made
 
@@ -117,11 +132,6 @@ def read_record(run_dir: Path) -> Submitted | None:
         return Submitted(**json.loads((run_dir / FOLDER / _RECORD).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def job_log(run_dir: Path, made: Submitted) -> Path:
-    """The log of a submitted job."""
-    return run_dir / FOLDER / f"job-{made.job}.log"
 
 
 def mark_stopped(run_dir: Path) -> None:

@@ -1,0 +1,208 @@
+"""Starts runs on this machine or on hosts through ssh, and asks them what became of it; OpenSSH's client does the transport.
+
+All hosts are checked at once before anything is started: reachable without a password, the run directory shared, the same software, clocks that
+agree. Then all are started, and only when all have been is the word given that lets them begin (``hosts``).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from phalanx.launch.engines.hosts import (
+    HERE,
+    Host,
+    check_script,
+    not_for_hosts,
+    signal_script,
+    start_script,
+)
+from phalanx.launch.engines.order import FOLDER, LaunchOrder
+from phalanx.launch.engines.tools import EngineError, run_tool
+from phalanx.run.directory.durable import write_atomically
+
+T = TypeVar("T")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-T")
+_AT_ONCE = 32
+_CLOCKS_S = 30.0
+_HOSTS = "hosts.json"
+_WHY = {
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one that is known: is it the machine that it was? Then ssh-keygen -R HOST",
+    "Host key verification failed": "its host key is not known: connect once by hand, or ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    "Permission denied": "it lets nobody in without a password: ssh-copy-id HOST",
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """The session of a run on a host."""
+
+    host: Host
+    pid: int
+
+
+def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
+    """What a shell script printed on a host. Raises ``EngineError``, naming the host."""
+    if host.destination == HERE:
+        return run_tool(["bash", "-s"], stdin=script, timeout_s=timeout_s)
+    port = ["-p", str(host.port)] if host.port else []
+    try:
+        return run_tool([*_SSH, *port, host.destination, "bash -s"], stdin=script, timeout_s=timeout_s)
+    except EngineError as error:
+        said = str(error)
+        raise EngineError(
+            f"{host.name}: " + next((why for word, why in _WHY.items() if word in said), said)
+        ) from error
+
+
+def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], list[str]]:
+    """The results of ``act`` by the host's name, and what went wrong elsewhere; many hosts at once."""
+    done: dict[str, T] = {}
+    wrong: list[str] = []
+
+    def one(host: Host) -> tuple[Host, T | EngineError]:
+        try:
+            return host, act(host)
+        except EngineError as error:
+            return host, error
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for host, result in pool.map(one, hosts):
+            if isinstance(result, EngineError):
+                wrong.append(str(result))
+            else:
+                done[host.name] = result
+    return done, wrong
+
+
+# --- the start ------------------------------------------------------------------------------------
+
+
+def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
+    """Everything that keeps the hosts from training the run together, each with its host; empty if nothing does.
+
+    Writes a word into the run directory, which every host must see.
+    """
+    wrong = list(not_for_hosts(order))
+    if len(hosts) < order.all_nodes and hosts[0].destination != HERE:
+        wrong.append(
+            f"fleet.nodes + fleet.spares = {order.all_nodes}, and there are {len(hosts)} hosts: --nodes, --spares, or more lines in the file"
+        )
+    if wrong:
+        return wrong
+    word = secrets.token_hex(8)
+    try:
+        order.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(order.nonce, word.encode())
+    except OSError as error:
+        return [f"cannot write {order.folder}: {error.strerror}; give another run_dir"]
+    script = check_script(order, word)
+    asked_s = time.time()
+    said, wrong = on_all(hosts, lambda host: _facts(host, on_host(host, script)))
+    took_s = time.time() - asked_s
+    reference = next(iter(said.values()), None)
+    for name, (software, unix_s) in said.items():
+        if reference is not None and software != reference[0]:
+            wrong.append(
+                f"{name}: has {software}, {next(iter(said))} has {reference[0]}: install the same on both"
+            )
+        apart_s = max(asked_s - unix_s, unix_s - asked_s - took_s)
+        if apart_s > _CLOCKS_S:
+            wrong.append(
+                f"{name}: its clock is {apart_s:.0f} s apart from this machine's: set it (chrony, ntpd)"
+            )
+    return wrong
+
+
+def _facts(host: Host, said: str) -> tuple[str, float]:
+    for line in said.splitlines():
+        if line.startswith("phalanx-host "):
+            software, unix_s = json.loads(line.partition(" ")[2])
+            return str(software), float(unix_s)
+    raise EngineError(
+        f"{host.name}: its shell has not run Phalanx, it said: {said.strip()[-300:] or 'nothing'}"
+    )
+
+
+def start(order: LaunchOrder, hosts: list[Host]) -> list[Started]:
+    """Starts the run on the hosts, the first of which leads: on all of them or on none. Raises ``EngineError`` with every reason."""
+    word = secrets.token_hex(8)
+    go = order.folder / "go"
+    go.unlink(missing_ok=True)
+    pids, wrong = on_all(
+        hosts, lambda host: _pid(host, on_host(host, start_script(order, host, hosts[0], word)))
+    )
+    started = [Started(host, pids[host.name]) for host in hosts if host.name in pids]
+    write_atomically(
+        order.folder / _HOSTS, (json.dumps([asdict(one) for one in started], indent=1) + "\n").encode()
+    )
+    if wrong:
+        end(order.run_dir, started, signal.SIGKILL)
+        raise EngineError("nothing was started:\n  " + "\n  ".join(wrong))
+    write_atomically(go, word.encode())
+    return started
+
+
+def _pid(host: Host, said: str) -> int:
+    for line in said.splitlines():
+        if line.startswith("phalanx-pid "):
+            return int(line.split()[1])
+    raise EngineError(
+        f"{host.name}: its shell has started nothing, it said: {said.strip()[-300:] or 'nothing'}"
+    )
+
+
+# --- afterwards -----------------------------------------------------------------------------------
+
+
+def started_on(run_dir: Path) -> list[Started]:
+    """The sessions of the last start of a run; empty if there are none that can be read."""
+    try:
+        read = json.loads((run_dir / FOLDER / _HOSTS).read_bytes())
+        return [
+            Started(Host(**{**one["host"], "domain": tuple(one["host"]["domain"])}), int(one["pid"]))
+            for one in read
+        ]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def alive(run_dir: Path) -> tuple[list[Started], list[str]]:
+    """The sessions of a run that are there still, and the hosts that do not answer, with the reason."""
+    return end(run_dir, started_on(run_dir), None)
+
+
+def end(
+    run_dir: Path, started: list[Started], number: signal.Signals | None
+) -> tuple[list[Started], list[str]]:
+    """Sends a signal to sessions that are there still; returns those, and why some hosts did not answer."""
+    pids = {one.host.name: one.pid for one in started}
+    folder = str(run_dir.resolve())
+
+    def act(host: Host) -> bool:
+        script = signal_script(folder, [pids[host.name]], number or 0)
+        return "phalanx-alive" in on_host(host, script, timeout_s=30.0)
+
+    there, wrong = on_all([one.host for one in started], act)
+    return [one for one in started if there.get(one.host.name)], wrong
+
+
+def sentence(run_dir: Path) -> str | None:
+    """What the sessions of a run do; ``None`` if none is there any more and every host says so."""
+    started = started_on(run_dir)
+    there, wrong = alive(run_dir)
+    if not there and not wrong:
+        return None
+    where = (
+        "this machine"
+        if started and started[0].host.destination == HERE
+        else f"{len(there)} of {len(started)} hosts"
+    )
+    return f"running on {where}" + (f" ({'; '.join(wrong)})" if wrong else "")

@@ -1,0 +1,165 @@
+"""Machines without a scheduler: a list of hosts, and the shell scripts that check, start and end a run's agents on them.
+
+What is started belongs to the run and not to who started it: each agent is a session of its own with its output in a file, so the launcher, its
+terminal and its links may go. All or none: an agent begins only once a word lies in the run directory that is written when all hosts have been
+started; without it, it ends by itself. Pure functions; ``bare`` runs the scripts here and, through ssh, there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.tools import EngineError
+
+HERE = ""
+"""The destination of this machine, which needs no ssh."""
+_PORTS = 20_000, 20_000
+_HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>[^@:\s]+)(?::(?P<port>\d+))?")
+_GO_HALF_SECONDS = 240
+_CHECK = (
+    "import json, time; from phalanx.fleet.control.credentials import software; "
+    "print('phalanx-host', json.dumps([software(), time.time()]))"
+)
+_NOT_SHARED = "does not see {} as it was written: the run directory must lie on storage that all hosts share"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine that an agent is to run on."""
+
+    name: str
+    """The node's name in the fleet."""
+    destination: str
+    """For ssh, as user@host; empty for this machine."""
+    port: int
+    """Of its sshd; 0 for ssh's own choice."""
+    address: str
+    """At which the other nodes reach it."""
+    domain: tuple[str, ...] = ()
+
+
+def read_hosts(text: str) -> list[Host]:
+    """The hosts in a file: one a line, ``[user@]host[:port] [name=N] [address=A] [domain=pod-1/rack-2]``; # begins a comment.
+
+    Raises ``EngineError`` naming the line.
+    """
+    found: list[Host] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        match = _HOST.fullmatch(words[0])
+        given = dict(word.partition("=")[::2] for word in words[1:])
+        unknown = sorted(set(given) - {"name", "address", "domain"})
+        if match is None or unknown:
+            what = f"{words[0]!r} is no host" if match is None else f"{unknown[0]!r} is not known"
+            raise EngineError(
+                f"line {number} of the hosts: {what}; write [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]"
+            )
+        user, host, port = match["user"], match["host"], match["port"]
+        name = given.get("name") or host
+        if any(name == other.name for other in found):
+            raise EngineError(
+                f"line {number} of the hosts: there is a node {name} already; give this one another name=NODE"
+            )
+        domain = tuple(filter(None, given.get("domain", "").split("/")))
+        destination = f"{user}@{host}" if user else host
+        found.append(Host(name, destination, int(port or 0), given.get("address") or host, domain))
+    return found
+
+
+def coordinator_port(order: LaunchOrder) -> int:
+    """The coordinator's TCP port: ``fleet.port``, else one that follows from the run directory."""
+    return order.port or _PORTS[0] + zlib.crc32(str(order.run_dir).encode()) % _PORTS[1]
+
+
+def check_script(order: LaunchOrder, word: str) -> str:
+    """Says on a host whether it sees ``word`` in the run directory, and which software and time it has."""
+    nonce, told = shlex.quote(str(order.nonce)), shlex.quote(_NOT_SHARED.format(order.nonce))
+    return "\n".join(
+        [
+            *_begin(order),
+            f'[ "$(cat {nonce} 2>/dev/null)" = {word} ] || {{ echo {told} >&2; exit 65; }}',
+            f"{shlex.quote(order.python)} -c {shlex.quote(_CHECK)}",
+            "",
+        ]
+    )
+
+
+def start_script(order: LaunchOrder, host: Host, head: Host, word: str) -> str:
+    """Starts the agent of a host, or the whole fleet of this machine, in a session of its own, and prints its process number."""
+    folder = order.folder
+    waits = (
+        f'for _ in $(seq {_GO_HALF_SECONDS}); do [ "$(cat "$0" 2>/dev/null)" = {word} ] && exec "$@"; sleep 0.5; done; '
+        'echo "error: not all hosts could be started" >&2; exit 1'
+    )
+    log = shlex.quote(str(folder / f"{host.name}.log"))
+    command = shlex.join(["setsid", "bash", "-c", waits, str(folder / "go"), *_words(order, host, head)])
+    return "\n".join([*_begin(order), f"{command} >> {log} 2>&1 < /dev/null &", 'echo "phalanx-pid $!"', ""])
+
+
+def _words(order: LaunchOrder, host: Host, head: Host) -> list[str]:
+    if host.destination == HERE:
+        return [*order.program, "train", str(order.run_file)]
+    leads = host == head
+    words = [*order.program, "agent", "--run", str(order.run_file)]
+    words += [
+        "--coordinator",
+        f"{head.address}:{coordinator_port(order)}",
+        "--lead" if leads else "--no-lead",
+    ]
+    words += ["--node", host.name, "--host", host.address]
+    for level in host.domain:
+        words += ["--domain", level]
+    return words
+
+
+def signal_script(order_folder: str, pids: list[int], number: int) -> str:
+    """Sends a signal to the sessions of a run on a host, or with 0 asks which of them are there; prints those that are."""
+    there = f'[ -r /proc/$pid/cmdline ] && tr "\\0" " " < /proc/$pid/cmdline | grep -qF -- {shlex.quote(order_folder)}'
+    return "\n".join(
+        [
+            f"for pid in {' '.join(map(str, pids))}; do",
+            f"  if {there}; then",
+            '    echo "phalanx-alive $pid"',
+            f"    {f'kill -{number} -- -$pid' if number else ':'}",
+            "  fi",
+            "done",
+            "",
+        ]
+    )
+
+
+def _begin(order: LaunchOrder) -> Iterator[str]:
+    yield f"cd {shlex.quote(str(order.working_dir))} || exit 66"
+    yield "export PYTHONUNBUFFERED=1"
+    for variable in order.launch.environment:
+        name, sign, value = variable.partition("=")
+        if not sign or not name.isidentifier():
+            raise EngineError(f"launch.environment: {variable!r} is not NAME=VALUE")
+        yield f"export {name}={shlex.quote(value)}"
+    yield from order.launch.prologue
+
+
+def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
+    """What the run file asks of a scheduler, where there is none."""
+    launch = order.launch
+    asked = {
+        "partition": launch.partition,
+        "account": launch.account,
+        "qos": launch.qos,
+        "time_limit": launch.time_limit,
+        "constraint": launch.constraint,
+        "reservation": launch.reservation,
+        "exclude": launch.exclude,
+        "container_image": launch.container_image,
+        "options": launch.options,
+    }
+    for name, value in asked.items():
+        if value:
+            yield f"launch.{name} = {value!r}: there is no scheduler to ask; take it out"

@@ -1,0 +1,52 @@
+"""Whether a submitted run is queued or running, and how it is ended: asked of the engine that started it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from phalanx.launch.engines import bare, slurm
+from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.submission import Submitted
+from phalanx.launch.engines.tools import EngineError
+
+
+def sentence(run_dir: Path, made: Submitted) -> str | None:
+    """What a submitted run does, in words; ``None`` once it has ended. Raises ``EngineError``."""
+    if made.engine != "slurm":
+        return bare.sentence(run_dir)
+    job = slurm.job_of(run_dir)
+    return None if job is None else job.sentence
+
+
+def title(made: Submitted) -> str:
+    """The name of what was started, as the user knows it."""
+    return f"job {made.job} (slurm)" if made.engine == "slurm" else f"run on {made.job} ({made.engine})"
+
+
+def log_of(run_dir: Path, made: Submitted) -> Path:
+    """What a submitted run, or the host that leads it, has printed."""
+    name = f"job-{made.job}" if made.engine == "slurm" else made.leader
+    return run_dir / FOLDER / f"{name}.log"
+
+
+def refuse_second(run_dir: Path, made: Submitted | None) -> None:
+    """Raises ``EngineError`` if a run is queued or running already."""
+    if made is None or made.engine == "slurm":
+        return  # the queue knows better than the record
+    if (doing := bare.sentence(run_dir)) is not None:
+        raise EngineError(
+            f"the run in {run_dir} is {doing} already: follow it with phalanx status {run_dir}, or end it with phalanx cancel {run_dir}"
+        )
+
+
+def end_now(run_dir: Path, made: Submitted) -> None:
+    """Ends a run at once: what is not saved is lost. Raises ``EngineError`` naming the hosts that do not answer."""
+    if made.engine == "slurm":
+        job = slurm.job_of(run_dir)
+        if job is not None:
+            slurm.cancel(job.id)
+        return
+    _, wrong = bare.end(run_dir, bare.started_on(run_dir), signal.SIGKILL)
+    if wrong:
+        raise EngineError("not ended everywhere:\n  " + "\n  ".join(wrong))

@@ -1,0 +1,234 @@
+"""Runs on hosts through a real sshd, and in the background of this machine: all or none, left to themselves, with the same bits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.engines.sshd_hosts import SshHosts, missing, ssh_hosts
+from phalanx.launch.engines.bare import on_host
+from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
+from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.tools import EngineError
+from phalanx.run.spec import LaunchSpec
+from phalanx_process import ENVIRONMENT, RUN_FILE
+from tiny_runs import make_dataset
+
+needs_sshd = pytest.mark.skipif(bool(missing()), reason=f"no sshd can be started: {missing()}")
+PATIENCE_S = 120
+QUICK = "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_checks = false\n"
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with ssh_hosts(tmp_path_factory.mktemp("ssh"), 3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "tiny.toml").write_text(RUN_FILE.format(data=make_dataset(folder / "words")) + QUICK)
+    return folder
+
+
+def phalanx(folder: Path, *words: str, fails: bool = False, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", *words],
+        cwd=folder,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert bool(done.returncode) == fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> str:
+    """The hash of the weights of the same run on one rank."""
+    words = ["train", "tiny.toml", "--ranks", "1", "--json", "--run-dir", "plain"]
+    said = next(line for line in phalanx(folder, *words).splitlines() if line.startswith("{"))
+    return str(json.loads(said)["weights_sha256"])
+
+
+def wait_until(true: Callable[[], bool], what: str, run_dir: Path) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not true():
+        if time.monotonic() > deadline_s:
+            logs = "".join(
+                f"--- {path}\n{path.read_text()[-3000:]}" for path in (run_dir / "launch").glob("*.log")
+            )
+            raise TimeoutError(f"{what}\n{logs}")
+        time.sleep(0.1)
+
+
+def weights(run_dir: Path) -> str:
+    wait_until((run_dir / "result.json").exists, f"{run_dir} has not finished", run_dir)
+    return str(json.loads((run_dir / "result.json").read_bytes())["weights_sha256"])
+
+
+def step_of(run_dir: Path) -> int:
+    try:
+        return int(json.loads((run_dir / "fleet.json").read_bytes())["step"])
+    except (OSError, ValueError):
+        return -1
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    found = subprocess.run(["pgrep", "-af", str(run_dir)], capture_output=True, text=True, check=False).stdout
+    return [line for line in found.splitlines() if "pgrep" not in line]
+
+
+def sets(run_dir: Path) -> list[str]:
+    # sshd gives a clean environment.
+    path = [f"PYTHONPATH={ENVIRONMENT['PYTHONPATH']}"] if "PYTHONPATH" in ENVIRONMENT else []
+    return ["--set", f'run_dir="{run_dir}"', "--set", f"launch.environment={json.dumps(path)}"]
+
+
+@needs_sshd
+def test_a_run_on_hosts_has_the_bits_of_one_machine_and_leaves_nothing_behind(
+    folder: Path, hosts: SshHosts, undisturbed: str
+) -> None:
+    (folder / "hosts.txt").write_text("# three machines\n" + hosts.file("domain=pod-1/rack-1"))
+    run_dir = folder / "by-ssh"
+    words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "hosts.txt", "--nodes", "2", "--spares", "1"]
+    told = phalanx(folder, *words, *sets(run_dir), **hosts.environment)
+    assert "started on 3 hosts" in told
+    again = phalanx(folder, *words, *sets(run_dir), fails=True, **hosts.environment)
+    assert "is running on 3 of 3 hosts already" in again
+    assert weights(run_dir) == undisturbed
+    wait_until(lambda: not processes_of(run_dir), "processes are left", run_dir)
+    assert "ended; its log is" in phalanx(folder, "status", str(run_dir), **hosts.environment)
+    assert "weights" in phalanx(folder, "logs", str(run_dir), **hosts.environment)
+    assert "is finished" in phalanx(folder, *words, *sets(run_dir), fails=True, **hosts.environment)
+
+
+@needs_sshd
+def test_a_run_on_hosts_is_cancelled_with_its_step_saved_and_continued(folder: Path, hosts: SshHosts) -> None:
+    (folder / "hosts.txt").write_text(hosts.file())
+    run_dir = folder / "cancelled"
+    words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "hosts.txt", "--nodes", "2", *sets(run_dir)]
+    words += ["--set", "train.steps=100000", "--set", "checkpoint.every_steps=100000"]
+    phalanx(folder, *words, **hosts.environment)
+    wait_until(lambda: step_of(run_dir) >= 2, "the run does not begin", run_dir)
+    assert "is cancelled" in phalanx(folder, "cancel", str(run_dir), **hosts.environment)
+    assert not processes_of(run_dir)
+    (saved,) = [int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*")]
+    phalanx(folder, *words, **hosts.environment)
+    wait_until(lambda: step_of(run_dir) > saved, "the run does not go on", run_dir)
+    assert "is cancelled" in phalanx(folder, "cancel", str(run_dir), "--now", **hosts.environment)
+    wait_until(lambda: not processes_of(run_dir), "processes are left", run_dir)
+
+
+@needs_sshd
+def test_nothing_is_started_where_one_host_cannot_and_every_reason_is_said(
+    folder: Path, hosts: SshHosts
+) -> None:
+    run_dir = folder / "never"
+    words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "bad.txt", "--nodes", "3", *sets(run_dir)]
+    bad = hosts.file().splitlines()
+    (folder / "bad.txt").write_text(
+        "\n".join([bad[0], bad[1].replace("@127.0.0.1", "@localhost"), "nobody@127.0.0.1:9"])
+    )
+    told = phalanx(folder, *words, fails=True, **hosts.environment)
+    assert "host-1: its host key is not known" in told
+    assert "Connection refused" in told
+    few = phalanx(folder, *words, "--spares", "2", "--partition", "big", fails=True, **hosts.environment)
+    assert "fleet.nodes + fleet.spares = 5, and there are 3 hosts" in few
+    assert "launch.partition = 'big': there is no scheduler to ask" in few
+    assert not processes_of(run_dir)
+
+
+@needs_sshd
+def test_another_host_key_is_refused_with_the_remedy(folder: Path, hosts: SshHosts) -> None:
+    known = hosts.folder / "known_hosts"
+    before = known.read_text()
+    (folder / "hosts.txt").write_text(hosts.file())
+    first, second, *_ = before.splitlines()
+    known.write_text(f"{first.split()[0]} {' '.join(second.split()[1:])}\n{second}\n")
+    try:
+        told = phalanx(
+            *(folder, "submit", "tiny.toml", "--on", "ssh", "--hosts", "hosts.txt", "--nodes", "2"),
+            *sets(folder / "never"),
+            fails=True,
+            **hosts.environment,
+        )
+    finally:
+        known.write_text(before)
+    assert "host-0: its host key is not the one that is known" in told
+
+
+def test_a_run_in_the_background_goes_on_when_who_started_it_has_gone(folder: Path, undisturbed: str) -> None:
+    run_dir = folder / "background"
+    words = ["submit", "tiny.toml", "--on", "local", "--nodes", "2", *sets(run_dir)]
+    starter = subprocess.Popen(
+        ["bash", "-c", f"{sys.executable} -m phalanx {' '.join(map(shlex.quote, words))}; kill -9 -- -$$"],
+        cwd=folder,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert "started on this machine, and needs this terminal no more" in (starter.communicate()[0] or "")
+    wait_until(lambda: step_of(run_dir) >= 1, "the run does not begin", run_dir)
+    assert "running on this machine" in phalanx(folder, "status", str(run_dir))
+    assert weights(run_dir) == undisturbed
+
+
+def test_a_run_without_a_fleet_is_cancelled_in_the_background(folder: Path) -> None:
+    run_dir = folder / "single"
+    words = ["submit", "tiny.toml", "--on", "local", *sets(run_dir), "--set", "train.steps=100000"]
+    phalanx(folder, *words, "--set", "checkpoint.every_steps=100000")
+    wait_until(lambda: "2" in _logged(run_dir), "the run does not begin", run_dir)
+    assert "is cancelled" in phalanx(folder, "cancel", str(run_dir))
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    phalanx(folder, *words)
+    assert "is cancelled" in phalanx(folder, "cancel", str(run_dir), "--now")
+    wait_until(lambda: not processes_of(run_dir), "processes are left", run_dir)
+
+
+def _logged(run_dir: Path) -> str:
+    path = run_dir / "events.jsonl"
+    return path.read_text() if path.exists() and '"step"' in path.read_text() else ""
+
+
+def test_an_agent_that_is_never_told_to_begin_ends_by_itself(tmp_path: Path) -> None:
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 2, 0, 0, 0, sys.executable, LaunchSpec())
+    host = Host("one", HERE, 0, "127.0.0.1")
+    order.folder.mkdir()
+    script = start_script(order, host, host, "word").replace("seq 240", "seq 1")
+    pid = on_host(host, script).split()[-1]
+    log = order.folder / "one.log"
+    wait_until(lambda: "not all hosts could be started" in log.read_text(), "it does not end", tmp_path)
+    wait_until(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "it does not end", tmp_path)
+
+
+def test_hosts_are_read_with_their_ports_names_and_domains() -> None:
+    text = "# by rack\n\nme@one:2222 name=n1 domain=pod-1/rack-2 address=10.0.0.1\ntwo # the second\n"
+    assert read_hosts(text) == [
+        Host("n1", "me@one", 2222, "10.0.0.1", ("pod-1", "rack-2")),
+        Host("two", "two", 0, "two"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("one\none\n", "line 2 of the hosts: there is a node one already"),
+        ("one rack=3\n", "line 1 of the hosts: 'rack' is not known"),
+        ("a@b@c\n", "line 1 of the hosts: 'a@b@c' is no host"),
+    ],
+)
+def test_a_line_that_names_no_host_is_refused_with_its_number(text: str, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        read_hosts(text)
