@@ -114,6 +114,7 @@ def test_a_run_on_hosts_has_the_bits_of_one_machine_and_leaves_nothing_behind(
 
 
 @needs_sshd
+@pytest.mark.slow
 def test_a_run_on_hosts_is_cancelled_with_its_step_saved_and_continued(folder: Path, hosts: SshHosts) -> None:
     (folder / "hosts.txt").write_text(hosts.file())
     run_dir = folder / "cancelled"
