@@ -203,6 +203,8 @@ def test_a_preparation_ended_by_ctrl_c_leaves_nothing_behind_and_says_so(folder:
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        # In the background of a shell script the signal is ignored, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not list(folder.glob(".pressed_tokens.partial-*")):
         assert process.poll() is None

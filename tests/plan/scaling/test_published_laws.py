@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.scaling.laws import (
@@ -84,10 +84,13 @@ def test_no_size_beats_the_optimum_whatever_tokens_cost(flops: float, bend: floa
     def cost(parameters: float) -> float:
         return 6 * parameters * (parameters / 1e9) ** bend
 
-    found = optimum(LAW, flops, cost, inference_tokens=served)
+    try:
+        found = optimum(LAW, flops, cost, inference_tokens=served)
+    except BudgetError:
+        assume(False)  # serving takes all of it
     for step in range(200):
         size = 10 ** (5 + 9 * step / 199)
-        assert LAW.loss(size, tokens_for(size, flops, cost, served)) >= found.loss - 1e-12
+        assert LAW.loss(size, tokens_for(size, flops, cost, served)) >= found.loss * (1 - 1e-9)
 
 
 @given(FLOPS, st.floats(1.5, 100), st.sampled_from([LAW, RepeatedData(LAW, 1e11)]))
