@@ -92,6 +92,13 @@ def test_an_allocation_is_verified_with_its_cost(files: Path) -> None:
     assert "of a step are lost" in place(files, "--share", "pod=0.001", "--allocation", "n[1-4,13-16]").output
 
 
+def test_an_allocation_that_loses_more_than_it_may_is_refused_by_its_exit_code(files: Path) -> None:
+    words = ["--share", "pod=0.001", "--most-lost-ms", "0.001", "--allocation"]
+    assert place(files, *words, "n[9-16]").exit_code == 0
+    assert place(files, *words, "n[1-4,13-16]").exit_code == 3
+    assert "--allocation HOSTS" in place(files, "--most-lost-ms", "1").output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

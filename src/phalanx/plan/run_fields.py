@@ -408,6 +408,10 @@ _WHOLE_RUN = {
                 _WHERE,
             ),
             **_all(
+                "cluster shares most_lost_ms",
+                _irrelevant("`phalanx place` and the start of a job price the nodes that are given"),
+            ),
+            **_all(
                 "unit order", _irrelevant("a plan assumes near nodes; `phalanx place` prices a placement")
             ),
         },

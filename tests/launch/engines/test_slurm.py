@@ -142,6 +142,7 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machin
     record = read_record(run_dir)
     assert record is not None
     assert f"job {record.job}" in phalanx("runs", "--on", "slurm")
+    wait_until(lambda: "no other nodes would be faster" in phalanx("status", str(run_dir)), "no verdict")
     # All three nodes are under one switch, and each says so.
     (spare,) = members(run_dir, "spare")
     victim = members(run_dir, "member")[-1]
@@ -218,6 +219,15 @@ def test_a_job_that_could_never_start_is_refused_with_every_reason(phalanx: Phal
     assert not (phalanx.folder / "never").exists()
     # What only Slurm knows it says itself.
     assert "sbatch: " in refused("--nodes", "1", "--qos", "gold", "--reservation", "nothing")
+
+
+def test_nodes_that_lose_more_of_a_step_than_they_may_are_not_trained_on(phalanx: Phalanx) -> None:
+    slow = ["--set", 'launch.shares=["leaf=0.00001"]', "--set", "launch.most_lost_ms=0.001"]
+    run_dir = phalanx.submit("too-far", "--nodes", "8", *slow)
+    wait_until(lambda: "ended" in phalanx("status", str(run_dir)), "the job goes on", run_dir / "launch")
+    assert "of a step are lost on the way" in phalanx("status", str(run_dir))
+    assert "lose more of a step than launch.most_lost_ms = 0.001" in phalanx("logs", str(run_dir))
+    assert not (run_dir / "fleet.json").exists()
 
 
 def test_the_topology_and_the_free_nodes_are_those_of_the_cluster(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from phalanx.launch.run_traffic import RunTraffic
     from phalanx.run.spec import RunSpec
 
+REFUSED = 3
+"""Exit code for nodes that lose more of a step than they may."""
 _LISTED, _ANY_WIDTH = 6, 10_000
 
 
@@ -40,9 +42,7 @@ _LISTED, _ANY_WIDTH = 6, 10_000
 @click.option(
     "--cluster",
     "cluster_name",
-    default="h100",
-    show_default=True,
-    help="The kind of its nodes, for rates and formats: a name of `phalanx hardware`, or a TOML file.",
+    help="The kind of its nodes, for rates and formats: a name of `phalanx hardware`, or a TOML file; by default launch.cluster.",
 )
 @click.option(
     "--share",
@@ -63,6 +63,11 @@ _LISTED, _ANY_WIDTH = 6, 10_000
     metavar="HOSTS",
     help="Verify these nodes instead, such as n[1-8,12]: what they cost a step.",
 )
+@click.option(
+    "--most-lost-ms",
+    type=click.FloatRange(min=0),
+    help=f"With --allocation: exit code {REFUSED} if it loses more of a step than this.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     run_file: Path,
@@ -70,7 +75,7 @@ def command(
     overrides: tuple[str, ...],
     nodes: int | None,
     spares: int | None,
-    cluster_name: str,
+    cluster_name: str | None,
     shares: tuple[str, ...],
     unit: int | None,
     order: str | None,
@@ -78,6 +83,7 @@ def command(
     partition: str,
     free_only: bool,
     allocation: str | None,
+    most_lost_ms: float | None,
     as_json: bool,
 ) -> None:
     """Place the run of RUN_FILE in a network: units of nodes, spares, the order of ranks, and its price.
@@ -107,10 +113,10 @@ def command(
         sized = [f"fleet.nodes={nodes}"] if nodes else []
         sized += [f"fleet.spares={spares}"] if spares is not None else []
         spec = read_run(run_file, PRESETS, [*overrides, *sized])
-        traffic = traffic_of(spec, cluster_name)
+        traffic = traffic_of(spec, cluster_name or spec.launch.cluster)
         topology = load_topology(place_name, partition, free_only=free_only)
         rate = topology.node_bytes_per_s or traffic.node_bytes_per_s
-        topology = topology.with_rates(rate, _fractions(shares))
+        topology = topology.with_rates(rate, fractions(shares or spec.launch.shares))
         rule: Order | None = None if order is None else "pipeline" if order == "pipeline" else "data"
         if allocation:
             given = expanded(allocation)
@@ -118,7 +124,11 @@ def command(
                 topology, given, traffic.shape, traffic.flows, unit=unit or 0, order=rule, whole=whole
             )
             _tell_verdict(verdict, as_json)
+            if most_lost_ms is not None and 1e3 * verdict.lost_s > most_lost_ms:
+                raise SystemExit(REFUSED)
             return
+        if most_lost_ms is not None:
+            raise click.UsageError("--most-lost-ms is about nodes that were given: --allocation HOSTS")
         found = choices(
             topology,
             traffic.shape,
@@ -134,7 +144,8 @@ def command(
     _print(spec, topology, traffic, found)
 
 
-def _fractions(shares: tuple[str, ...]) -> dict[str, float]:
+def fractions(shares: tuple[str, ...]) -> dict[str, float]:
+    """The part of its nodes' rate that may leave a domain, by level. Raises ``click.BadParameter``."""
     found = {}
     for text in shares:
         level, sign, value = text.partition("=")

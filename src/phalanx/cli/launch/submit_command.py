@@ -46,12 +46,7 @@ if TYPE_CHECKING:
 @click.option("--reservation", help="launch.reservation.")
 @click.option("--exclude", help="Nodes not to use: launch.exclude.")
 @click.option("--container-image", help="launch.container_image.")
-@click.option(
-    "--cluster",
-    default="h100",
-    show_default=True,
-    help="The kind of the nodes, for the price of their placement: a name of `phalanx hardware`, or a TOML file.",
-)
+@click.option("--cluster", help="The kind of the nodes, for the price of their placement: launch.cluster.")
 @click.option(
     "--take-from",
     "lender",
@@ -64,7 +59,7 @@ def command(
     run_file: Path,
     engine: str | None,
     overrides: tuple[str, ...],
-    cluster: str,
+    cluster: str | None,
     lender: Path | None,
     dry_run: bool,
     as_json: bool,
@@ -109,6 +104,7 @@ def command(
                 {"launch.time_limit": time, "launch.constraint": constraint, "launch.exclude": exclude}
             ),
             *_overrides({"launch.hosts": str(hosts) if hosts else None, "launch.engine": engine}),
+            *_overrides({"launch.cluster": cluster}),
             *_overrides({"launch.reservation": reservation, "launch.container_image": container_image}),
         ]
         working_dir = Path.cwd()
@@ -135,7 +131,7 @@ def command(
             )
             return
         _refuse_impossible(order_of(spec, working_dir))
-        best, why_not = _placement(spec, cluster)
+        best, why_not = _placement(spec)
         if best is not None and not spec.launch.unit:
             spec = replace(spec, launch=replace(spec.launch, unit=best.unit, order=best.order))
         _submit(spec, working_dir, best, why_not, as_json, lender)
@@ -206,8 +202,9 @@ def _submit(
     )
 
 
-def _placement(spec: RunSpec, cluster: str) -> tuple[Choice | None, str]:
+def _placement(spec: RunSpec) -> tuple[Choice | None, str]:
     """The best placement on the nodes that are free now; or why there is none."""
+    from phalanx.cli.launch.place_command import fractions
     from phalanx.hardware.errors import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
     from phalanx.launch.placing.choose import choices
@@ -216,9 +213,11 @@ def _placement(spec: RunSpec, cluster: str) -> tuple[Choice | None, str]:
     from phalanx.plan.search.query import RequestError
 
     try:
-        traffic = traffic_of(spec, cluster)
+        traffic = traffic_of(spec, spec.launch.cluster)
         topology = load_topology("slurm", spec.launch.partition, free_only=True)
-        topology = topology.with_rates(topology.node_bytes_per_s or traffic.node_bytes_per_s, {})
+        topology = topology.with_rates(
+            topology.node_bytes_per_s or traffic.node_bytes_per_s, fractions(spec.launch.shares)
+        )
         found = choices(topology, traffic.shape, traffic.flows, spec.fleet.spares)
     except (TopologyError, RequestError, HardwareError) as error:
         return None, str(error)

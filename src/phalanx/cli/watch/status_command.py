@@ -71,7 +71,18 @@ def _job_line(run_dir: Path) -> str | None:
         doing = sentence(run_dir, made)
     except EngineError as error:
         return f"{title(made)}: not known here ({error})"
-    return f"{title(made)}: {doing or f'ended; its log is {log_of(run_dir, made)}'}"
+    return f"{title(made)}: {doing or f'ended; its log is {log_of(run_dir, made)}'}{_given(run_dir)}"
+
+
+def _given(run_dir: Path) -> str:
+    """A line on what the nodes that an engine gave cost a step; empty if nobody has said that."""
+    from phalanx.launch.engines.order import FOLDER
+
+    try:
+        lines = (run_dir / FOLDER / "given").read_text().strip().splitlines()
+    except OSError:
+        return ""
+    return f"\n  the nodes that it got: {lines[-1].removeprefix('Error: ')}" if lines else ""
 
 
 def _data_bound(events: Path) -> str | None:

@@ -159,6 +159,7 @@ def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
         "exclude": launch.exclude,
         "container_image": launch.container_image,
         "options": launch.options,
+        "most_lost_ms": launch.most_lost_ms,
     }
     for name, value in asked.items():
         if value:

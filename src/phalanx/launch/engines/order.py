@@ -61,6 +61,11 @@ class LaunchOrder:
         return self.folder / "nonce"
 
     @property
+    def given(self) -> Path:
+        """The verdict on the nodes that the engine gave."""
+        return self.folder / "given"
+
+    @property
     def all_nodes(self) -> int:
         """Nodes to ask for."""
         return self.nodes + self.spares

@@ -36,6 +36,8 @@ _NOT_TAKEN = {
 }
 _STOPPED = 75
 """Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
+_REFUSED = 3
+"""Exit code of ``phalanx place`` for nodes that lose too much (``cli.launch.place_command``)."""
 _PORTS = 20_000, 20_000
 """The first port, and how many, of which a job takes one by its number."""
 
@@ -140,6 +142,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     yield f'head="$(hostname):{port}"' if order.port else f'head="$(hostname):"{port}'
     yield f"nonce={folder}/nonce"
     yield f'rm -f {folder}/stopped {folder}/lead-exit; echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" > "$nonce"'
+    yield from _verified(order, phalanx)
     yield from _on_grace(order, phalanx, run_dir)
     agent = [
         f"{phalanx} agent --run {shlex.quote(str(order.run_file))}",
@@ -163,6 +166,20 @@ def _body(order: LaunchOrder) -> Iterator[str]:
         lender = shlex.quote(str(order.taken_from))
         yield f"{phalanx} fleet grow {lender} --by {order.taken} || true"
     yield 'exit "$code"'
+
+
+def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
+    """Prices the nodes that Slurm gave, beside the start, or before it where nodes may be refused; nodes without a price are taken."""
+    limit_ms, given = order.launch.most_lost_ms, shlex.quote(str(order.given))
+    words = f'{phalanx} place {shlex.quote(str(order.run_file))} --topology slurm --allocation "$SLURM_JOB_NODELIST"'
+    yield f"rm -f {given}"
+    if not limit_ms:
+        yield f"( {words} > {given} 2>&1 ) &"
+        return
+    yield f"{words} --most-lost-ms {limit_ms:g} > {given} 2>&1; verdict=$?; cat {given}"
+    yield f'if [ "$verdict" = {_REFUSED} ]; then'
+    yield f'  echo "error: these nodes lose more of a step than launch.most_lost_ms = {limit_ms:g}: submit again for others, or allow more" >&2; exit 66'
+    yield "fi"
 
 
 def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
