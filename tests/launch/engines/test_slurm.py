@@ -174,6 +174,7 @@ def test_a_preempted_run_saves_queues_again_and_goes_on(
     assert json.loads((run_dir / "record.json").read_bytes())["attempts"] == 2
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_saves_and_is_continued_by_the_same_command(
     phalanx: Phalanx, undisturbed: str
 ) -> None:
