@@ -30,7 +30,7 @@ PURE = (
     "fleet/core",
     *(
         f"launch/placing/{name}.py"
-        for name in ("topology", "place", "seats", "price", "choose", "verify", "host_list")
+        for name in ("topology", "place", "seats", "bound", "price", "choose", "verify", "host_list")
     ),
     "model/facts",
     "plan/workload",

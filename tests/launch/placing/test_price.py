@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.placing.small_trees import messages
 from phalanx.launch.placing.choose import choices
 from phalanx.launch.placing.price import leaving, price
 from phalanx.launch.placing.seats import Shape, sequence
@@ -17,24 +17,6 @@ from phalanx.launch.placing.topology import Level, Topology, TopologyError
 from phalanx.launch.placing.verify import verify
 from phalanx.plan.step_cost.traffic import Flow
 from phalanx.run.layout import Layout
-
-
-def messages(flow: Flow, ranks: int) -> Iterator[tuple[int, int, float]]:
-    """Sender, receiver and bytes of every message of a flow, written down one by one."""
-    for first in range(0, ranks, flow.size * flow.stride):
-        for offset in range(flow.stride):
-            group = [first + offset + place * flow.stride for place in range(flow.size)]
-            for place, rank in enumerate(group):
-                if flow.pattern == "ring":
-                    yield rank, group[(place + 1) % flow.size], flow.sent_bytes
-                elif flow.pattern == "all_to_all":
-                    for other in group:
-                        if other != rank:
-                            yield rank, other, flow.sent_bytes / (flow.size - 1)
-                else:
-                    for neighbor in (place - 1, place + 1):
-                        if 0 <= neighbor < flow.size:
-                            yield rank, group[neighbor], flow.sent_bytes
 
 
 @st.composite

@@ -260,5 +260,5 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
 def _ratio(best: Choice) -> str:
     if best.price.certified:
         return "its slowest link is a node's own, so no placement is faster"
-    over = best.price.slowest_s / best.price.bound_s
-    return f"its slowest uplink needs {over:.3g} times what the nodes' own links need"
+    slowest, bound = 1e3 * best.price.slowest_s, 1e3 * best.price.bound_s
+    return f"its slowest link needs {slowest:.3g} ms of a step, where no placement needs less than {bound:.3g} ms"

@@ -1,10 +1,11 @@
 """Chooses nodes for a run in a tree of domains: whole units under the lowest switches, spares spread, units in the order of the tree.
 
-A *unit* is a number of nodes that talk most to each other. The algorithm is greedy and exact: in every domain as many units are cut as its
-free nodes give, the lowest domains first, and what is left over is joined one level up, the biggest fragments first. Since
-``floor(a/u) + floor(b/u) + floor((a mod u + b mod u)/u) = floor((a + b)/u)``, this leaves as many units whole at *every* level at once as
-there can be (the tests compare with a mixed-integer program). If fewer are wanted, those that are whole lowest are kept, in the fullest
-domains. Whatever belongs to no unit is a spare, so spares lie where fragments are: all over the fleet, and near what they replace.
+A *unit* is a number of nodes that talk most to each other. The algorithm is greedy, and leaves as many units whole at *every* level at once as
+there can be: in every domain as many units are cut as its free nodes give, the lowest domains first, and what is left over is joined one
+level up, the biggest fragments first. No unit is lost so, since
+``floor(a/u) + floor(b/u) + floor((a mod u + b mod u)/u) = floor((a + b)/u)`` (tests compare with mixed-integer programs). If fewer units are
+wanted, those that are whole lowest are kept, in the fullest domains. Whatever belongs to no unit is a spare, so spares lie where fragments
+are: all over the fleet, and near what they replace.
 """
 
 from __future__ import annotations

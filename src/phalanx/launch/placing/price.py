@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.launch.placing.bound import least_nic_bytes
 from phalanx.launch.placing.topology import Topology
 from phalanx.plan.step_cost.traffic import Flow
 
@@ -32,7 +33,7 @@ class Price:
     nic_s: float
     """The busiest node's own links to the network."""
     bound_s: float
-    """The same if every scale-up domain were whole and free: what no placement gets below. ``nic_s`` where there are none."""
+    """What no placement gets below, if every scale-up domain were whole and free (``bound.py``); ``nic_s`` where there are none."""
     uplink_s: Mapping[str, float]
     """Level -> its busiest domain's uplink."""
     busiest: Mapping[str, str]
@@ -57,13 +58,12 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
     node = np.repeat(np.arange(len(seats)), ranks_per_node)
     domains = _domains(topology, seats)
     # Inside a scale-up domain nothing goes over the network.
-    inside = ideal = node
-    if topology.levels and topology.levels[-1].scale_up:
-        inside = domains[-1][0][node]
-        ideal = node // max(Counter(topology.nodes.values()).values())
-    nic, bound = (
-        leaving(flows, near, node).max(initial=0.0) / topology.node_bytes_per_s for near in (inside, ideal)
-    )
+    scale_up = bool(topology.levels) and topology.levels[-1].scale_up
+    nic_bytes = leaving(flows, domains[-1][0][node] if scale_up else node, node).max(initial=0.0)
+    bound_bytes = nic_bytes
+    if scale_up:
+        largest = max(Counter(topology.nodes.values()).values())
+        bound_bytes = least_nic_bytes(flows, ranks_per_node, largest)
     uplink_s, busiest = {}, {}
     for level, (domain, names, nodes) in zip(topology.levels, domains, strict=True):
         capacity = nodes * topology.node_bytes_per_s * level.share
@@ -71,7 +71,8 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
         worst = int(seconds.argmax()) if len(seconds) else 0
         uplink_s[level.name] = float(seconds[worst]) if len(seconds) else 0.0
         busiest[level.name] = names[worst] if len(names) else ""
-    return Price(float(nic), float(bound), uplink_s, busiest)
+    rate = topology.node_bytes_per_s
+    return Price(float(nic_bytes) / rate, float(bound_bytes) / rate, uplink_s, busiest)
 
 
 def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[str], Floats]]:
