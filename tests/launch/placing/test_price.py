@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -37,6 +38,28 @@ def test_what_leaves_a_domain_is_the_sum_of_the_messages_that_do(
         if near[sender] != near[receiver]:
             expected[near[sender]] += sent
     np.testing.assert_allclose(leaving([flow], near, near, 4), expected)
+
+
+@given(given_flow=flows_of(), scale_up=st.booleans(), data=st.data())
+def test_a_price_is_the_sum_of_messages_between_nodes_however_ranks_divide_into_nodes(
+    given_flow: tuple[Flow, int], scale_up: bool, data: st.DataObject
+) -> None:
+    flow, ranks = given_flow
+    per_node = data.draw(st.sampled_from([size for size in range(1, ranks + 1) if ranks % size == 0]))
+    seats = [f"n{number}" for number in range(ranks // per_node)]
+    leaves = {name: (str(data.draw(st.integers(0, 2))),) for name in seats}
+    out_of_leaf: Counter[tuple[str, ...]] = Counter()
+    over_nic: Counter[str] = Counter()
+    for sender, receiver, sent in messages(flow, ranks):
+        here, there = seats[sender // per_node], seats[receiver // per_node]
+        crosses = leaves[here] != leaves[there]
+        out_of_leaf[leaves[here]] += sent * crosses
+        over_nic[here] += sent * (crosses if scale_up else here != there)
+    sizes = Counter(leaves.values())
+    found = price(Topology((Level("leaf", 0.5, scale_up),), leaves, 2.0), seats, [flow], per_node)
+    expected = max(sent / sizes[leaf] for leaf, sent in out_of_leaf.items())
+    assert found.uplink_s["leaf"] == pytest.approx(expected)
+    assert found.nic_s == pytest.approx(max(over_nic.values()) / 2)
 
 
 DATA = Flow("shard", "ring", 4, 1, 8.0)

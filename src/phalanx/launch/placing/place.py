@@ -13,18 +13,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from typing import NamedTuple
 
 from phalanx.launch.placing.topology import Domains, Topology, TopologyError
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Nodes that were placed together."""
 
     nodes: tuple[str, ...]
-    depth: int
-    """Number of levels, from the widest, at which all its nodes are in one domain: all levels if it is whole."""
+    domain: Domains
+    """The narrowest domain that all its nodes are in."""
+
+    @property
+    def depth(self) -> int:
+        """Number of levels, from the widest, at which all its nodes are in one domain: all levels if it is whole."""
+        return len(self.domain)
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,8 @@ class PlacedUnits:
 
 def most_units(topology: Topology, unit: int, *, whole: bool = False) -> int:
     """The number of units that the free nodes give; only those inside one of the narrowest domains if ``whole``."""
-    if not whole or not topology.levels:
-        return len(topology.free) // unit
-    return sum(count // unit for count in Counter(topology.nodes[name] for name in topology.free).values())
+    counts = [len(names) for names in topology.free_in_domains.values()]
+    return sum(count // unit for count in counts) if whole else sum(counts) // unit
 
 
 def place_units(
@@ -70,43 +74,36 @@ def place_units(
     Raises:
         TopologyError: There are too few nodes.
     """
-    free, needed = topology.free, unit * units + spares
-    if len(free) < needed:
+    free, needed = topology.free_in_domains, unit * units + spares
+    count = sum(map(len, free.values()))
+    if count < needed:
         raise TopologyError(
-            f"{units} units of {unit} nodes and {spares} spares need {needed} nodes, and {len(free)} of {len(topology.nodes)} are free: "
+            f"{units} units of {unit} nodes and {spares} spares need {needed} nodes, and {count} of {len(topology.nodes)} are free: "
             "ask for fewer (--nodes, --spares), or wait"
         )
-    candidates = _cut({name: topology.nodes[name] for name in free}, unit, len(topology.levels))
-    chosen = _keep(candidates, topology, units)
-    straddling = [one for one in chosen if one.depth < len(topology.levels)]
-    if whole and straddling:
-        level = topology.levels[-1].name
+    depth = len(topology.levels)
+    chosen = _keep(_cut(free, unit, depth), topology.nodes, units)
+    torn = sum(one.depth < depth for one in chosen)
+    if whole and torn:
         raise TopologyError(
-            f"{len(straddling)} of {units} units of {unit} nodes would straddle domains of level {level}: at most "
+            f"{torn} of {units} units of {unit} nodes would straddle domains of level {topology.levels[-1].name}: at most "
             f"{most_units(topology, unit, whole=True)} units fit whole. Ask for so many, take a smaller unit, or allow straddling"
         )
-    used = {name for one in chosen for name in one.nodes}
-    left = [name for name in free if name not in used]
-    return PlacedUnits(tuple(chosen), _spread(left, topology.nodes, used, spares), len(topology.levels))
+    return PlacedUnits(tuple(chosen), _spread(free, chosen, spares), depth)
 
 
-def _cut(nodes: Mapping[str, Domains], unit: int, depth: int) -> list[Unit]:
-    """All units that the nodes give, cut bottom up."""
+def _cut(free: Mapping[Domains, Sequence[str]], unit: int, depth: int) -> list[Unit]:
+    """All units that the free nodes of the narrowest domains give, cut bottom up."""
     found: list[Unit] = []
     # Fragments of the domains of one level: domain -> its nodes that are in no unit yet.
-    # By length first, so that n9 comes before n10.
-    ordered = sorted(nodes, key=lambda name: (nodes[name], len(name), name))
-    fragments: dict[Domains, list[str]] = {
-        domain: list(names) for domain, names in groupby(ordered, key=nodes.__getitem__)
-    }
+    fragments = free
     for level in range(depth, -1, -1):
-        above: dict[Domains, list[list[str]]] = {}
+        above: dict[Domains, list[Sequence[str]]] = {}
         for domain, names in fragments.items():
-            count = len(names) // unit
-            found += [Unit(tuple(names[k * unit : (k + 1) * unit]), level) for k in range(count)]
-            rest = names[count * unit :]
-            if rest and level:
-                above.setdefault(domain[: level - 1], []).append(rest)
+            whole = len(names) // unit * unit
+            found += [Unit(tuple(names[first : first + unit]), domain) for first in range(0, whole, unit)]
+            if whole < len(names) and level:
+                above.setdefault(domain[:-1], []).append(names[whole:])
         # The biggest fragments first: fewer pieces make a unit.
         fragments = {
             domain: [name for piece in sorted(pieces, key=len, reverse=True) for name in piece]
@@ -115,36 +112,40 @@ def _cut(nodes: Mapping[str, Domains], unit: int, depth: int) -> list[Unit]:
     return found
 
 
-def _keep(candidates: Sequence[Unit], topology: Topology, units: int) -> list[Unit]:
-    """The ``units`` best candidates, in the order of the tree: whole lowest, then in the domains with most units, widest level first."""
-    held = Counter(
-        topology.nodes[one.nodes[0]][:level] for one in candidates for level in range(1, one.depth + 1)
+def _keep(candidates: Sequence[Unit], nodes: Mapping[str, Domains], units: int) -> list[Unit]:
+    """The ``units`` best of the candidates, which come whole lowest first; in the order of the tree."""
+    kept: list[Unit] = []
+    for _, group in groupby(candidates, key=lambda one: one.depth):
+        alike = list(group)
+        room = units - len(kept)
+        kept += alike if len(alike) <= room else _fullest(alike, candidates)[:room]
+    kept.sort(key=lambda one: (nodes[one.nodes[0]], len(one.nodes[0]), one.nodes[0]))
+    return kept
+
+
+def _fullest(alike: Sequence[Unit], candidates: Sequence[Unit]) -> list[Unit]:
+    """Units that are whole at the same level, those in the domains with most of all candidates first, widest level first."""
+    held = Counter(one.domain for one in candidates)
+    for domain, count in list(held.items()):
+        for level in range(1, len(domain)):
+            held[domain[:level]] += count
+
+    def preference(one: Unit) -> list[tuple[int, str]]:
+        return [(-held[one.domain[: level + 1]], name) for level, name in enumerate(one.domain)]
+
+    return sorted(alike, key=preference)
+
+
+def _spread(free: Mapping[Domains, Sequence[str]], chosen: Sequence[Unit], spares: int) -> tuple[str, ...]:
+    """``spares`` of the free nodes that are in no unit: one of each domain in turn, those with most nodes in units first."""
+    if not spares:
+        return ()
+    used = set(chain.from_iterable(one.nodes for one in chosen))
+    left = {domain: [name for name in names if name not in used] for domain, names in free.items()}
+    order = sorted(
+        (domain for domain in left if left[domain]), key=lambda one: len(left[one]) - len(free[one])
     )
-
-    def rank(one: Unit) -> tuple[int, tuple[tuple[int, str], ...]]:
-        path = topology.nodes[one.nodes[0]]
-        return -one.depth, tuple((-held[path[: level + 1]], path[level]) for level in range(one.depth))
-
-    kept = sorted(candidates, key=rank)[:units]
-    return sorted(kept, key=lambda one: (topology.nodes[one.nodes[0]], len(one.nodes[0]), one.nodes))
-
-
-def _spread(
-    left: Sequence[str], nodes: Mapping[str, Domains], used: set[str], spares: int
-) -> tuple[str, ...]:
-    """``spares`` of the nodes that are left: one of each domain in turn, those with most nodes in units first."""
-    if len(left) == spares:
-        return tuple(left)
-    load = Counter(nodes[name] for name in used)
-    by_domain: dict[Domains, list[str]] = {}
-    for name in left:
-        by_domain.setdefault(nodes[name], []).append(name)
-    order = sorted(by_domain, key=lambda domain: (-load[domain], domain))
     turns = sorted(
-        (
-            (turn, place, name)
-            for place, domain in enumerate(order)
-            for turn, name in enumerate(by_domain[domain])
-        ),
+        (turn, place, name) for place, domain in enumerate(order) for turn, name in enumerate(left[domain])
     )
     return tuple(name for _, _, name in turns[:spares])

@@ -8,16 +8,15 @@ no uplink needs longer than the busiest node's NICs, then no placement is better
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.launch.placing.bound import least_nic_bytes
-from phalanx.launch.placing.topology import Topology
+from phalanx.launch.placing.topology import Domains, Topology
 from phalanx.plan.step_cost.traffic import Flow
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -55,19 +54,27 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
 
     ``topology.node_bytes_per_s`` must be known. The flows' ranks must be as many as the seats hold.
     """
-    node = np.repeat(np.arange(len(seats)), ranks_per_node)
     domains = _domains(topology, seats)
+    by_seat, by_rank = _between_seats(flows, ranks_per_node)
+    each = np.arange(len(seats))
+
+    def sent(domain: Ints, owner: Ints, owners: int) -> Floats:
+        """Bytes of all flows that leave the domain they start in, by owner; all three arrays are of seats."""
+        ranks = (np.repeat(one, ranks_per_node) for one in (domain, owner))
+        return leaving(by_seat, domain, owner, owners) + (
+            leaving(by_rank, *ranks, owners) if by_rank else 0.0
+        )
+
     # Inside a scale-up domain nothing goes over the network.
     scale_up = bool(topology.levels) and topology.levels[-1].scale_up
-    nic_bytes = leaving(flows, domains[-1][0][node] if scale_up else node, node).max(initial=0.0)
+    nic_bytes = sent(domains[-1][0] if scale_up else each, each, len(seats)).max(initial=0.0)
     bound_bytes = nic_bytes
     if scale_up:
-        largest = max(Counter(topology.nodes.values()).values())
-        bound_bytes = least_nic_bytes(flows, ranks_per_node, largest)
+        bound_bytes = least_nic_bytes(flows, ranks_per_node, max(topology.domain_nodes.values()))
     uplink_s, busiest = {}, {}
     for level, (domain, names, nodes) in zip(topology.levels, domains, strict=True):
         capacity = nodes * topology.node_bytes_per_s * level.share
-        seconds = leaving(flows, domain[node], domain[node], len(names)) / capacity
+        seconds = sent(domain, domain, len(names)) / capacity
         worst = int(seconds.argmax()) if len(seconds) else 0
         uplink_s[level.name] = float(seconds[worst]) if len(seconds) else 0.0
         busiest[level.name] = names[worst] if len(names) else ""
@@ -77,17 +84,45 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
 
 def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[str], Floats]]:
     """For each level: the number of every seat's domain, the domains' names, and how many nodes of the network each has."""
+    numbers: dict[Domains, int] = {}
+    narrowest = np.array(
+        [numbers.setdefault(topology.nodes[name], len(numbers)) for name in seats], dtype=np.int64
+    )
     found = []
     for depth in range(1, len(topology.levels) + 1):
-        numbers: dict[tuple[str, ...], int] = {}
-        where = [numbers.setdefault(topology.nodes[name][:depth], len(numbers)) for name in seats]
-        sizes = np.zeros(len(numbers))
-        for path in topology.nodes.values():
-            number = numbers.get(path[:depth])
+        wider: dict[Domains, int] = {}
+        above = np.array([wider.setdefault(path[:depth], len(wider)) for path in numbers], dtype=np.int64)
+        sizes = np.zeros(len(wider))
+        for path, count in topology.domain_nodes.items():
+            number = wider.get(path[:depth])
             if number is not None:
-                sizes[number] += 1
-        found.append((np.array(where, dtype=np.int64), [".".join(path) for path in numbers], sizes))
+                sizes[number] += count
+        found.append((above[narrowest], [".".join(path) for path in wider], sizes))
     return found
+
+
+def _between_seats(flows: Sequence[Flow], ranks_per_node: int) -> tuple[list[Flow], list[Flow]]:
+    """The flows as flows between seats, those inside a seat left out; and those that cannot be told so, between ranks.
+
+    Where the ranks of a seat have their groups in the same seats, the seats do together what the ranks do.
+    """
+    by_seat, by_rank = [], []
+    for flow in flows:
+        span = flow.size * flow.stride
+        if flow.stride % ranks_per_node == 0:
+            together = replace(
+                flow, stride=flow.stride // ranks_per_node, sent_bytes=flow.sent_bytes * ranks_per_node
+            )
+            by_seat.append(together)
+        elif span > ranks_per_node and span % ranks_per_node == 0 and ranks_per_node % flow.stride == 0:
+            # Seats that follow each other hold some ranks of each group, and only the outer ones talk to the next seat, or all to all.
+            size, sent = span // ranks_per_node, flow.stride * flow.sent_bytes
+            if flow.pattern == "all_to_all":
+                sent = ranks_per_node * flow.sent_bytes * (flow.size - flow.size // size) / (flow.size - 1)
+            by_seat.append(Flow(flow.axis, flow.pattern, size, 1, sent))
+        elif span > ranks_per_node or ranks_per_node % span:
+            by_rank.append(flow)
+    return by_seat, by_rank
 
 
 def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> Floats:

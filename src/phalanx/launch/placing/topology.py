@@ -7,8 +7,12 @@ network inside. The tree prices neither collisions of flows (ECMP) nor other ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 Domains = tuple[str, ...]
 """The domains of one node, widest first."""
@@ -63,10 +67,28 @@ class Topology:
                     "above 0 and at most 1"
                 )
 
-    @property
+    @cached_property
     def free(self) -> tuple[str, ...]:
         """The nodes that can be used, by name."""
         return tuple(sorted(name for name in self.nodes if name not in self.taken))
+
+    @cached_property
+    def free_in_domains(self) -> Mapping[Domains, Sequence[str]]:
+        """The nodes that can be used by narrowest domain, both in the order of their names: a shorter one first, so that n9 comes before n10."""
+        found: dict[Domains, list[str]] = {}
+        # Neighbors are mostly listed together: one look-up for each run of them.
+        for path, run in groupby(self.nodes.items(), key=itemgetter(1)):
+            found.setdefault(path, []).extend([name for name, _ in run if name not in self.taken])
+        for names in found.values():
+            # Two stable sorts by what is there are quicker than one by pairs.
+            names.sort()
+            names.sort(key=len)
+        return {path: found[path] for path in sorted(found) if found[path]}
+
+    @cached_property
+    def domain_nodes(self) -> Mapping[Domains, int]:
+        """How many nodes the narrowest domains have, free or not."""
+        return Counter(self.nodes.values())
 
     def only(self, names: Iterable[str]) -> Topology:
         """The same network where nothing is free but ``names``. Raises ``TopologyError`` for a node that is not in it."""
