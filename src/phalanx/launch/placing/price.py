@@ -60,10 +60,11 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
 
     def sent(domain: Ints, owner: Ints, owners: int) -> Floats:
         """Bytes of all flows that leave the domain they start in, by owner; all three arrays are of seats."""
-        ranks = (np.repeat(one, ranks_per_node) for one in (domain, owner))
-        return leaving(by_seat, domain, owner, owners) + (
-            leaving(by_rank, *ranks, owners) if by_rank else 0.0
-        )
+        total = leaving(by_seat, domain, owner, owners)
+        if by_rank:
+            domain, owner = (np.repeat(one, ranks_per_node) for one in (domain, owner))
+            total = total + leaving(by_rank, domain, owner, owners)
+        return total
 
     # Inside a scale-up domain nothing goes over the network.
     scale_up = bool(topology.levels) and topology.levels[-1].scale_up
