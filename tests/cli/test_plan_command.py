@@ -378,3 +378,31 @@ def test_the_run_file_of_a_model_by_its_name_is_not_trained_until_what_it_names_
     assert "data.tokenizer: holds a default that nobody chose" in refused.output
     chosen = ("data.path=text", "data.tokenizer=bytes", "schedule.warmup_steps=100")
     assert read_run(out, PRESETS, chosen).unfilled == ()
+
+
+FABRIC = '[[levels]]\nname = "pod"\n[nodes]\n"n[1-4]" = "pod-1"\n"n[5-8]" = "pod-2"\n'
+
+
+def test_layouts_are_ranked_with_what_a_network_adds_and_say_it(tmp_path: Path) -> None:
+    (tmp_path / "fabric.toml").write_text(FABRIC)
+    network = ("--topology", str(tmp_path / "fabric.toml"), "--share", "pod=0.01")
+    for one in facts(*SMALL, *network, "--top", "3")["best"]:
+        assert one["placement"]["added_s"] == pytest.approx(one["time_s"]["uplinks"])
+    told = plan(*SMALL, *network, "--report", str(tmp_path / "report.html"))
+    assert re.search(r"placed in \d+ units of .* pod pod-\d adds up to [\d.e+]+ ms to a step", told.output)
+    assert "uplinks" in (tmp_path / "report.html").read_text()
+    assert "placement" not in facts(*SMALL, "--top", "1")["best"][0]
+
+
+def test_what_is_wrong_with_a_network_is_said(tmp_path: Path) -> None:
+    (tmp_path / "fabric.toml").write_text(FABRIC)
+    fabric = str(tmp_path / "fabric.toml")
+    for arguments, words in (
+        (("--share", "pod=0.5"), "--share is about a network: --topology"),
+        (("--topology", fabric, "--share", "rack=0.5"), "there is no level 'rack'; there are pod"),
+        (("--topology", str(tmp_path / "none.toml")), "cannot read the topology"),
+        (("--topology", fabric, "--cluster", "h100:128"), "are 16 nodes of 8, and 8 of the 8 nodes of"),
+    ):
+        result = plan(*SMALL, *arguments)
+        assert result.exit_code == 2
+        assert words in result.output.replace("\n", " ")

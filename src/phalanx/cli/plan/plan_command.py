@@ -22,6 +22,7 @@ from phalanx.cli.plan.what_to_train import answer_budget, answer_fit, refuse_bes
 if TYPE_CHECKING:
     from phalanx.hardware.cluster import Cluster
     from phalanx.plan.scaling.answer import Question
+    from phalanx.plan.search.network import Placer
     from phalanx.plan.search.plan import Plan
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
@@ -107,6 +108,19 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
     help="Of the run: recovery=restart, repair_s=14400, failures_per_1000_node_days=6.5, ...",
 )
 @click.option(
+    "--topology",
+    "network",
+    metavar="FILE|slurm|kubernetes",
+    help="Rank layouts with what their placement on this network adds to a step (see `phalanx place`).",
+)
+@click.option(
+    "--share",
+    "shares",
+    multiple=True,
+    metavar="LEVEL=FRACTION",
+    help="With --topology: the part of its nodes' rate that may leave a domain of a level at once.",
+)
+@click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write a page that stands alone (HTML).",
@@ -147,6 +161,8 @@ def command(
     overrides: tuple[str, ...],
     step_error: float | None,
     assume: tuple[str, ...],
+    network: str | None,
+    shares: tuple[str, ...],
     report: Path | None,
     trace: Path | None,
     out: Path | None,
@@ -163,6 +179,7 @@ def command(
       phalanx plan configs/deepseek-v3.toml --cluster "gb200-nvl72 x 29" --tokens 15T --optimize cost
       phalanx plan configs/llama3-405b.toml --cluster h100:16384 --layout tp=8,pp=16,dp=128 --explain
       phalanx plan --model moe-100t --cluster vr200-nvl72:100000 --require 'tp<=8' --report out.html
+      phalanx plan configs/llama3-405b.toml --cluster h100:16384 --topology fabric.toml --share pod=0.5
       phalanx plan configs/quickstart.toml --cluster this --out winner.toml
       phalanx plan --budget 40M$ --cluster h100:4096 --unique-tokens 5T
       phalanx plan --budget 1e25FLOP
@@ -216,12 +233,32 @@ def command(
         spec = _spec(run_file, model, batch, seq_len, fields)
         cluster = _cluster(cluster_name, overrides)
         stated = None if model is None else {text.partition("=")[0].strip() for text in fields}
-        plan = make_plan(spec, cluster, aim, stated=stated, searching=searching)
+        placer = _placer(network, shares, spec)
+        plan = make_plan(spec, cluster, aim, stated=stated, searching=searching, placer=placer)
         _write_files(plan, spec, aim, report, trace, out, stated)
         if as_json:
             click.echo(json.dumps(plan_json(plan), allow_nan=False))
         else:
             print_plan(plan, explain=explain)
+
+
+def _placer(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Placer | None:
+    """What places layouts on the network that was given; none without one."""
+    if network is None:
+        if shares:
+            raise click.UsageError("--share is about a network: --topology FILE, slurm or kubernetes")
+        return None
+    from phalanx.cli.launch.place_command import fractions
+    from phalanx.launch.engines.live_topology import load_topology
+    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.placed_layout import placer_on
+
+    try:
+        topology = load_topology(network, spec.launch.partition if network == "slurm" else "")
+    except EngineError as error:
+        raise click.UsageError(f"--topology {network}: {error}") from error
+    rates = topology.with_rates(topology.node_bytes_per_s, fractions(shares or spec.launch.shares))
+    return placer_on(rates, spec)
 
 
 _WITH_BUDGET = (

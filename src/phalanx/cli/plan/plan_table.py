@@ -22,6 +22,7 @@ from phalanx.plan.report.units import (
     written,
 )
 from phalanx.plan.search.ideas import short
+from phalanx.plan.search.network import NetworkCost
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
@@ -39,6 +40,7 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
         _print_ideas(console, plan)
         console.print(_ranking(plan))
         _print_losers(console, plan)
+    _print_placement(console, plan)
     if explain or plan.aim.layout is not None:
         _print_explained(console, plan)
     console.print(_run_table(plan))
@@ -86,7 +88,8 @@ def _ranking(plan: Plan) -> Table:
         found.price_per_hour * found.ranks * days * 24 for found, days in zip(plan.best, days_of, strict=True)
     ]
     time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
-    for column in ("layout", "step s", "MFU", "GB", "of", "GPUs", time.name, money.name):
+    network = () if plan.placements is None else ("network ms",)
+    for column in ("layout", "step s", *network, "MFU", "GB", "of", "GPUs", time.name, money.name):
         left = column == "layout"
         table.add_column(
             column,
@@ -99,6 +102,7 @@ def _ranking(plan: Plan) -> Table:
         table.add_row(
             short(found.layout),
             f"{found.step_s:.4g}",
+            *([] if plan.placements is None else [_added(plan.placements[found.layout])]),
             mfu_text(found) + (" !" if plan.better_than_published(found) else ""),
             f"{found.memory_bytes / 1e9:.1f}",
             f"{found.capacity_bytes / 1e9:.0f}",
@@ -107,10 +111,32 @@ def _ranking(plan: Plan) -> Table:
             money(usd, digits=3),
         )
     table.caption = f"{time.name} and {money.name} without failures; the whole run, with them, below"
+    if plan.placements is not None:
+        table.caption += "; network ms: what slow uplinks add to a step, which is in it"
     if any(plan.better_than_published(found) for found in plan.best):
         table.caption += "; !: above the best published utilization of this accelerator in this format"
     table.caption_justify = "left"
     return table
+
+
+def _added(cost: NetworkCost) -> str:
+    return f"+{1e3 * cost.added_s:.3g}" if cost.added_s else "0"
+
+
+def _print_placement(console: Console, plan: Plan) -> None:
+    """How the chosen layout lies on the network that was given."""
+    if plan.placements is None:
+        return
+    cost = plan.placements[plan.chosen.layout]
+    nodes = "node" if cost.unit_nodes == 1 else "nodes"
+    price = (
+        "no link is slower than those of a node"
+        if not cost.added_s
+        else (f"{cost.busiest or 'the links of a node'} adds up to {1e3 * cost.added_s:.3g} ms to a step")
+    )
+    console.print(
+        f"placed in {cost.units:,} units of {cost.unit_nodes} {nodes} by {cost.order}, {cost.straddling:,} of them straddling: {price}"
+    )
 
 
 def _print_losers(console: Console, plan: Plan) -> None:

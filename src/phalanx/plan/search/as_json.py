@@ -37,6 +37,7 @@ def estimate_json(plan: Plan, found: Estimate) -> dict[str, object]:
         "mfu_causal": found.mfu_causal,
         "failure_free_days": days,
         "failure_free_usd": found.price_per_hour * found.ranks * days * 24,
+        **({} if plan.placements is None else {"placement": asdict(plan.placements[found.layout])}),
     }
 
 

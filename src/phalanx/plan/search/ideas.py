@@ -7,9 +7,10 @@ full, the best of every way to divide the model is kept, and of these the first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from phalanx.plan.search.network import NetworkCost, with_uplinks
 from phalanx.plan.search.room import LEAST_ROOM, free_share
 from phalanx.plan.search.search import SearchResult
 from phalanx.plan.step_cost.estimate import Estimate, estimates
@@ -31,12 +32,23 @@ class Idea:
     """What is paid for it, beginning with the time over the first plan's."""
 
 
-def ideas_of(job: Job, found: SearchResult, objective: str) -> tuple[Idea, ...]:
-    """The best plans by ``objective`` that divide the model differently, best first; three where there are as many."""
+def ideas_of(
+    job: Job,
+    found: SearchResult,
+    objective: str,
+    placements: Mapping[PlannedLayout, NetworkCost] | None = None,
+) -> tuple[Idea, ...]:
+    """The best plans by ``objective`` that divide the model differently, best first; three where there are as many.
+
+    With ``placements`` only layouts that are among them, with what they add.
+    """
     winner = found.best[0]
     losers = [one.layout for one in found.runners_up if one.slower != float("inf")]
     others = [layout for layout in dict.fromkeys(losers) if _division(layout) != _division(winner.layout)]
-    timed = [one for one in (*found.best, *(estimates(job, others) if others else ())) if one.fits]
+    more = list(estimates(job, others)) if others else []
+    if placements is not None:
+        more = [with_uplinks(one, placements[one.layout]) for one in more if one.layout in placements]
+    timed = [one for one in (*found.best, *more) if one.fits]
     ranked = [winner, *sorted(timed, key=lambda one: _key(one, objective))]
     chosen: list[Estimate] = []
     # Where the model can be divided in fewer ways, plans that compute again or shard otherwise follow.
@@ -108,6 +120,7 @@ _COSTS = {
     "context_comm": "is exchange of keys and values",
     "expert_comm": "is exchange of tokens between experts",
     "gradient_reduce": "is reducing gradients that nothing hides",
+    "uplinks": "is waiting for slow uplinks of the network",
     "weight_gather": "is gathering weights that nothing hides",
 }
 
@@ -117,6 +130,7 @@ _MORE = {
     "context_comm": "exchange of keys and values",
     "expert_comm": "exchange of tokens between experts",
     "gradient_reduce": "reducing gradients",
+    "uplinks": "waiting for slow uplinks of the network",
     "weight_gather": "gathering weights",
     "recompute": "computing activations again",
     "bubble": "waiting for other stages",

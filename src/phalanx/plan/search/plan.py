@@ -16,6 +16,7 @@ from phalanx.plan.run_fields import notes_of
 from phalanx.plan.search.advice import parallel_of, what_would_fit
 from phalanx.plan.search.ideas import Idea, ideas_of
 from phalanx.plan.search.layout_text import read_layout, replaced_sharding
+from phalanx.plan.search.network import PLACED, NetworkCost, Placer, ranked_on_network, with_uplinks
 from phalanx.plan.search.plausible import Caveat, caveats, refuse_implausible
 from phalanx.plan.search.query import (
     OWN,
@@ -34,6 +35,7 @@ from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs, assume
 from phalanx.plan.whole_run.energy import Activity
 from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run
 from phalanx.plan.whole_run.lost_node import lost_node_notes
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.spec import RunSpec
 
@@ -62,6 +64,8 @@ class Plan:
     """Why the answer may be worth nothing as it stands (``phalanx.plan.search.plausible``); said before anything else."""
     ideas: tuple[Idea, ...] = ()
     """The best plans that divide the model differently, the best first; none without a search."""
+    placements: Mapping[PlannedLayout, NetworkCost] | None = None
+    """The layouts that were placed on a network, and what that costs each; ``None`` if no network was given."""
 
     @property
     def band(self) -> Band:
@@ -87,12 +91,13 @@ def make_plan(
     *,
     stated: Collection[str] | None = None,
     searching: bool = True,
+    placer: Placer | None = None,
 ) -> Plan:
     """Searches, or estimates the layout that was asked for, or both; then the run as a whole.
 
     ``stated`` are the fields that the user gave of a run of a known model: slots, checkpoints and fleet that are not among them are
-    as the layout and the assumptions like them. ``None`` means all fields, those of a run file. Raises ``ValueError`` with
-    what is in the way, and the remedy.
+    as the layout and the assumptions like them. ``None`` means all fields, those of a run file. With a ``placer``, layouts are ranked with
+    what their placement on its network adds to a step. Raises ``ValueError`` with what is in the way, and the remedy.
     """
     if aim.require and not searching:
         raise RequestError(
@@ -103,10 +108,18 @@ def make_plan(
     refuse_implausible(spec)
     job = job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
     asked = None if aim.layout is None else _asked(spec, job, aim.layout)
+    placements: dict[PlannedLayout, NetworkCost] = {}
+    if asked is not None and placer is not None:
+        placements[asked.layout] = placer(job, asked.layout)
+        asked = with_uplinks(asked, placements[asked.layout])
     found = None
     if searching:
-        options = options_of(spec, job, optimize=aim.optimize, require=aim.require, top=aim.top)
+        top = aim.top if placer is None else max(aim.top, PLACED)
+        options = options_of(spec, job, optimize=aim.optimize, require=aim.require, top=top)
         found = _search(job, options)
+        if placer is not None:
+            found, costs = ranked_on_network(job, found, aim.optimize, aim.top, placer)
+            placements.update(costs)
     chosen = asked or (found.best[0] if found else None)
     if chosen is None:
         raise RequestError("neither a layout nor a search was asked for")
@@ -126,9 +139,23 @@ def make_plan(
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
     doubts = tuple(caveats(job, chosen, run, tokens, found.roomy if found else None))
-    ideas = ideas_of(job, found, aim.optimize) if found else ()
+    known = None if placer is None else placements
+    ideas = ideas_of(job, found, aim.optimize, known) if found else ()
     plan = Plan(
-        spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, evidence, notes, doubts, ideas
+        spec.name,
+        job,
+        aim,
+        chosen,
+        found,
+        tokens,
+        inputs,
+        assumptions,
+        run,
+        evidence,
+        notes,
+        doubts,
+        ideas,
+        known,
     )
     if best := plan.better_than_published(chosen):
         return replace(plan, caveats=(*doubts, _better(chosen, cluster, best)))

@@ -36,6 +36,8 @@ _LARGE = 8
 """Sequences of a micro-batch from which a geometry's least memory is looked at before its choices: most do not fit at all."""
 _ROW_FAMILIES = ("tensor", "context", "pipeline", "expert", "micro_batch", "schedule")
 _FREE_FAMILIES = ("recompute", "zero", "offload_activations", "offload_optimizer")
+FAMILIES = (*_ROW_FAMILIES, *_FREE_FAMILIES)
+"""Fields of a layout of which each value makes a family."""
 
 Objective = Literal["time", "cost", "gpus"]
 
@@ -325,7 +327,9 @@ def _decide(
     most_bytes = (1 - LEAST_ROOM) * job.cluster.accelerator.memory_bytes.value
     roomy = [point for point in front if point.memory_bytes <= most_bytes]
     if roomy:
-        leaders.append(min(roomy, key=lambda point: (_key(point, options.objective), point.step_s)).layout)
+        leaders.append(
+            min(roomy, key=lambda point: (ranking_key(point, options.objective), point.step_s)).layout
+        )
     members: dict[str, list[PlannedLayout]] = {
         family: [tallies[0].layout(number)] for family, number in _families(job, tallies[0]).items()
     }
@@ -339,19 +343,21 @@ def _decide(
 
     def rank(layout: PlannedLayout) -> tuple[bool, float]:
         found = closed[layout]
-        return not found.fits, _key(found, options.objective) if found.fits else found.memory_bytes
+        return not found.fits, ranking_key(found, options.objective) if found.fits else found.memory_bytes
 
     families = {family: min(some, key=rank) for family, some in members.items()}
     fitting = {
-        layout: _key(closed[layout], options.objective) for layout in families.values() if closed[layout].fits
+        layout: ranking_key(closed[layout], options.objective)
+        for layout in families.values()
+        if closed[layout].fits
     }
     least = min(fitting.values())
     close = [layout for layout, key in fitting.items() if key <= (1 + _CLOSE) * least]
     chosen = list(dict.fromkeys((*leaders, *close)))
     places = np.array([layouts.index(layout) for layout in chosen])
     exact = dict(zip(chosen, estimated(evaluation.rows(places), chosen, exact=True), strict=True))
-    by_key = sorted(exact.values(), key=lambda found: (_key(found, options.objective), found.step_s))
-    ranked = with_room_first(by_key, lambda found: _key(found, options.objective))
+    by_key = sorted(exact.values(), key=lambda found: (ranking_key(found, options.objective), found.step_s))
+    ranked = with_room_first(by_key, lambda found: ranking_key(found, options.objective))
     winner, same = ranked[0], closed[ranked[0].layout]
     runners = []
     for family, layout in families.items():
@@ -361,11 +367,12 @@ def _decide(
         # Like is compared with like: by the exact schedule if both were timed by it, else by the closed form.
         first, second = (winner, exact[layout]) if layout in exact else (same, closed[layout])
         slower = second.step_s / first.step_s - 1 if second.fits else float("inf")
-        runners.append(RunnerUp(family, second.layout, _why(first, second), slower))
+        runners.append(RunnerUp(family, second.layout, why_slower(first, second), slower))
     return ranked, tuple(runners)
 
 
-def _key(found: Estimate | Point, objective: str) -> float:
+def ranking_key(found: Estimate | Point, objective: str) -> float:
+    """What a search minimizes: seconds, accelerator-seconds, or accelerators."""
     by = {"time": found.step_s, "cost": found.step_s * found.ranks, "gpus": float(found.ranks)}
     return by[objective]
 
@@ -374,7 +381,7 @@ def _families(job: Job, tally: _Tally) -> dict[str, int]:
     """The number of the best layout for each value of each field: by the objective, or where nothing fits by memory."""
     best = {}
     candidates = tally.whole.candidates
-    for name in (*_ROW_FAMILIES, *_FREE_FAMILIES):
+    for name in FAMILIES:
         for value in np.flatnonzero(np.bincount(getattr(candidates, name).ravel())).tolist():
             found = _best_of(tally.quick, candidates, name, value)
             found = found or _best_of(tally.lean, candidates, name, value)
@@ -411,7 +418,7 @@ def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tupl
     return (int(best.row[choice]), choice) if np.isfinite(keys[choice]) else None
 
 
-def _why(winner: Estimate, loser: Estimate) -> str:
+def why_slower(winner: Estimate, loser: Estimate) -> str:
     """The memory that is not there, or the term that cost the loser most."""
     if not loser.fits:
         return f"{loser.memory_bytes / 1e9:.0f} GB > {loser.capacity_bytes / 1e9:.0f} GB"

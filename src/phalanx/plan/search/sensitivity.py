@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from phalanx.hardware.overrides import with_value
 from phalanx.hardware.profiles import Profile
+from phalanx.plan.search.network import UPLINKS
 from phalanx.plan.search.plan import Plan, run_inputs
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.whole_run.estimate import LEVELS, estimate_run
@@ -23,8 +24,9 @@ CHANGE = 0.2
 def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
     """Returns for each figure the step's change in per cent when it is a fifth lower and a fifth higher; the largest first."""
     found = {}
+    uplinks_s = plan.chosen.time.get(UPLINKS, 0.0)
     for name, lower, higher in _jobs(plan.job):
-        pair = [estimate(job, plan.chosen.layout).step_s for job in (lower, higher)]
+        pair = [estimate(job, plan.chosen.layout).step_s + uplinks_s for job in (lower, higher)]
         found[name] = tuple(100 * (seconds / plan.chosen.step_s - 1) for seconds in pair)
     ordered = sorted(found.items(), key=lambda item: -max(map(abs, item[1])))
     return {name: (low, high) for name, (low, high) in ordered}
