@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from phalanx.fleet.core import commands as c
@@ -24,9 +24,11 @@ from phalanx.simulate import account as buckets
 from phalanx.simulate.account import Account, to_ns
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.rates import DEFAULT_RATE, SILENT, Cause, FailureScope, draw_cause
+from phalanx.simulate.spares import SeatsKept, SpareStudy, StepCost
 
 WORKERS = 8
-RACK_NODES, SWITCH_NODES, HALL_NODES = 4, 32, 3200
+LEVELS = ("hall", "switch", "rack")
+"""Levels of the network, the widest first."""
 CHECK_EVERY = 500
 """Events between two checks of all invariants of the core, whose cost grows with the number of nodes."""
 
@@ -58,6 +60,27 @@ class Scenario:
     warm_up_s: float = 60.0
     save_every_s: float = 1800.0
     audit_every_s: float = 600.0
+    unit: int = 1
+    """Nodes that talk most and are placed together; with more than one, it is told how well the choice of spares keeps them so."""
+    spares_together: int = 0
+    """So many spares lie together, at equal distances all over the fleet; 0 means that all are the last nodes."""
+    rack_nodes: int = 4
+    switch_nodes: int = 32
+    hall_nodes: int = 3200
+
+    def domain(self, node: int) -> tuple[str, ...]:
+        """Where a node lies, the widest level first."""
+        sizes = (self.hall_nodes, self.switch_nodes, self.rack_nodes)
+        return tuple(f"{what}{node // size}" for what, size in zip(LEVELS, sizes, strict=True))
+
+    def spread_spares(self) -> Iterator[int]:
+        """The nodes that begin as spares, if these lie all over the fleet."""
+        together = self.spares_together
+        pieces = self.spares // together if together else 0
+        places = (self.nodes + self.spares) // max(together, 1)
+        for number in range(pieces):
+            first = number * places // pieces * together
+            yield from range(first, first + together)
 
 
 @dataclass(frozen=True)
@@ -80,21 +103,31 @@ class FleetReport:
     """From the fault to the next running epoch."""
     fewest_spares: int
     events: int
+    units_kept: dict[str, SeatsKept]
+    """How well units were kept together with the nearest spares, and with any; empty if a unit is one node."""
 
 
 class LargeFleet:
     """The simulated machines and their training, and the core that gets their reports."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, step_cost: StepCost | None = None) -> None:
         self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
         self.total = scenario.nodes + scenario.spares
-        legal = tuple(range(WORKERS, scenario.nodes * WORKERS + 1, WORKERS))
-        self.state = core.initial_state(
-            CoreSettings(
-                Formation(WORKERS, legal), wanted_nodes=scenario.nodes, min_nodes=scenario.nodes // 2
-            ),
-            0.0,
+        unit = scenario.unit
+        legal = tuple(range(WORKERS * unit, scenario.nodes * WORKERS + 1, WORKERS * unit))
+        settings = CoreSettings(
+            Formation(WORKERS, legal),
+            wanted_nodes=scenario.nodes,
+            min_nodes=scenario.nodes // 2,
+            block=unit,
+            unit=unit,
         )
+        self.state = core.initial_state(settings, 0.0)
+        self.started_as_spares = set(map(str, scenario.spread_spares()))
+        self.study: SpareStudy | None = None
+        if unit > 1:
+            domains = {str(index): scenario.domain(index) for index in range(self.total)}
+            self.study = SpareStudy(domains, unit, scenario.seed, step_cost)
         self.incarnation = {str(index): 1 for index in range(self.total)}
         self.down: set[str] = set()
         self.unnoticed: set[str] = set()
@@ -165,6 +198,8 @@ class LargeFleet:
         dead = [name for name in self.unnoticed | self.cold if self.state.nodes[name].seat != NO_SEAT]
         if dead:
             raise BrokenInvariant(f"epoch {self.state.epoch} runs with the dead: {dead}")
+        if self.study is not None:
+            self.study.seated(self.clock.now_s, self.state.seats, self.state.spares)
         self.started = self.reached = self.state.step
         self.account.switch(buckets.USEFUL, to_ns(self.clock.now_s))
         if self.fault_s is not None:
@@ -279,7 +314,9 @@ class LargeFleet:
         elif cause.scope in (FailureScope.WORKER, FailureScope.HANG):
             self._lose_worker(name, hang=cause.scope is FailureScope.HANG)
         else:
-            size = {FailureScope.RACK: RACK_NODES, FailureScope.SWITCH: SWITCH_NODES}.get(cause.scope, 1)
+            scenario = self.scenario
+            together = {FailureScope.RACK: scenario.rack_nodes, FailureScope.SWITCH: scenario.switch_nodes}
+            size = together.get(cause.scope, 1)
             first = int(name) // size * size
             back_s = self.random.expovariate(1 / cause.repair_s) + self.scenario.warm_up_s
             silent = self.random.random() < SILENT
@@ -361,13 +398,15 @@ class LargeFleet:
         return tuple(f"{name}:{worker}" for worker in range(WORKERS))
 
     def _joined(self, name: str) -> m.Joined:
-        index = int(name)
-        domain = tuple(
-            f"{what}{index // size}"
-            for what, size in (("hall", HALL_NODES), ("switch", SWITCH_NODES), ("rack", RACK_NODES))
-        )
         return m.Joined(
-            name, self.incarnation[name], WORKERS, name, 1, domain, meeting_points=self._points(name)
+            name,
+            self.incarnation[name],
+            WORKERS,
+            name,
+            1,
+            self.scenario.domain(int(name)),
+            meeting_points=self._points(name),
+            started_as_spare=name in self.started_as_spares,
         )
 
     # --- the run
@@ -409,20 +448,25 @@ class LargeFleet:
             mean_recovery_s=sum(self.recovery_s) / max(1, len(self.recovery_s)),
             fewest_spares=self.fewest_spares,
             events=self.events,
+            units_kept={} if self.study is None else self.study.results(end_s),
         )
 
 
-def simulate(scenario: Scenario, on_progress: OnProgress = lambda _done, _days: None) -> FleetReport:
+def simulate(
+    scenario: Scenario,
+    on_progress: OnProgress = lambda _done, _days: None,
+    step_cost: StepCost | None = None,
+) -> FleetReport:
     """Simulates the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it.
 
-    ``on_progress`` is given the days that are simulated, and all, now and then.
+    ``on_progress`` is given the days that are simulated, and all, now and then. ``step_cost`` prices the seats of units.
     """
-    fleet = LargeFleet(scenario)
+    fleet = LargeFleet(scenario, step_cost)
     try:
         return fleet.run(on_progress)
     except BrokenInvariant as error:
         raise BrokenInvariant(
             f"{error}, at {fleet.clock.now_s:.3f} s, after {fleet.events} events. To see it again: phalanx simulate fleet "
             f"--nodes {scenario.nodes} --days {scenario.days:g} --seed {scenario.seed} --spares {scenario.spares} "
-            f"--rate {scenario.rate:g}"
+            f"--rate {scenario.rate:g} --unit {scenario.unit} --spares-together {scenario.spares_together}"
         ) from error

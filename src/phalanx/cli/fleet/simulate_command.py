@@ -11,8 +11,9 @@ import click
 
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.simulate.hostile.run import run_seed
-from phalanx.simulate.large import FleetReport, OnProgress, Scenario, simulate
+from phalanx.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
 from phalanx.simulate.rates import DEFAULT_RATE
+from phalanx.simulate.spares import SeatsKept
 
 _PAUSE_S = 3.0
 
@@ -38,6 +39,20 @@ def command() -> None:
 )
 @click.option("--step-s", default=10.0, show_default=True, type=click.FloatRange(0, min_open=True))
 @click.option(
+    "--unit",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Nodes that talk most; with more than one, tell how well the choice of spares keeps them together.",
+)
+@click.option(
+    "--spares-together",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="So many spares lie together, all over the fleet; 0: they are the last nodes.",
+)
+@click.option(
     "--small", is_flag=True, help="Small worlds in which everything fails, checked after every event."
 )
 @click.option("--seeds", default="0:100", show_default=True, help="Which small worlds, FIRST:END.")
@@ -49,6 +64,8 @@ def fleet(
     seed: int,
     rate: float,
     step_s: float,
+    unit: int,
+    spares_together: int,
     small: bool,
     seeds: str,
     as_json: bool,
@@ -58,6 +75,7 @@ def fleet(
     \b
       phalanx simulate fleet --nodes 12500 --days 30 --seed 7
       phalanx simulate fleet --nodes 2000 --spares 0 --rate 6.5 --json
+      phalanx simulate fleet --nodes 12500 --unit 4 --spares-together 4
       phalanx simulate fleet --small --seeds 0:1000
     """
     progress = _progress("worlds" if small else "days")
@@ -66,7 +84,12 @@ def fleet(
             _small(_range(seeds), as_json, progress)
             return
         spares = nodes // 100 if spares is None else spares
-        report = simulate(Scenario(nodes, spares, days, seed, rate, step_s), progress)
+        if nodes % unit:
+            raise click.BadParameter(f"{nodes} nodes are not whole units of {unit}", param_hint="--unit")
+        scenario = Scenario(
+            nodes, spares, days, seed, rate, step_s, unit=unit, spares_together=spares_together
+        )
+        report = simulate(scenario, progress)
     except BrokenInvariant as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(dataclasses.asdict(report)) if as_json else _format(report))
@@ -134,12 +157,23 @@ def _format(report: FleetReport) -> str:
         f"spares         at least {report.fewest_spares} ready at any turn",
         f"steps          {report.steps:,} of {scenario.step_s:g} s",
         f"goodput        {100 * report.goodput:.3f} %",
+        *(_kept(name, kept) for name, kept in report.units_kept.items()),
         "",
         *_shares(report.buckets_s, report.elapsed_s),
         "",
         *_shares(report.node_s, sum(report.node_s.values())),
     ]
     return "\n".join(lines)
+
+
+def _kept(name: str, kept: SeatsKept) -> str:
+    torn = ", ".join(
+        f"{units:.1f} their {level}" for level, units in zip(LEVELS, kept.torn_units, strict=True)
+    )
+    near = ", ".join(
+        f"{share:.0%} in the same {level}" for level, share in zip(LEVELS, kept.replaced_near, strict=True)
+    )
+    return f"{name:<14} units that leave, on average: {torn}; of {kept.replaced:,} seats replaced {near}"
 
 
 def _shares(seconds: dict[str, float], whole_s: float) -> list[str]:
