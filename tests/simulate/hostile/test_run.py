@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from msgspec.structs import replace
@@ -10,9 +10,11 @@ from msgspec.structs import replace
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core import succession
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, RestorePoint
+from phalanx.fleet.core.succession import Claim
 from phalanx.simulate.hostile.run import run_seed
 
 Answer = tuple[FleetState, list[Order]]
@@ -25,6 +27,12 @@ def test_a_world_survives_whatever_befalls_it(seed: int) -> None:
 
 def test_from_memory_at_most_two_steps_are_lost_where_copies_are_quick() -> None:
     assert max(run_seed(seed).worst_lost_steps for seed in range(12, 20)) <= 2
+
+
+def test_heads_are_lost_and_succeeded_in_the_sampled_worlds() -> None:
+    outcomes = [run_seed(seed) for seed in range(12)]
+    assert sum(outcome.faults.get("head lost", 0) for outcome in outcomes) > 3
+    assert sum(outcome.successions for outcome in outcomes) > 3
 
 
 def test_a_world_is_a_function_of_its_seed() -> None:
@@ -89,12 +97,12 @@ def convicts_without_a_second_computation(state: FleetState, event: m.CoreEvent,
 @pytest.mark.parametrize(
     ("broken", "seeds"),
     [
-        (has_no_sense_of_time, range(5, 10)),
-        (does_not_wait_for_all, range(7, 12)),
+        (has_no_sense_of_time, range(22, 29)),
+        (does_not_wait_for_all, range(5)),
         (prefers_old_state, range(5)),
-        (trusts_corrupt_state, range(35, 40)),
-        (believes_the_first_report_of_a_step, range(5, 12)),
-        (believes_one_node, range(4, 14)),
+        (trusts_corrupt_state, range(101, 106)),
+        (believes_the_first_report_of_a_step, range(4, 9)),
+        (believes_one_node, range(12, 19)),
         (convicts_without_a_second_computation, range(5, 12)),
     ],
 )
@@ -103,3 +111,34 @@ def test_a_broken_core_is_found_within_a_few_seeds(
 ) -> None:
     with pytest.raises(BrokenInvariant, match="phalanx simulate fleet --small --seeds"):
         run_seeds(seeds, broken)
+
+
+def begins_epochs_without_a_claim(claim: Claim, state: FleetState) -> bool:  # noqa: ARG001
+    """A head that has been superseded, and does not know it, begins epochs beside its successor."""
+    return False
+
+
+def finds_no_majority(claim: Claim, nodes: Iterable[str]) -> bool:  # noqa: ARG001
+    """Nobody succeeds a lost head."""
+    return False
+
+
+def believes_any_journal(state: FleetState, claim: Claim) -> bool:  # noqa: ARG001
+    """A journal that has lost its end counts as whole, and epochs are begun twice."""
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "seeds"),
+    [
+        ("is_due", begins_epochs_without_a_claim, range(4, 8)),
+        ("has_majority", finds_no_majority, range(3, 5)),
+        ("_is_behind", believes_any_journal, range(144, 148)),
+    ],
+)
+def test_a_broken_succession_is_found_within_a_few_seeds(
+    name: str, broken: Callable[..., bool], seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, name, broken)
+    with pytest.raises(BrokenInvariant, match="phalanx simulate fleet --small --seeds"):
+        run_seeds(seeds, core.step)

@@ -125,7 +125,12 @@ def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
     for seed in seeds:
         outcome = run_seed(seed)
         faults.update(outcome.faults)
-        totals.update(recoveries=outcome.recoveries, regroups=outcome.regroups, events=outcome.events)
+        totals.update(
+            recoveries=outcome.recoveries,
+            regroups=outcome.regroups,
+            successions=outcome.successions,
+            events=outcome.events,
+        )
         worst = max(worst, outcome.worst_lost_steps)
         on_progress(seed + 1 - seeds.start, len(seeds))
     seconds = time.monotonic() - began_s
@@ -141,7 +146,7 @@ def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
     else:
         click.echo(
             f"{len(seeds)} worlds, {faults.total()} faults, {totals['recoveries']} recoveries, {totals['regroups']} planned "
-            f"changes, {totals['events']} events: no broken invariant ({len(seeds) / seconds:.1f} worlds/s)"
+            f"changes, {totals['successions']} successions of a lost head, {totals['events']} events: no broken invariant ({len(seeds) / seconds:.1f} worlds/s)"
         )
 
 

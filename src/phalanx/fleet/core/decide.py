@@ -30,6 +30,7 @@ from phalanx.fleet.core.rollcall import rollcall
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
     NO_SEAT,
+    UNMET,
     Eligibility,
     FleetPhase,
     FleetState,
@@ -104,6 +105,10 @@ def _sender(
 
 def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
     old = state.nodes.get(event.node)
+    if old is not None and old.alive and old.incarnation == UNMET:
+        old = change(
+            state, old, incarnation=event.incarnation
+        )  # not another life: it was known by name alone
     if (
         old is not None
         and event.incarnation <= old.incarnation

@@ -30,6 +30,8 @@ from phalanx.fleet.core.settings import CoreSettings
 from phalanx.run.fencing import FencingToken
 
 NO_SEAT = -1
+UNMET = 0
+"""The incarnation of a node that is known by name alone, and has not described itself to this coordinator yet."""
 INCIDENTS_KEPT = 200
 
 

@@ -38,6 +38,8 @@ class Conditions:
     racks: int
     own_nan_steps: frozenset[int]
     """Steps that are not finite whoever computes them: the run's own."""
+    succession_s: float
+    """Patience of the next in line when there is no head; 0: the head runs on a machine that is never lost."""
 
 
 def draw_conditions(draw: random.Random) -> Conditions:
@@ -61,6 +63,7 @@ def draw_conditions(draw: random.Random) -> Conditions:
         spares=draw.randint(0, 3),
         racks=draw.choice((1, 3, 4)),
         own_nan_steps=frozenset(draw.sample(range(3, 60), draw.choice((0, 0, 1, 3)))),
+        succession_s=draw.choice((0.0, 3.0, 8.0)),
     )
 
 

@@ -74,14 +74,48 @@ def _isolate(world: World, node: SimulatedNode) -> None:
 
     if not node.cut and node.up:
         node.cut = True
-        if world.random.random() < 0.5:
-            world.coordinator.hear(m.Disconnected(node.name, node.incarnation))
+        if world.random.random() < 0.5 and node.head is not None:
+            node.head.hear(m.Disconnected(node.name, node.incarnation))
         world.clock.after(world.random.uniform(0.1, 15), mend)
 
 
 def _coordinator(world: World) -> None:
     world.coordinator.crash()
     world.clock.after(world.random.uniform(0.1, 20), world.coordinator.start)
+
+
+def _head(world: World) -> None:
+    """The machine of the head is lost, and everything on it."""
+    node = world.nodes.get(world.coordinator.node)
+    if node is not None:
+        _crash(world, node)
+
+
+def _fall(world: World) -> None:
+    """The head falls in the middle of its next decision that needs a claim, and is started again some time later."""
+    head = world.coordinator
+    head.falls = world.random.choice(("before", "after"))
+    world.clock.after(world.random.uniform(5, 25), head.start)
+
+
+def _stand_still(world: World) -> None:
+    """The head's process is stopped and goes on later, when another may have taken over."""
+    head = world.coordinator
+    if head.up:
+        head.stopped = True
+        world.clock.after(world.random.uniform(1, 40), head.go_on)
+
+
+def _part(world: World) -> None:
+    """The network falls into two parts."""
+    for node in world.nodes.values():
+        node.side = world.random.randint(0, 1)
+
+    def mend() -> None:
+        for node in world.nodes.values():
+            node.side = 0
+
+    world.clock.after(world.random.uniform(1, 40), mend)
 
 
 def _slow(world: World) -> None:
@@ -113,7 +147,8 @@ def _sicken(world: World) -> None:
 def _cannot_train(world: World) -> None:
     """One node alone says that the run cannot go on, where the others can do without it."""
     name, state = _somebody(world).name, world.coordinator.state
-    if not world.coordinator.up or name not in state.nodes or not can_do_without(state, {name}):
+    heard = world.coordinator.up and not world.coordinator.stopped
+    if not heard or name not in state.nodes or not can_do_without(state, {name}):
         return
     kind = f"error {world.faults['cannot train']}"
     world.coordinator.hear(m.Fatal(state.epoch, name, "its data cannot be read", kind))
@@ -126,17 +161,22 @@ def _corrupt(world: World) -> None:
     if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
         return
     group.right_until = group.step
-    if not world.coordinator.up:
-        world.coordinator.start()
     found = m.Suspect(node.name, "corruption", "checksums differ", trusted_step=group.step, epoch=group.epoch)
     world.unheard += 1
     world.clock.after(world.random.uniform(0, 3), lambda: _report(world, found))
 
 
 def _report(world: World, found: m.Suspect) -> None:
-    world.coordinator.start()
-    world.unheard -= 1
-    world.coordinator.hear(found)
+    """Reports a corruption until a head that knows the node has heard it, and has not fallen before it could say so in a claim."""
+    head = world.coordinator
+    head.start()
+    heard = head.up and not head.stopped and found.node in head.state.nodes
+    if heard:
+        head.hear(found)
+    if heard and head.up:
+        world.unheard -= 1
+    else:
+        world.clock.after(1.0, lambda: _report(world, found))
 
 
 def _drain(world: World) -> None:
@@ -149,7 +189,7 @@ def _give_back(world: World) -> None:
     """An operator gives nodes back, and wants them again later."""
     state, before = world.coordinator.state, world.conditions.settings
     try:
-        names = choose(state, world.random.randint(1, 2), leader="")
+        names = choose(state, world.random.randint(1, 2), world.coordinator.node)
     except CannotShrinkError:
         return
     world.coordinator.hear(m.GiveBack(names))
@@ -181,6 +221,10 @@ _FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
     "node cut off": (2, _cut),
     "all cut off": (0.5, _cut_all),
     "coordinator crashed": (2, _coordinator),
+    "head lost": (1.5, _head),
+    "head fell while deciding": (1, _fall),
+    "head stood still": (1, _stand_still),
+    "network parted": (1, _part),
     "straggler": (1, _slow),
     "unsound": (0.5, _unsound),
     "corruption": (0.5, _corrupt),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core import succession
 from phalanx.fleet.core.retention import droppable
+from phalanx.fleet.core.succession import NOT_LED
+from phalanx.simulate.hostile.coordinator import SimulatedCoordinator
+from phalanx.simulate.hostile.heads import Heads
 from phalanx.simulate.hostile.training import Group, TrainingWorld
 
 
@@ -15,12 +20,13 @@ class WorldView(TrainingWorld, Protocol):
     """A node's view of the world: clock, random numbers, conditions, the network and the other nodes."""
 
     nodes: dict[str, SimulatedNode]
+    heads: Heads
+
+    def reaches(self, node: SimulatedNode, other: str) -> bool:
+        """True if messages pass between a node and the machine of another."""
 
     def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
-        """Sends a report over the unreliable network."""
-
-    def coordinator_sees(self, event: m.CoreEvent) -> None:
-        """Gives the coordinator an event without the network, such as a connection that broke."""
+        """Sends a report over the unreliable network to the head that the node is attached to."""
 
     def group(self, bind: c.Bind) -> Group:
         """The process group of an epoch."""
@@ -39,7 +45,15 @@ class SimulatedNode:
         """Raised by the agent's death or fencing, which cancel every action planned before."""
         self.up = False
         self.cut = False
-        """True while no message passes between it and the coordinator."""
+        """True while no message passes between it and other machines."""
+        self.side = 0
+        """The part of the network that it is in."""
+        self.head: SimulatedCoordinator | None = None
+        """The head that it is attached to."""
+        self.follows = NOT_LED
+        """The highest reign that it has been led by: it attaches to no earlier one's head."""
+        self.alone_since_s: float | None = None
+        """When it lost its head, or last gave up to succeed it."""
         self.sick = False
         """What its workers compute is not finite; a restart does not heal that."""
         self.going = False
@@ -65,9 +79,12 @@ class SimulatedNode:
         """The machine boots: its agent has no snapshots, and its workers are cold."""
         if not self.up:
             self.up, self.held = True, {}
+            self.head, self.follows, self.alone_since_s = None, NOT_LED, None
+            self.world.heads.machine_is_back(self.name)
             self._begin()
 
     def _begin(self) -> None:
+        self._find_head()
         self.join()
         self._warm_up()
         self._later(self.world.random.uniform(0, self.world.conditions.heartbeat_s), self._beat)
@@ -76,9 +93,10 @@ class SimulatedNode:
         """The machine is lost, with its memory; unless ``silently``, the coordinator sees its connection break."""
         if self.up:
             self.up = False
-            if not silently:
+            self.world.heads.lose_machine(self.name)
+            if not silently and self.head is not None:
                 gone = m.Disconnected(self.name, self.incarnation)
-                self.world.clock.after(0.01, lambda: self.world.coordinator_sees(gone))
+                self.world.clock.after(0.01, partial(self.head.hear, gone))
             self._forget()
 
     def kill_worker(self) -> None:
@@ -142,6 +160,10 @@ class SimulatedNode:
         return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.conditions.workers
 
     def _beat(self) -> None:
+        if not self._is_led():
+            self.head = None
+            self._find_head()
+            self.join()
         phase = self._phase()
         self.say(m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, phase, leaving=self.going))
         self._later(self.world.conditions.heartbeat_s, self._beat)
@@ -172,6 +194,44 @@ class SimulatedNode:
             self.warm = True
             if self.epoch == m.NO_EPOCH:
                 self.say(m.Ready(self.name, self.incarnation, self._points()))
+
+    # --- heads
+
+    def _is_led(self) -> bool:
+        """True if it is attached to a head. A connection over which nothing comes is given up after a while."""
+        head = self.head
+        if head is None or not head.up:
+            return False
+        silent = head.stopped or not self.world.reaches(self, head.node)
+        return not (silent and self.world.random.random() < 0.3)
+
+    def _find_head(self) -> None:
+        """Attaches to a head that it may follow; without one, votes for candidates and may become one itself."""
+        heads, world = self.world.heads, self.world
+        found = [
+            head
+            for head in heads.leading()
+            if not head.stopped and head.claim.reign >= self.follows and world.reaches(self, head.node)
+        ]
+        if found:
+            self.head, self.alone_since_s = world.random.choice(found), None
+            self.follows = self.head.claim.reign
+            heads.withdraw(self.name)
+            return
+        self._stand()
+        for candidate in list(heads.candidates):
+            if candidate in heads.candidates and world.reaches(self, candidate):
+                heads.vote(candidate, self.name)
+
+    def _stand(self) -> None:
+        """Becomes a candidate once it has been alone for long enough."""
+        heads, now_s = self.world.heads, self.world.clock.now_s
+        if self.alone_since_s is None:
+            self.alone_since_s = now_s
+        patience_s = succession.stands_after_s(heads.claim, self.name, self.world.conditions.succession_s)
+        if patience_s is not None and now_s - self.alone_since_s >= patience_s:
+            self.alone_since_s = now_s
+            heads.stand(self.name)
 
     # --- commands
 

@@ -2,7 +2,7 @@
 
 A world is a function of its seed: fleet, layout, network and faults are drawn from it. The network loses, repeats,
 delays and reorders messages; workers die and hang, machines die alone and by racks and come back, links break, the
-coordinator is cut off or crashes and replays its journal, nodes turn out slow, unsound or wrong, or alone with an error, and steps are not finite. After every event the
+coordinator is cut off, stands still, crashes and replays its journal, or is lost with its machine and succeeded, nodes turn out slow, unsound or wrong, or alone with an error, and steps are not finite. After every event the
 invariants of the core and of the world are checked; when the faults have ended, training must go on within a bound.
 The method is that of FoundationDB (SIGMOD 2021, section 4) and TigerBeetle: one thread, one seed, one truth.
 """
@@ -38,6 +38,8 @@ class WorldOutcome:
     worst_lost_steps: int
     """In one recovery that restored from memory."""
     events: int
+    successions: int
+    """How often another node's head took over."""
 
 
 def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
@@ -46,7 +48,7 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
     try:
         return _run(world)
     except Exception as error:
-        where = f"at {world.clock.now_s:.3f} s, after {world.coordinator.events} events"
+        where = f"at {world.clock.now_s:.3f} s, after {world.heads.events} events"
         raise BrokenInvariant(
             f"{error or type(error).__name__}, {where}. To see it again: phalanx simulate fleet --small --seeds {seed}:{seed + 1}"
         ) from error
@@ -56,7 +58,7 @@ def _run(world: World) -> WorldOutcome:
     """Lets faults strike for a minute, then lets the fleet recover."""
     for node in world.nodes.values():
         world.clock.after(world.random.uniform(0, 2), node.start)
-    world.coordinator.start()
+    world.heads.first("0" if world.conditions.succession_s else "")
     _next_fault(world, world.random.choice((0.5, 2.0, 8.0)))
     world.clock.run_until(FAULTS_END_S)
     _make_peace(world)
@@ -68,10 +70,11 @@ def _run(world: World) -> WorldOutcome:
         state.recoveries,
         state.regroups,
         state.epoch + 1,
-        world.furthest,
+        world.furthest + 1,
         world.lost_steps,
         world.worst_lost_steps,
-        world.coordinator.events,
+        world.heads.events,
+        world.heads.successions,
     )
 
 
@@ -90,16 +93,25 @@ def _make_peace(world: World) -> None:
     """Ends all faults: the network is reliable, every machine comes back, every node is admitted."""
     world.loss = world.repeat = 0.0
     world.delay_s = min(world.delay_s, 0.1)
-    world.coordinator.start()
+    world.heads.make_peace()
     for node in world.nodes.values():
         node.cut = node.sick = node.going = False
+        node.side = 0
         node.start()
-        world.clock.after(1.0, partial(world.coordinator.hear, m.Admit(node.name)))
-        world.clock.after(60.0, partial(world.coordinator.hear, m.Admit(node.name)))
+        world.clock.after(1.0, partial(_tell, world, m.Admit(node.name)))
+        world.clock.after(60.0, partial(_tell, world, m.Admit(node.name)))
     settings = world.conditions.settings
     formation = settings.formation
     whole = m.Enlarge(settings.wanted_nodes, settings.expected_nodes, formation.legal, formation.fewer)
-    world.clock.after(2.0, lambda: world.coordinator.hear(whole))
+    world.clock.after(2.0, partial(_tell, world, whole))
+
+
+def _tell(world: World, request: m.CoreEvent) -> None:
+    """Tells the head what an operator wants, once there is one."""
+    if world.coordinator.up:
+        world.coordinator.hear(request)
+    else:
+        world.clock.after(1.0, partial(_tell, world, request))
 
 
 def _recover(world: World) -> None:

@@ -1,6 +1,6 @@
 """A small hostile world: a fleet, its network, its disk, and what must hold of them beyond the core's own invariants.
 
-The network loses, repeats, delays and reorders messages. Four oracles judge the core from outside: the state that an epoch
+The network loses, repeats, delays and reorders messages, and may fall into two parts. Four oracles judge the core from outside: the state that an epoch
 restores is the newest that living nodes hold, and it is never state that is known to be corrupt; a node is found at fault only if it has
 computed what is not finite, and a step is called the run's own only if two epochs have found it not finite.
 """
@@ -19,6 +19,7 @@ from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, trusted
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import draw_conditions
 from phalanx.simulate.hostile.coordinator import SimulatedCoordinator
+from phalanx.simulate.hostile.heads import Heads
 from phalanx.simulate.hostile.node import SimulatedNode
 from phalanx.simulate.hostile.training import Disk, Group, GroupMember
 
@@ -43,37 +44,62 @@ class World:
         self.furthest = m.NO_STEP
         self.lost_steps = self.worst_lost_steps = 0
         settings, racks = self.conditions.settings, self.conditions.racks
-        self.coordinator = SimulatedCoordinator(
-            settings, self.clock, self.disk, self.to_node, self.check_source, self.check_verdict, step
-        )
+        self.sent = 0
+        """Number of reports that nodes have sent."""
+        self.newest_description: dict[tuple[int, str], int] = {}
+        """(reign, node) -> the number of the last description that the head of that reign has heard."""
+        self.heads = Heads(self, step, self.random)
         self.nodes = {
             str(index): SimulatedNode(self, str(index), ("hall", f"rack{index % racks}") if racks > 1 else ())
             for index in range(settings.wanted_nodes + self.conditions.spares)
         }
 
+    @property
+    def coordinator(self) -> SimulatedCoordinator:
+        """The head that leads, or that led last."""
+        return self.heads.newest
+
     # --- the network
 
+    def reaches(self, node: SimulatedNode, other: str) -> bool:
+        """True if messages pass between a node and the machine of another; the empty name is that of a machine outside the fleet."""
+        if node.name == other:
+            return True
+        far = self.nodes.get(other)
+        return not node.cut and node.side == (far.side if far else 0) and not (far and far.cut)
+
     def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
-        """Sends a report, which may be lost or arrive twice."""
-        for delay_s in self._delays(node):
-            self.clock.after(delay_s, lambda: self.coordinator.hear(message))
+        """Sends a report to the head that a node is attached to; it may be lost, arrive twice, or be overtaken by another.
 
-    def coordinator_sees(self, event: m.CoreEvent) -> None:
-        """Gives the coordinator an event without the network, such as a connection that broke."""
-        self.coordinator.hear(event)
+        Only what describes a node's memory keeps its order, as all messages of one connection do: an older description is no news.
+        """
+        head = node.head
+        if head is None:
+            return
+        self.sent += 1
+        for delay_s in self._delays(node, head):
+            self.clock.after(delay_s, partial(self._hear, head, message, self.sent))
 
-    def to_node(self, name: str, command: c.Command) -> None:
-        """Sends a command, which may be lost or arrive twice."""
+    def _hear(self, head: SimulatedCoordinator, message: m.AgentReport, number: int) -> None:
+        if isinstance(message, m.Joined | m.Parked):
+            key = (head.claim.reign, message.node)
+            if number < self.newest_description.get(key, 0):
+                return
+            self.newest_description[key] = number
+        head.hear(message)
+
+    def to_node(self, head: SimulatedCoordinator, name: str, command: c.Command) -> None:
+        """Sends a command, which may be lost or arrive twice. It is lost with the connection if the node attaches to another head."""
         node = self.nodes[name]
-        for delay_s in self._delays(node):
-            self.clock.after(delay_s, partial(self._arrive, node, command))
+        for delay_s in self._delays(node, head):
+            self.clock.after(delay_s, partial(self._arrive, head, node, command))
 
-    def _arrive(self, node: SimulatedNode, command: c.Command) -> None:
-        if node.up and not node.cut:
+    def _arrive(self, head: SimulatedCoordinator, node: SimulatedNode, command: c.Command) -> None:
+        if node.up and node.head is head and self.reaches(node, head.node):
             node.on_command(command)
 
-    def _delays(self, node: SimulatedNode) -> list[float]:
-        if node.cut or self.random.random() < self.loss:
+    def _delays(self, node: SimulatedNode, head: SimulatedCoordinator) -> list[float]:
+        if not self.reaches(node, head.node) or self.random.random() < self.loss:
             return []
         times = 2 if self.random.random() < self.repeat else 1
         return [0.001 + self.random.random() ** 4 * self.delay_s for _ in range(times)]
