@@ -133,7 +133,7 @@ def believes_any_journal(state: FleetState, claim: Claim) -> bool:  # noqa: ARG0
     [
         ("is_due", begins_epochs_without_a_claim, range(4, 8)),
         ("has_majority", finds_no_majority, range(3, 5)),
-        ("_is_behind", believes_any_journal, range(144, 148)),
+        ("is_behind", believes_any_journal, range(144, 148)),
     ],
 )
 def test_a_broken_succession_is_found_within_a_few_seeds(

@@ -121,18 +121,19 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     \b
       phalanx fleet serve runs/big --host head --port 29400
     """
+    from phalanx.fleet.control.claims import ClaimError
     from phalanx.fleet.control.coordinator import CoordinatorArgs, run_coordinator
     from phalanx.fleet.control.descriptors import DescriptorLimitError
     from phalanx.fleet.control.fleet_file import read_fleet_file
+    from phalanx.fleet.control.reign import SupersededError
     from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token
     from phalanx.fleet.control.transport import TransportError
     from phalanx.fleet.core.replay import JournalError
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.train.start.open_run import take_lock
 
-    with explained(
-        DescriptorLimitError, JournalError, RunDirectoryError, SecurityError, TransportError, ValueError
-    ):
+    refusals = (ClaimError, DescriptorLimitError, JournalError, RunDirectoryError, SecurityError)
+    with explained(*refusals, SupersededError, TransportError, ValueError):
         directory = RunDirectory(run_dir)
         attempt = directory.newest_attempt()
         lock_fd = take_lock(directory.lock)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.fleet.control.claims import ClaimError
 from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
@@ -32,9 +33,9 @@ from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descri
 from phalanx.fleet.control.distrust import record_distrust
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
 from phalanx.fleet.control.hang_inquiry import Inquiry
-from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.publisher import Publisher
-from phalanx.fleet.control.restoration import report_contradiction, restored
+from phalanx.fleet.control.reign import FIRST_REIGN, SupersededError, nonce, reign_again, require_leading
+from phalanx.fleet.control.restoration import report_contradiction
 from phalanx.fleet.control.security import SecurityError, require_rotatable, rotate_token
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
@@ -48,6 +49,7 @@ from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import formation_of, settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
+from phalanx.fleet.core.succession import is_due, renewed
 from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.spec import RunSpec
@@ -64,6 +66,8 @@ HURRY_SIGNAL = signal.SIGUSR1
 """The launcher's request to end at once. To save and stop is SIGTERM, however often it comes: Slurm sends it to all processes of a job."""
 EXIT_CANNOT_START = 78
 """The exit code of a coordinator that another start would not help: no token, no layout, too few open files (``EX_CONFIG``)."""
+EXIT_SUPERSEDED = 79
+"""The exit code of a coordinator that found that another one leads the run now."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class CoordinatorArgs:
     port: int
     node: str = ""
     """The node on whose machine it runs: it is never given back."""
+    reign: int = FIRST_REIGN
+    """The number of the reign in which it led before, or is to be the first."""
 
 
 class Coordinator:
@@ -101,11 +107,12 @@ class Coordinator:
         self._keeper = DirectoryKeeper(self._directory)
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
-        self._journal = Journal(_journal_path(args))
         self._renew_at_bytes = _RENEW_BYTES
         settings = settings_of(spec, _first_step(spec, self._directory, self.log))
         empty = initial_state(settings, time.time(), credentials.fencing)
-        self._state, self._restarts, published_s = restored(self._journal, empty, self.log)
+        reign = reign_again(self._directory, args.attempt, args.reign, args.node, empty, self.log)
+        self._register, self._claim, self._journal = reign.register, reign.claim, reign.journal
+        self._state, self._restarts, published_s = reign.restored
         self._publisher = Publisher(
             self._directory,
             args.attempt,
@@ -244,7 +251,11 @@ class Coordinator:
     # --- the loop --------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Runs until the run is over. Returns the exit code: 0 if it finished or was stopped, 1 if it failed."""
+        """Runs until the run is over. Returns the exit code: 0 if it finished or was stopped, 1 if it failed.
+
+        Raises:
+            SupersededError: Another coordinator leads the run now. Nothing was sent that follows from what this one decided meanwhile.
+        """
         port = await self._listen()
         self._address = f"{self._args.host}:{port}"
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
@@ -268,6 +279,10 @@ class Coordinator:
             except JournalError as error:
                 self.log(f"{error}; decides nothing until it can")
                 await asyncio.sleep(_RETRY_S)
+            except SupersededError:
+                watching.cancel()
+                await self._server.stop()
+                raise
         watching.cancel()
         await self._shut_down()
         return 1 if self._state.phase is FleetPhase.FAILED else 0
@@ -331,6 +346,8 @@ class Coordinator:
     async def _turn(self) -> None:
         """One turn: journals what has come in since the last one, lets the core decide, and sends the commands."""
         now_s = self._now_s()
+        if now_s >= self._disk_due_s:
+            self._look_for_successor()
         if self._inquiry is not None and self._inquiry.over(now_s):
             self._inbox.append(self._inquiry.finding())
             self._inquiry = None
@@ -352,12 +369,35 @@ class Coordinator:
             sending = await self._resync(before, error)
         if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
             await self._synced()
+        if is_due(self._claim, self._state):
+            await self._claim_anew()
         self._set_aside()
         for node, command in sending:
             self._server.send(node, command)
         self._server.drop_outdated(self._state.key)
         self._publisher.publish(self._state, now_s, over=self._over)
         await self._renew()
+
+    def _look_for_successor(self) -> None:
+        """Raises ``SupersededError`` if another coordinator leads now."""
+        with suppress(OSError):  # tried again at the next look; a claim that is due finds out in any case
+            require_leading(self._register, self._claim)
+
+    async def _claim_anew(self) -> None:
+        """Claims the next term, before anything is sent that follows from the present state. Raises ``SupersededError``."""
+        await self._synced()
+        claim = renewed(self._claim, self._state, nonce())
+
+        def make() -> None:
+            try:
+                if not self._register.make(claim):
+                    require_leading(self._register, self._claim)
+                    raise SupersededError("superseded")
+            except (ClaimError, OSError) as error:
+                raise JournalError(str(error)) from error
+
+        await self._until_written(make)
+        self._claim = claim
 
     async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, c.Command]]:
         """Replaces a contradictory state by a rebuilt one; returns the commands that ask every node to describe itself.
@@ -488,12 +528,6 @@ def _first_step(spec: RunSpec, directory: RunDirectory, log: Callable[[str], Non
     return (step_of(Path(spec.checkpoint.init_from)) or 0) if inherits else 0
 
 
-def _journal_path(args: CoordinatorArgs) -> Path:
-    directory = RunDirectory(args.run_dir)
-    directory.fleet.mkdir(exist_ok=True)
-    return directory.journal(args.attempt)
-
-
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
     """Runs the coordinator in this process to the end of the run. Returns 0 if it finished or was stopped, 1 if it failed.
 
@@ -501,7 +535,8 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
         RunDirectoryError: There is no run in the run directory.
         SecurityError: Token or certificates are missing.
         DescriptorLimitError: The system allows too few open files for the fleet.
-        JournalError, TransportError: It cannot use its journal, or cannot listen.
+        JournalError, ClaimError, TransportError: It cannot use its journal or the claims, or cannot listen.
+        SupersededError: Another coordinator leads the run now.
         ValueError: No layout fits the fleet of the run file.
     """
     spec = read_resolved(RunDirectory(args.run_dir))
@@ -528,7 +563,11 @@ def main() -> int:
     )
     try:
         return run_coordinator(args, arguments.certificates)
+    except SupersededError as error:
+        print(time.strftime("%H:%M:%S"), f"ends: {error}", flush=True)
+        return EXIT_SUPERSEDED
     except (
+        ClaimError,
         DescriptorLimitError,
         JournalError,
         RunDirectoryError,

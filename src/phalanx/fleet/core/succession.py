@@ -225,12 +225,12 @@ def inherited(
         state = replay(lines, step).state if lines else None
     except JournalError:
         state = None
-    if state is None or state.fencing != fencing or _is_behind(state, claim):
+    if state is None or state.fencing != fencing or is_behind(state, claim):
         return _by_claim_alone(claim, fencing, now_s)
     return state
 
 
-def _is_behind(state: FleetState, claim: Claim) -> bool:
+def is_behind(state: FleetState, claim: Claim) -> bool:
     """True if the claim says what the state does not know: then the journal has lost its end."""
     return (
         state.epoch < claim.epoch

@@ -9,6 +9,7 @@ wait for it for ever. If this process is killed, the kernel kills all of them.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -22,15 +23,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, HURRY_SIGNAL
+from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, EXIT_SUPERSEDED, HURRY_SIGNAL
+from phalanx.fleet.control.coordinator_link import operate
+from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
+    SecurityError,
     TokenRole,
     keyring_after,
     make_token,
     require_two_tokens,
 )
+from phalanx.fleet.control.transport import TransportError
+from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
@@ -179,6 +185,8 @@ class _Processes:
     stop_told: tuple[int, int] = (0, 0)
     """Process id of the coordinator that was told to stop, and how many times."""
     over: bool = False
+    superseded: bool = False
+    """Another node leads the run now; here, only the agents are looked after."""
     gave_up: str = ""
     """The process that was given up, if the fleet ended for that."""
     hopeless: bool = False
@@ -258,6 +266,10 @@ class _Processes:
     # --- the coordinator -----------------------------------------------------------------------
 
     def _look_after_coordinator(self) -> None:
+        if self.superseded:
+            seen = self.seen()
+            self.over = seen is not None and seen.over
+            return
         if self.coordinator is None:
             if time.monotonic() >= self.coordinator_due_s:
                 self._start_coordinator()
@@ -272,6 +284,11 @@ class _Processes:
         done = code == 0 or self.run.directory.finished_result() is not None
         if done or (code == 1 and seen is not None and seen.over):
             self.over = True
+        elif code == EXIT_SUPERSEDED:
+            self.superseded, self.stop_told = True, (0, 0)
+            self.orders.tell(
+                "another node leads the run now, and this one trains on as its member: phalanx status says which"
+            )
         elif code == EXIT_CANNOT_START:
             self.over, self.gave_up, self.hopeless = True, "coordinator", True
         else:
@@ -313,6 +330,8 @@ class _Processes:
         Not before it has written fleet.json: until then the signal would kill it, and the file says whether it has learned of
         the request from its journal.
         """
+        if self.superseded:
+            self._ask_successor_to_stop()
         if self.coordinator is None or self.stop_told[1] >= min(self.orders.made, 2):
             return
         coordinator, seen = self.coordinator, self.seen()
@@ -323,6 +342,20 @@ class _Processes:
             coordinator.signal(HURRY_SIGNAL if told else signal.SIGTERM)
             told += 1
         self.stop_told = coordinator.pid, told
+
+    def _ask_successor_to_stop(self) -> None:
+        """Passes the user's requests on to the node that leads now, as ``phalanx fleet stop`` does."""
+        asked, seen = self.stop_told[1], self.seen()
+        if asked >= min(self.orders.made, 2) or seen is None or seen.over:
+            return
+        run, lead = self.run, self.fleet.lead
+        certificates = lead.certificates if lead else None
+        try:
+            shown = credentials_of(run.directory.path, run.spec, run.attempt, certificates, ("operate",))
+            asyncio.run(operate(seen.coordinator, shown, StopRun()))
+        except (SecurityError, TransportError) as error:
+            self.orders.tell(f"cannot ask the node that leads to stop: {error}")
+        self.stop_told = 0, asked + 1
 
     # --- the agents ----------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""The register of claims: files in the run directory that say which coordinator leads, each made once and never changed.
+
+``phalanx.fleet.core.succession`` decides when a claim is due and what it says; this keeps them, as ``fleet/claims/000-00000001.json`` and
+so on: the start of the run, and the term. A file appears whole, under a name that nobody else has used, by a link (POSIX ``link``, which is
+atomic on NFS too: RFC 1813, section 3.3.15), so of two processes on two machines that make the claim of one term, one gets it.
+
+A file system that shows new names late, as NFS may for a minute, delays only how soon a superseded head notices; its next claim fails all
+the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from phalanx.fleet.core.succession import Claim, decode_claim, encode_claim
+from phalanx.run.directory.durable import sync, write_atomically
+from phalanx.run.directory.paths import RunDirectory
+
+KEPT = 8
+"""Claims that are kept whole. Of older ones the name is left, so that no term is claimed twice."""
+_NAME = re.compile(r"(\d{3,})-(\d{8,})\.json")
+
+
+class ClaimError(RuntimeError):
+    """The newest claim cannot be read or made; the message says why."""
+
+
+class ClaimRegister:
+    """The claims of one start of a run."""
+
+    def __init__(self, directory: RunDirectory, attempt: int) -> None:
+        self._folder, self._attempt = directory.fleet / "claims", attempt
+
+    def newest_term(self) -> int:
+        """The highest term that was claimed, as far as this machine sees; 0 if none was. Raises ``OSError``."""
+        with suppress(FileNotFoundError):
+            found = [_NAME.fullmatch(name) for name in os.listdir(self._folder)]
+            return max((int(name[2]) for name in found if name and int(name[1]) == self._attempt), default=0)
+        return 0
+
+    def newest(self) -> Claim | None:
+        """The newest claim; None if none was made.
+
+        Raises:
+            ClaimError: It cannot be read. What it said of epochs is not known then, so nobody may lead on by the one before.
+        """
+        try:
+            term = self.newest_term()
+            return decode_claim(self._path(term).read_bytes()) if term else None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ClaimError(f"cannot read the newest claim in {self._folder}: {error}") from error
+
+    def make(self, claim: Claim) -> bool:
+        """Makes a claim, durable when this returns; False if another has made that of its term.
+
+        Raises:
+            ClaimError: The disk does not take it; the same call may be made again.
+        """
+        path = self._path(claim.term)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            made = _make_once(path, encode_claim(claim))
+            sync(self._folder)
+        except OSError as error:
+            raise ClaimError(f"cannot make the claim {path}: {error.strerror}") from error
+        old = self._path(claim.term - KEPT)
+        with suppress(OSError):
+            if made and old.exists():
+                write_atomically(old, b"{}", durable=False)
+        return made
+
+    def _path(self, term: int) -> Path:
+        return self._folder / f"{self._attempt:03d}-{term:08d}.json"
+
+
+def _make_once(path: Path, content: bytes) -> bool:
+    """Makes a file that nobody has made; True if it is this one's. Raises ``OSError``."""
+    temporary = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
+    try:
+        temporary.write_bytes(content)
+        sync(temporary)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            # Over NFS it may be one's own: the answer to the first request was lost.
+            return path.read_bytes() == content
+        except (
+            OSError
+        ):  # a file system without links: whoever reads too early finds it unreadable, and reads again
+            return _make_exclusively(path, content)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _make_exclusively(path: Path, content: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    with open(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
