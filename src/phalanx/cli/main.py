@@ -37,6 +37,7 @@ _COMMANDS = {
     "cancel": ("launch", "End a submitted run, saved."),
     "logs": ("launch", "What the job of a submitted run has printed."),
     "agent": ("fleet", "Take part in a run with this node of a cluster."),
+    "pod": ("fleet", "Take part in a run as a pod of a Kubernetes job."),
     "sinks": ("watch", "Send a run's trackers what they missed."),
     "watch": ("watch", "Look at a run while it goes on, or afterwards."),
     "plan": ("plan", "The best layouts of a run on a cluster: memory, time, cost, and why."),

@@ -69,6 +69,30 @@ def test_labels_of_kubernetes_nodes_are_read_and_cordoned_nodes_are_taken() -> N
     assert found.free == ("a",)
 
 
+def test_newer_labels_of_kubernetes_nodes_are_tiers_counted_from_the_node_and_the_accelerators_domain() -> (
+    None
+):
+    def node(name: str, spine: str, leaf: str, rack: str) -> dict[str, object]:
+        labels = {
+            "fabric.topograph.run/tier-0": leaf,
+            "fabric.topograph.run/tier-1": spine,
+            "accelerator.topograph.run/domain": rack,
+            "network.topology.nvidia.com/leaf": "of an older version",
+        }
+        status = {"conditions": [{"type": "Ready", "status": "True"}]}
+        return {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
+
+    found = parse_topology(
+        json.dumps({"items": [node("a", "s1", "l1", "r1"), node("b", "s1", "l2", "r2")]}), "x"
+    )
+    assert [(level.name, level.scale_up) for level in found.levels] == [
+        ("tier-1", False),
+        ("tier-0", False),
+        ("accelerator", True),
+    ]
+    assert found.nodes == {"a": ("s1", "l1", "r1"), "b": ("s1", "l2", "r2")}
+
+
 def test_a_file_by_hand_says_rates_shares_and_what_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "fabric.toml"
     path.write_text(

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,50 +84,83 @@ def command(
       phalanx agent --run run.toml --coordinator head:29400 --domain hall-2 --domain rack-17 --spare
       phalanx agent --run runs/big                          # into a fleet that runs, by its fleet.json
     """
-    from phalanx.launch.foreign import in_slurm_step, slurm_domains
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+    from phalanx.fleet.node.agent import leave
 
     name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if coordinator and not coordinator.rpartition(":")[2].isdigit():
         raise click.BadParameter(f'"{coordinator}" is not HOST:PORT', param_hint="--coordinator")
+    from phalanx.launch.foreign import slurm_domains
+
     domain = domain or slurm_domains(os.environ)
+    part = NodePart(run, coordinator, overrides, lead, name, host or "", domain, spare, certificates)
+    code, led = take_part(part, as_json)
+    if led:
+        raise SystemExit(code)
+    if as_json and not code:
+        click.echo(json.dumps({"node": name, "ended": True}))
+    leave(code)
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """The part of this node in a fleet."""
+
+    run: Path
+    """The run file; or the run directory of a fleet that runs."""
+    coordinator: str
+    """As host:port; empty for that in the run directory."""
+    overrides: tuple[str, ...]
+    lead: bool | None
+    """``None``: as the place in a step or the coordinator's host says."""
+    node: str
+    host: str
+    """Address at which the others reach this machine; empty to find it."""
+    domain: tuple[str, ...] = ()
+    spare: bool = False
+    certificates: Path | None = None
+
+
+def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
+    """Takes part in a run to its end, or to that of this node's part; the exit code, and whether this node led."""
+    from phalanx.launch.foreign import in_slurm_step
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+
+    run = part.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
     # The batch script of a job names the run file; an agent that is given the run directory joins a fleet from outside its job.
     joins = folder.is_dir()
     if not joins:
-        spec = _read(run, overrides, coordinator)
+        spec = _read(run, part.overrides, part.coordinator)
         folder = Path(spec.run_dir)
-        if _leads(lead, coordinator):
+        if _leads(part.lead, part.coordinator):
             from phalanx.cli.train.train_fleet import train_fleet
             from phalanx.fleet.node.local_fleet import Lead
 
-            here, _, port = coordinator.rpartition(":")
-            part = Lead(name, here, int(port), domain, spare, certificates)
-            raise SystemExit(train_fleet(spec, run, (), as_json, part))
+            here, _, port = part.coordinator.rpartition(":")
+            lead = Lead(part.node, part.host or here, int(port), part.domain, part.spare, part.certificates)
+            return train_fleet(spec, run, (), as_json, lead), True
         with explained(TimeoutError):
-            _wait_for(coordinator, spec.fleet.coordinator_lease_s)
+            _wait_for(part.coordinator, spec.fleet.coordinator_lease_s)
     from phalanx.fleet.control.security import SecurityError
-    from phalanx.fleet.node.agent import AgentArgs, AgentError, leave, own_host, run_agent
+    from phalanx.fleet.node.agent import AgentArgs, AgentError, own_host, run_agent
 
     with explained(RunDirectoryError, SecurityError):
         args = AgentArgs(
             run_dir=folder,
-            node=name,
+            node=part.node,
             attempt=RunDirectory(folder).newest_attempt(),
-            coordinator=coordinator,
-            host=host or (own_host(coordinator) if coordinator else "127.0.0.1"),
-            domain=domain,
-            started_as_spare=spare,
+            coordinator=part.coordinator,
+            host=part.host or (own_host(part.coordinator) if part.coordinator else "127.0.0.1"),
+            domain=part.domain,
+            started_as_spare=part.spare,
             at_signal="leave" if joins or not in_slurm_step(os.environ) else "wait",
         )
         try:
-            run_agent(args, certificates)
+            run_agent(args, part.certificates)
         except AgentError as error:
             click.echo(f"error: {error}", err=True)
-            leave(1)
-    if as_json:
-        click.echo(json.dumps({"node": name, "ended": True}))
-    leave(0)
+            return 1, False
+    return 0, False
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:

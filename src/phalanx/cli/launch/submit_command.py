@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option(
     "--on",
     "engine",
-    type=click.Choice(["slurm", "ssh", "local"]),
+    type=click.Choice(["slurm", "kubernetes", "ssh", "local"]),
     help="The engine; by default launch.engine.",
 )
 @click.option(
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="For ssh, a file with one host a line: launch.hosts.",
 )
-@click.option("--partition", "--queue", help="launch.partition.")
+@click.option("--partition", "--queue", help="launch.partition: of Slurm, or the queue of Kueue or Volcano.")
+@click.option("--namespace", help="For kubernetes: launch.namespace.")
 @click.option("--account", help="launch.account.")
 @click.option("--qos", help="launch.qos.")
 @click.option(
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 @click.option("--constraint", help="launch.constraint.")
 @click.option("--reservation", help="launch.reservation.")
 @click.option("--exclude", help="Nodes not to use: launch.exclude.")
-@click.option("--container-image", help="launch.container_image.")
+@click.option("--container-image", "--image", help="launch.container_image.")
 @click.option("--cluster", help="The kind of the nodes, for the price of their placement: launch.cluster.")
 @click.option(
     "--take-from",
@@ -54,6 +55,11 @@ if TYPE_CHECKING:
     help="A run of yours that gives back the nodes that are not free now, and gets as many again when this one ends.",
 )
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="For kubernetes with --dry-run: also write the manifests into this file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     run_file: Path,
@@ -74,6 +80,8 @@ def command(
     reservation: str | None,
     exclude: str | None,
     container_image: str | None,
+    namespace: str | None,
+    out: Path | None,
 ) -> None:
     """Start the run of RUN_FILE on a cluster, on hosts by ssh, or in the background of this machine: one job, one agent on every node, spares included.
 
@@ -84,14 +92,17 @@ def command(
     \b
       phalanx submit run.toml --on slurm --nodes 16 --spares 2 --partition big --time 2d
       phalanx submit run.toml --on slurm --dry-run
+      phalanx submit run.toml --on kubernetes --nodes 16 --spares 2 --queue research --image REGISTRY/phalanx:0.1
       phalanx submit run.toml --on ssh --hosts hosts.txt --nodes 4
       phalanx submit run.toml --on local --nodes 2              # in the background of this machine
       phalanx submit urgent.toml --on slurm --nodes 6 --take-from runs/big-1f3a9c04
     """
     from phalanx.cli.launch.submit_to_hosts import submit_to_hosts
+    from phalanx.cli.launch.submit_to_kubernetes import submit_to_kubernetes
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import order_of, problems_of, with_run_dir
     from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.kubernetes.request import with_pod_run_dir
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.problems import RunFileError
     from phalanx.run.read import read_run
@@ -104,16 +115,19 @@ def command(
                 {"launch.time_limit": time, "launch.constraint": constraint, "launch.exclude": exclude}
             ),
             *_overrides({"launch.hosts": str(hosts) if hosts else None, "launch.engine": engine}),
-            *_overrides({"launch.cluster": cluster}),
+            *_overrides({"launch.cluster": cluster, "launch.namespace": namespace}),
             *_overrides({"launch.reservation": reservation, "launch.container_image": container_image}),
         ]
         working_dir = Path.cwd()
-        spec = with_run_dir(read_run(run_file, PRESETS, [*overrides, *given]), working_dir)
+        spec = read_run(run_file, PRESETS, [*overrides, *given])
         engine = spec.launch.engine
         if not engine:
             raise click.UsageError(
-                "which engine gives the nodes? --on slurm, ssh or local, or launch.engine in the run file"
+                "which engine gives the nodes? --on slurm, kubernetes, ssh or local, or launch.engine in the run file"
             )
+        if out is not None and engine != "kubernetes":
+            raise click.UsageError("--out is for the manifests of Kubernetes")
+        spec = with_pod_run_dir(spec) if engine == "kubernetes" else with_run_dir(spec, working_dir)
         problems = problems_of(spec, engine)
         if problems:
             raise RunFileError(run_file, problems)
@@ -122,7 +136,10 @@ def command(
                 raise click.UsageError(
                     "--take-from is for Slurm: elsewhere nobody else gives the nodes to others"
                 )
-            submit_to_hosts(spec, working_dir, dry_run=dry_run, as_json=as_json)
+            if engine == "kubernetes":
+                submit_to_kubernetes(spec, dry_run=dry_run, out=out, as_json=as_json)
+            else:
+                submit_to_hosts(spec, working_dir, dry_run=dry_run, as_json=as_json)
             return
         if dry_run:
             script = batch_script(order_of(spec, working_dir))

@@ -19,9 +19,20 @@ from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.problems import Problem
 from phalanx.run.read import to_table
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import LaunchSpec, RunSpec
 
 _RECORD = "submitted.json"
+_OF_KUBERNETES = (
+    "namespace",
+    "scheduler",
+    "topology_label",
+    "domain_labels",
+    "resources",
+    "gpu_resource",
+    "tolerations",
+    "service_account",
+    "run_as",
+)
 STOPPED = "stopped"
 """A file of this name keeps a job from queueing itself again."""
 
@@ -46,10 +57,14 @@ def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
     """The run with an absolute run directory: its own, or ``runs/NAME-DIGEST`` by what the run file says, so that it is found again."""
     if spec.run_dir:
         return replace(spec, run_dir=str((working_dir / Path(spec.run_dir).expanduser()).resolve()))
+    return replace(spec, run_dir=str((working_dir / "runs" / default_name(spec)).resolve()))
+
+
+def default_name(spec: RunSpec) -> str:
+    """The name of the run directory of a run that names none: NAME-DIGEST, by what the run file says."""
     # What is asked of the engine may change from one start to the next.
     same = to_table(replace(spec, fleet=RunSpec().fleet, launch=RunSpec().launch))
-    digest = hashlib.sha256(tomli_w.dumps(same).encode()).hexdigest()[:8]
-    return replace(spec, run_dir=str((working_dir / "runs" / f"{spec.name}-{digest}").resolve()))
+    return f"{spec.name}-{hashlib.sha256(tomli_w.dumps(same).encode()).hexdigest()[:8]}"
 
 
 def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
@@ -68,6 +83,12 @@ def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
         )
         for field in spec.unfilled
     ]
+    if engine != "kubernetes":
+        found += [
+            Problem(f"launch.{name}", "is about Kubernetes", "take it out, or --on kubernetes")
+            for name in _OF_KUBERNETES
+            if getattr(spec.launch, name) != getattr(LaunchSpec(), name)
+        ]
     if fleet.min_nodes > fleet.nodes + fleet.spares:
         found.append(
             Problem(

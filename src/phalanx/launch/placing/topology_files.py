@@ -6,7 +6,8 @@ What a text is, is recognized by its content. Formats, as read:
   and from ``scontrol show topology`` (slurm.schedmd.com/topology.conf.html). Blocks are NVLink domains.
 * Topograph's engine "graph": ``{"instances": [{"id", "network_layers": [leaf, spine, ...], "attributes": {"nvlink"}}]}``
   (docs.nvidia.com/topograph/engines/graph; from 1.0 the domain is in ``labels``).
-* ``kubectl get nodes -o json``, with the labels ``network.topology.nvidia.com/{core,spine,leaf,accelerator}`` that Topograph sets.
+* ``kubectl get nodes -o json``, with the labels that Topograph sets: from 1.0 ``fabric.topograph.run/tier-N``, tier 0 nearest to the node, and
+  ``accelerator.topograph.run/domain`` (docs/reference/node-labels of NVIDIA/topograph), before ``network.topology.nvidia.com/{core,spine,leaf,accelerator}``.
 * By hand::
 
       node_gb_per_s = 400          # network rate of one node in one direction
@@ -38,6 +39,8 @@ _LABEL = "network.topology.nvidia.com/"
 _LABELED = ("core", "spine", "leaf", "accelerator")
 """Topograph's levels, widest first."""
 _SCALE_UP = "accelerator"
+_TIER = re.compile(r"fabric\.topograph\.run/tier-(\d+)")
+_DOMAIN = "accelerator.topograph.run/domain"
 _FIELD = re.compile(r"(\w+)=(\S*)")
 
 
@@ -166,13 +169,22 @@ def _from_kubernetes(table: Json, source: str) -> Topology:
         )
         if spec.get("unschedulable") or not ready:
             taken.add(name)
-    used = [level for level in _LABELED if any(_LABEL + level in mine for mine in labels.values())]
+    used = _label_levels({key for mine in labels.values() for key in mine})
     nodes = {
-        name: tuple(str(mine.get(_LABEL + level, f"{name} alone")) for level in used)
+        name: tuple(str(mine.get(label, f"{name} alone")) for label in used.values())
         for name, mine in labels.items()
     }
     levels = tuple(Level(level, scale_up=level == _SCALE_UP) for level in used)
     return Topology(levels, nodes, taken=frozenset(taken), source=source)
+
+
+def _label_levels(present: set[str]) -> dict[str, str]:
+    """The levels of a network and their labels, widest first, given the labels that there are; the newer names if there are both."""
+    tiers = sorted((int(match[1]) for key in present if (match := _TIER.fullmatch(key))), reverse=True)
+    if not tiers and _DOMAIN not in present:
+        return {level: _LABEL + level for level in _LABELED if _LABEL + level in present}
+    levels = {f"tier-{tier}": f"fabric.topograph.run/tier-{tier}" for tier in tiers}
+    return levels | ({_SCALE_UP: _DOMAIN} if _DOMAIN in present else {})
 
 
 # --- TOML -----------------------------------------------------------------------------------------

@@ -1,0 +1,395 @@
+"""Asks a Kubernetes cluster through kubectl: starts a run's job, says what it does and why it waits, and ends it.
+
+The job is created first, so that the API server's refusal of a second one of the same name decides between two submitters. All else belongs to it
+(ownerReferences) and is removed with it; its pods wait until their run file is there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.launch.engines.tools import EngineError, run_tool
+from phalanx.launch.kubernetes.manifests import beside, job_of, owned_by
+from phalanx.launch.kubernetes.pod_template import CONTAINER, DIRECTORY, RUN_LABEL
+from phalanx.launch.kubernetes.request import PodRequest
+
+JOB_SETS, VOLCANO_JOBS = "jobsets.jobset.x-k8s.io", "jobs.batch.volcano.sh"
+_OURS = "app.kubernetes.io/managed-by=phalanx-submit"
+_UNREACHED = (
+    "connection refused",
+    "was refused",
+    "Unable to connect",
+    "no configuration has been provided",
+    "i/o timeout",
+    "no such host",
+    "couldn't get current server",
+)
+_NO_KIND = (
+    "the server doesn't have a resource type",
+    "no matches for kind",
+    "could not find the requested resource",
+)
+_INSTALL = {
+    JOB_SETS: "JobSet is not installed in this cluster (jobset.sigs.k8s.io/docs/installation), or take --set launch.scheduler='\"volcano\"'",
+    VOLCANO_JOBS: "Volcano is not installed in this cluster (volcano.sh/en/docs/installation)",
+    "localqueues.kueue.x-k8s.io": "Kueue is not installed in this cluster (kueue.sigs.k8s.io/docs/installation): leave --queue out",
+    "queues.scheduling.volcano.sh": "Volcano is not installed in this cluster (volcano.sh/en/docs/installation)",
+}
+_ANSWER_S, _GONE_S = 60.0, 900.0
+
+
+class MissingKindError(EngineError):
+    """A cluster does not know a kind of object."""
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """The job of a run, as its cluster shows it."""
+
+    name: str
+    namespace: str
+    resource: str
+    """The kind of object, as kubectl names it."""
+    state: str
+    """ "waiting", "running", "completed" or "failed"."""
+    reason: str
+    """Why it waits or has failed; empty if nobody says."""
+    pods: int
+    """Pods that it should have."""
+    run_dir: str
+    """In its pods."""
+    uid: str
+
+    @property
+    def ended(self) -> bool:
+        """True if none of its pods will run any more."""
+        return self.state in ("completed", "failed")
+
+    @property
+    def sentence(self) -> str:
+        """What the job does, in words."""
+        doing = {"waiting": f"waits for {self.pods} pods", "running": f"running, {self.pods} pods"}
+        return doing.get(self.state, self.state) + (f": {self.reason}" if self.reason else "")
+
+
+def kubectl(*words: str, namespace: str = "", stdin: str | None = None, timeout_s: float = _ANSWER_S) -> str:
+    """What kubectl printed. Raises ``EngineError`` with its words and what to do."""
+    where = ["--namespace", namespace] if namespace else []
+    try:
+        return run_tool(["kubectl", *where, *words], stdin=stdin, timeout_s=timeout_s)
+    except EngineError as error:
+        said = str(error)
+        if any(sign in said for sign in _NO_KIND):
+            raise MissingKindError(
+                next((why for kind, why in _INSTALL.items() if kind.split(".")[0] in said), said)
+            ) from error
+        if any(sign in said for sign in _UNREACHED):
+            raise EngineError(
+                f"kubectl reaches no cluster: choose one by kubectl config use-context NAME or KUBECONFIG; it said: {said[-300:]}"
+            ) from error
+        raise
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def jobs(namespace: str = "") -> list[ClusterJob]:
+    """The jobs that Phalanx submitted, those that have ended too. Raises ``EngineError``."""
+    found: list[ClusterJob] = []
+    missing = []
+    for resource in (JOB_SETS, VOLCANO_JOBS):
+        try:
+            text = kubectl("get", resource, "-l", _OURS, "-o", "json", namespace=namespace)
+        except MissingKindError as error:
+            missing.append(error)
+            continue
+        found += parse_jobs(text, resource)
+    if len(missing) == 2:
+        raise missing[0]
+    return [_with_reason(job) for job in found]
+
+
+def job_named(
+    name: str, namespace: str = "", resources: Sequence[str] = (JOB_SETS, VOLCANO_JOBS)
+) -> ClusterJob | None:
+    """The job of this name; ``None`` if there is none. Raises ``EngineError``."""
+    missing = []
+    for resource in resources:
+        try:
+            text = kubectl("get", resource, name, "-o", "json", "--ignore-not-found", namespace=namespace)
+        except MissingKindError as error:
+            missing.append(error)
+            continue
+        if text.strip():
+            return _with_reason(parse_jobs(text, resource)[0])
+    if len(missing) == len(resources):
+        raise missing[0]
+    return None
+
+
+def parse_jobs(text: str, resource: str) -> list[ClusterJob]:
+    """The jobs in what ``kubectl get -o json`` printed: one, or a list."""
+    read = json.loads(text)
+    return [_job(item, resource) for item in read.get("items", [read])]
+
+
+def _job(item: dict[str, Any], resource: str) -> ClusterJob:
+    metadata, status = item["metadata"], item.get("status", {})
+    if resource == JOB_SETS:
+        template = item["spec"]["replicatedJobs"][0]["template"]["spec"]
+        state, reason = _job_set_state(item["spec"], status)
+        pods = int(template["completions"])
+    else:
+        # Volcano's phases: pkg/apis/batch/v1alpha1/job.go.
+        phase = status.get("state", {}).get("phase", "Pending")
+        ended = {"Completed": "completed", "Failed": "failed", "Terminated": "failed", "Aborted": "failed"}
+        state = ended.get(
+            phase, "running" if phase in ("Running", "Restarting", "Completing", "Terminating") else "waiting"
+        )
+        reason, pods = status.get("state", {}).get("message", ""), int(item["spec"]["tasks"][0]["replicas"])
+    return ClusterJob(
+        metadata["name"],
+        metadata.get("namespace", ""),
+        resource,
+        state,
+        reason,
+        pods,
+        metadata.get("annotations", {}).get(DIRECTORY, ""),
+        metadata.get("uid", ""),
+    )
+
+
+def _job_set_state(spec: dict[str, Any], status: dict[str, Any]) -> tuple[str, str]:
+    holds = {
+        one["type"]: one.get("message", "")
+        for one in status.get("conditions", [])
+        if one.get("status") == "True"
+    }
+    for condition in ("Completed", "Failed"):
+        if condition in holds or status.get("terminalState") == condition:
+            return condition.lower(), holds.get(condition, "") if condition == "Failed" else ""
+    if spec.get("suspend"):
+        return "waiting", ""
+    active = sum(one.get("active", 0) for one in status.get("replicatedJobsStatus", []))
+    return ("running" if active else "waiting"), ""
+
+
+def _with_reason(job: ClusterJob) -> ClusterJob:
+    """The job, with what keeps it waiting: its queue, or the scheduler of a pod."""
+    if job.ended:
+        return job
+    doing, reason = job.state, job.reason
+    pods = pods_of(job)
+    phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
+    if phases["Running"]:
+        doing, reason = "running", f"{phases['Running']} there" if phases["Running"] < job.pods else ""
+    elif not reason:
+        reason = _queue_says(job) or next(filter(None, map(_why_pending, pods)), "")
+    return ClusterJob(job.name, job.namespace, job.resource, doing, reason, job.pods, job.run_dir, job.uid)
+
+
+def _queue_says(job: ClusterJob) -> str:
+    """Why Kueue has not admitted a job: the condition QuotaReserved of its Workload; empty if there is none."""
+    try:
+        text = kubectl("get", "workloads.kueue.x-k8s.io", "-o", "json", namespace=job.namespace)
+    except EngineError:
+        return ""
+    for item in json.loads(text).get("items", []):
+        owners = {owner.get("uid") for owner in item["metadata"].get("ownerReferences", [])}
+        if job.uid in owners:
+            for one in item.get("status", {}).get("conditions", []):
+                if one["type"] in ("QuotaReserved", "Admitted") and one["status"] == "False":
+                    return str(one.get("message", ""))
+    return ""
+
+
+def _why_pending(pod: dict[str, Any]) -> str:
+    for one in pod["status"].get("conditions", []):
+        if one["type"] == "PodScheduled" and one["status"] == "False":
+            return f"pod {pod['metadata']['name']}: {one.get('message', '')}"
+    for container in pod["status"].get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("message"):
+            return f"pod {pod['metadata']['name']}: {waiting['message']}"
+    return ""
+
+
+def pods_of(job: ClusterJob) -> list[dict[str, Any]]:
+    """The pods of a job, the newest first. Raises ``EngineError``."""
+    text = kubectl("get", "pods", "-l", f"{RUN_LABEL}={job.name}", "-o", "json", namespace=job.namespace)
+    found: list[dict[str, Any]] = json.loads(text).get("items", [])
+    return sorted(found, key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
+
+
+def pod_of_index(job: ClusterJob, index: int) -> str | None:
+    """The name of the newest pod of an index; ``None`` if there is none."""
+    for pod in pods_of(job):
+        labels, name = pod["metadata"].get("labels", {}), str(pod["metadata"]["name"])
+        own = labels.get("batch.kubernetes.io/job-completion-index", name.rpartition("-")[2])
+        if own == str(index):
+            return name
+    return None
+
+
+# --- the start ------------------------------------------------------------------------------------
+
+
+def preflight(request: PodRequest) -> list[str]:
+    """What the cluster lacks for a run, all of it; empty if nothing. Raises ``EngineError`` if the run is there already, or no cluster is reached."""
+    refuse_second(request)
+    namespace, queue = request.launch.namespace, request.launch.partition
+    wrong: list[str] = []
+    if queue:
+        wrong += _missing_queue(
+            "queues.scheduling.volcano.sh" if request.volcano else "localqueues.kueue.x-k8s.io",
+            queue,
+            namespace,
+        )
+    for claim in dict.fromkeys(mount.source for mount in request.mounts if not mount.of_nodes):
+        wrong += _unfit_claim(claim, request, namespace)
+    if not wrong:
+        # Whatever admission says, before anything is there.
+        kubectl(
+            "create",
+            "--dry-run=server",
+            "-f",
+            "-",
+            namespace=namespace,
+            stdin=json.dumps(job_of(request, "dry-run")),
+        )
+    return wrong
+
+
+def refuse_second(request: PodRequest) -> None:
+    """Raises ``EngineError`` if the run's job is there and has not failed."""
+    job = job_named(request.name, request.launch.namespace, [_resource(request)])
+    if job is not None and job.state == "completed":
+        raise EngineError(
+            f"the run in {request.run_dir} is finished (job {job.name}); give another run_dir to train it once more"
+        )
+    if job is not None and not job.ended:
+        raise EngineError(
+            f"the run in {request.run_dir} is job {job.name} already ({job.sentence}): follow it with phalanx status {job.name} --on kubernetes, or "
+            f"end it with phalanx cancel {job.name} --on kubernetes"
+        )
+
+
+def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
+    try:
+        names = kubectl(
+            "get", resource, "-o", "jsonpath={.items[*].metadata.name}", namespace=namespace
+        ).split()
+    except MissingKindError as error:
+        yield str(error)
+        return
+    except EngineError as error:
+        if "orbidden" in str(error):
+            return  # who may not list queues may still use one
+        raise
+    if queue not in names:
+        yield f"launch.partition: there is no queue {queue!r} in this namespace: --queue with one of {', '.join(names) or 'none'}"
+
+
+def _unfit_claim(claim: str, request: PodRequest, namespace: str) -> Iterator[str]:
+    text = kubectl(
+        "get", "persistentvolumeclaims", claim, "-o", "json", "--ignore-not-found", namespace=namespace
+    )
+    if not text.strip():
+        yield f"launch.container_mounts: there is no PersistentVolumeClaim {claim!r} in this namespace: kubectl get pvc"
+        return
+    modes = json.loads(text).get("spec", {}).get("accessModes", [])
+    if request.pods > 1 and "ReadWriteMany" not in modes:
+        yield (
+            f"launch.container_mounts: {claim} can be mounted as {', '.join(modes)}, and {request.pods} pods must write it: a claim with "
+            "ReadWriteMany"
+        )
+
+
+def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
+    """Creates a run's job and what belongs to it. Raises ``EngineError``; then nothing of it is left."""
+    namespace, resource = request.launch.namespace, _resource(request)
+    earlier = job_named(request.name, namespace, [resource])
+    if earlier is not None and earlier.ended:
+        end(earlier)
+    manifest = job_of(request, submission)
+    try:
+        text = kubectl("create", "-f", "-", "-o", "json", namespace=namespace, stdin=json.dumps(manifest))
+    except EngineError as error:
+        if "AlreadyExists" in str(error):
+            refuse_second(request)
+        raise
+    job = parse_jobs(text, resource)[0]
+    owned = [owned_by(one, manifest, job.uid) for one in beside(request, token)]
+    try:
+        kubectl(
+            *("apply", "--server-side", "--force-conflicts", "--field-manager=phalanx-submit", "-f", "-"),
+            namespace=namespace,
+            stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": owned}),
+        )
+    except EngineError:
+        end(job, at_once=True)
+        raise
+    return job
+
+
+def _resource(request: PodRequest) -> str:
+    return VOLCANO_JOBS if request.volcano else JOB_SETS
+
+
+# --- afterwards -----------------------------------------------------------------------------------
+
+
+def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
+    """Deletes a job: its pods have their grace to save, unless ``at_once``; by default until all are gone. Raises ``EngineError``."""
+    words = ["delete", job.resource, job.name, "--ignore-not-found"]
+    if at_once:
+        kubectl(*words, "--cascade=background", "--wait=false", namespace=job.namespace)
+        kubectl(
+            *(
+                "delete",
+                "pods",
+                "-l",
+                f"{RUN_LABEL}={job.name}",
+                "--now",
+                "--ignore-not-found",
+                "--wait=false",
+            ),
+            namespace=job.namespace,
+        )
+        return
+    patience = ["--wait=true", f"--timeout={_GONE_S:.0f}s"] if wait else ["--wait=false"]
+    kubectl(*words, "--cascade=foreground", *patience, namespace=job.namespace, timeout_s=_GONE_S + _ANSWER_S)
+
+
+def ask_in_pod(job: ClusterJob, *words: str) -> str:
+    """What ``phalanx WORDS`` prints in the pod that leads. Raises ``EngineError``."""
+    pod = pod_of_index(job, 0)
+    if pod is None:
+        raise EngineError(f"job {job.name} has no pod that leads now")
+    return kubectl(
+        "exec", pod, "-c", CONTAINER, "--", "python", "-m", "phalanx", *words, namespace=job.namespace
+    )
+
+
+def print_logs(job: ClusterJob, *, index: int, follow: bool, last: int) -> int:
+    """Prints what a pod has printed, as it comes if ``follow``; returns kubectl's exit code. Raises ``EngineError`` if there is no such pod."""
+    pod = pod_of_index(job, index)
+    if pod is None:
+        raise EngineError(f"job {job.name} has no pod of index {index}: {job.sentence}")
+    where = ["--namespace", job.namespace] if job.namespace else []
+    words = [
+        "kubectl",
+        *where,
+        "logs",
+        pod,
+        "-c",
+        CONTAINER,
+        f"--tail={last or -1}",
+        *(["-f"] if follow else []),
+    ]
+    return subprocess.call(words)

@@ -1,0 +1,124 @@
+"""What a pod does beside its agent: shows that it is alive, finds its node's domains, and says by its exit code what is to become of it.
+
+A pod that ends with code 0 counts as done and is never started again, so 0 means that the run is finished, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.submission import STOPPED
+from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.kubernetes.manifests import EXIT_GOES_ON, EXIT_OVER
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.paths import RunDirectory
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod finds the token and the authority of its API server (kubernetes.io/docs/tasks/run-application/access-api-from-pod)."""
+_TOUCH_S = 5.0
+_ASK_TIMES, _ASK_AGAIN_S = 5, 2.0
+
+
+def show_life(path: Path) -> None:
+    """Touches a file every few seconds for as long as this process lives and runs Python; a process that is stopped or hangs in native code does not."""
+
+    def touch() -> None:
+        while True:
+            path.touch()
+            time.sleep(_TOUCH_S)
+
+    threading.Thread(target=touch, name="alive", daemon=True).start()
+
+
+def begin_submission(run_dir: Path, submission: str) -> None:
+    """Forgets that an earlier start of the run was stopped for good; a later pod of the same start does not forget it."""
+    folder = run_dir / FOLDER
+    known = folder / "submission"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not known.exists() or known.read_text() != submission:
+        (folder / STOPPED).unlink(missing_ok=True)
+        write_atomically(known, submission.encode())
+
+
+def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
+    """The code with which a pod ends, given that of its agent.
+
+    0: the run is finished. ``EXIT_GOES_ON``: it was saved, or this node has left it; it goes on, with another pod under this index.
+    ``EXIT_OVER``, from the pod that leads: the run was stopped for good, or has failed. Any other: this pod has failed, which is counted.
+    """
+    if RunDirectory(run_dir).finished_result() is not None:
+        return 0
+    if leads:
+        stopped = (run_dir / FOLDER / STOPPED).exists()
+        return EXIT_GOES_ON if code == EXIT_GOES_ON and not stopped else EXIT_OVER
+    return code or EXIT_GOES_ON
+
+
+def node_domains(
+    labels: tuple[str, ...], environ: Mapping[str, str], account: Path = SERVICE_ACCOUNT
+) -> tuple[str, ...]:
+    """The values that this pod's node has for some labels, in their order; a label that it lacks counts as a domain of its own.
+
+    The downward API gives pods no labels of nodes but those of zone and region (KEP-4742, beta in Kubernetes 1.35), so the API server is asked.
+
+    Raises:
+        EngineError: It does not answer, or does not let this pod see nodes.
+    """
+    if not labels:
+        return ()
+    name = environ.get("NODE_NAME", "")
+    found = _node(name, environ, account).get("metadata", {}).get("labels", {})
+    return tuple(str(found.get(label) or f"{name} alone") for label in labels)
+
+
+def _node(name: str, environ: Mapping[str, str], account: Path) -> dict[str, dict[str, dict[str, str]]]:
+    host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
+    try:
+        token = (account / "token").read_text().strip()
+        trusted = ssl.create_default_context(cafile=str(account / "ca.crt"))
+    except OSError as error:
+        raise EngineError(f"launch.domain_labels: this pod has no service account: {error}") from error
+    where = f"[{host}]" if ":" in host else host
+    request = urllib.request.Request(
+        f"https://{where}:{port}/api/v1/nodes/{name}", headers={"Authorization": f"Bearer {token}"}
+    )
+    for again in range(_ASK_TIMES):
+        try:
+            with urllib.request.urlopen(request, timeout=10, context=trusted) as answer:
+                read: dict[str, dict[str, dict[str, str]]] = json.loads(answer.read())
+                return read
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise EngineError(
+                    f"launch.domain_labels: the pods' service account may not read node {name} ({error.code}): an administrator creates what "
+                    "phalanx submit --dry-run writes as ClusterRole and ClusterRoleBinding, or take launch.domain_labels out"
+                ) from error
+            wrong: OSError = error
+        except OSError as error:
+            wrong = error
+        if again < _ASK_TIMES - 1:
+            time.sleep(_ASK_AGAIN_S)
+    raise EngineError(
+        f"launch.domain_labels: the API server at {where}:{port} does not tell the labels of node {name}: {wrong}"
+    )
+
+
+def made_directory(path: Path) -> Path:
+    """The run directory, made if it is not there yet. Raises ``EngineError``."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineError(
+            f"user {os.getuid()} of this pod cannot make {path}: {error.strerror}; launch.run_as names another user, or give the volume to "
+            "this one"
+        ) from error
+    return path

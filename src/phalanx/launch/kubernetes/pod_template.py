@@ -1,0 +1,205 @@
+"""The pod that runs the agent of one node: its command, probes, volumes, and what it learns of itself.
+
+All pods of a run have one template, and each is told apart by its index, which a replacement keeps: the index is the node's name in the fleet, and index 0
+leads. Sources of what is asked of Kubernetes: kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle (probes, termination),
+/docs/concepts/workloads/controllers/job (completion index, restart policy), /docs/concepts/workloads/pods/downward-api.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+from phalanx.launch.kubernetes.request import CONFIG_FOLDER, PodRequest, constraint_of, toleration_of, user_of
+from phalanx.launch.placing.host_list import expanded
+
+Json: TypeAlias = dict[str, object]
+CONTAINER = "agent"
+RUN_LABEL = "phalanx.run/name"
+"""The label of everything that belongs to a run: the name of its job."""
+DIRECTORY = "phalanx.run/directory"
+"""The annotation that names the run directory."""
+ALIVE_FILE = "/tmp/phalanx-alive"
+"""A file that a pod's agent touches as long as it lives; the probes look at its age."""
+_STARTED_WITHIN_S, _START_PERIOD_S = 600, 5
+_SILENT_S, _PERIOD_S, _FAILURES = 60, 20, 3
+_GROUP = 1000
+"""The group of the image's user (Dockerfile)."""
+TOKEN_KEY = "join"
+
+
+def pod_template(request: PodRequest, submission: str) -> Json:
+    """The template of all pods of a run.
+
+    Args:
+        submission: A word that tells this start of the run from others.
+    """
+    launch = request.launch
+    spec: Json = {
+        # A pod that ends is replaced under its index; backoffLimitPerIndex and podFailurePolicy allow no other policy.
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": math.ceil(launch.grace_s),
+        # Only to read the labels of its node.
+        "automountServiceAccountToken": bool(launch.domain_labels),
+        "enableServiceLinks": False,
+        "securityContext": _pod_security(request),
+        "containers": [_container(request, submission)],
+        "volumes": _volumes(request),
+    }
+    if launch.service_account:
+        spec["serviceAccountName"] = launch.service_account
+    if constraint := constraint_of(launch):
+        spec["nodeSelector"] = dict(word.split("=", 1) for word in constraint)
+    if launch.tolerations:
+        spec["tolerations"] = [toleration_of(text) for text in launch.tolerations]
+    if affinity := _affinity(request):
+        spec["affinity"] = affinity
+    return {
+        "metadata": {"labels": {RUN_LABEL: request.name}, "annotations": _topology(request)},
+        "spec": spec,
+    }
+
+
+def _topology(request: PodRequest) -> Json:
+    """Annotations by which Kueue keeps units whole: slice-required-topology is refused without slice-size (pkg/controller/jobframework/tas_validation.go)."""
+    launch = request.launch
+    if not launch.topology_label or request.volcano:
+        return {}
+    return {
+        "kueue.x-k8s.io/podset-slice-required-topology": launch.topology_label,
+        "kueue.x-k8s.io/podset-slice-size": str(launch.unit),
+    }
+
+
+def _container(request: PodRequest, submission: str) -> Json:
+    launch = request.launch
+    index = "$(VC_TASK_INDEX)" if request.volcano else "$(JOB_COMPLETION_INDEX)"
+    command = ["python", "-m", "phalanx", "pod", f"{CONFIG_FOLDER}/run.toml", "--index", index]
+    command += ["--coordinator", f"{request.leader}:{request.port}", "--host", "$(POD_IP)"]
+    command += ["--submission", submission, "--alive", ALIVE_FILE]
+    for label in launch.domain_labels:
+        command += ["--domain-label", label]
+    # The age of the file, in the image's shell: far cheaper than a Python process each time.
+    alive = f"[ $(($(date +%s) - $(stat -c %Y {ALIVE_FILE}))) -lt {_SILENT_S} ]"
+    asks = {"exec": {"command": ["sh", "-c", alive]}}
+    mounts: list[Json] = [
+        {
+            "name": f"mount-{number}",
+            "mountPath": mount.target,
+            **({"subPath": mount.folder} if mount.folder else {}),
+        }
+        for number, mount in enumerate(request.mounts)
+    ]
+    return {
+        "name": CONTAINER,
+        "image": launch.container_image,
+        "command": command,
+        "workingDir": request.mounts[0].target,
+        "env": _environment(request),
+        "ports": [{"name": "coordinator", "containerPort": request.port}],
+        "resources": _resources(request),
+        "startupProbe": {
+            **asks,
+            "periodSeconds": _START_PERIOD_S,
+            "failureThreshold": _STARTED_WITHIN_S // _START_PERIOD_S,
+            "timeoutSeconds": 5,
+        },
+        "livenessProbe": {
+            **asks,
+            "periodSeconds": _PERIOD_S,
+            "failureThreshold": _FAILURES,
+            "timeoutSeconds": 10,
+        },
+        "securityContext": _container_security(request),
+        "volumeMounts": [
+            *mounts,
+            {"name": "run-file", "mountPath": CONFIG_FOLDER, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+        # The last lines of a failed agent's log are in the pod's status, which outlives its node.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _environment(request: PodRequest) -> list[Json]:
+    def of_field(path: str) -> Json:
+        return {"fieldRef": {"fieldPath": path}}
+
+    secret = {"name": secret_name(request), "key": TOKEN_KEY, "optional": True}
+    found: list[Json] = [
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+        {"name": "POD_IP", "valueFrom": of_field("status.podIP")},
+        {"name": "NODE_NAME", "valueFrom": of_field("spec.nodeName")},
+        # Without a value in the secret the leading pod makes the token, in the run directory.
+        {"name": "PHALANX_RUN_TOKEN", "valueFrom": {"secretKeyRef": secret}},
+    ]
+    if request.launch.run_as:
+        found.append({"name": "HOME", "value": "/tmp"})  # of a user that the image does not know
+    for variable in request.launch.environment:
+        name, _, value = variable.partition("=")
+        # $(NAME) would be another variable's value: a run file means what it says.
+        found.append({"name": name, "value": value.replace("$(", "$$(")})
+    return found
+
+
+def _resources(request: PodRequest) -> Json:
+    named = dict(text.split("=", 1) for text in request.launch.resources)
+    if request.gpus:
+        named[request.launch.gpu_resource] = str(request.gpus)
+    # A limit of CPU would throttle an agent whose heartbeats others wait for.
+    limits = {name: quantity for name, quantity in named.items() if name != "cpu"}
+    return {kind: values for kind, values in (("requests", named), ("limits", limits)) if values}
+
+
+def _pod_security(request: PodRequest) -> Json:
+    user = user_of(request.launch)
+    group = user[1] if user else _GROUP
+    own: Json = {"runAsUser": user[0], "runAsGroup": user[1]} if user else {}
+    # Not changed in all files of a large volume at each start, only where the root has another group.
+    return {**own, "fsGroup": group, "fsGroupChangePolicy": "OnRootMismatch"}
+
+
+def _container_security(request: PodRequest) -> Json:
+    # RDMA pins memory.
+    pins = any(text.startswith("rdma/") for text in request.launch.resources)
+    return {"allowPrivilegeEscalation": False, **({"capabilities": {"add": ["IPC_LOCK"]}} if pins else {})}
+
+
+def _volumes(request: PodRequest) -> list[Json]:
+    found: list[Json] = []
+    for number, mount in enumerate(request.mounts):
+        source: Json = (
+            {"hostPath": {"path": mount.source, "type": "Directory"}}
+            if mount.of_nodes
+            else {"persistentVolumeClaim": {"claimName": mount.source}}
+        )
+        found.append({"name": f"mount-{number}", **source})
+    found.append({"name": "run-file", "configMap": {"name": config_name(request)}})
+    # NCCL and the loaders share memory, and a container has 64 MiB of it otherwise.
+    found.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    return found
+
+
+def _affinity(request: PodRequest) -> Json:
+    launch, host = request.launch, "kubernetes.io/hostname"
+    found: Json = {}
+    if launch.exclude:
+        away = {"key": host, "operator": "NotIn", "values": expanded(launch.exclude)}
+        term = {"nodeSelectorTerms": [{"matchExpressions": [away]}]}
+        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": term}
+    # Pods that take all GPUs of a node need no rule to be alone there, and the rule is dear with many pods
+    # (kubernetes.io/docs/concepts/scheduling-eviction/assign-pod-node, inter-pod affinity).
+    if launch.exclusive and not request.gpus:
+        apart = {"labelSelector": {"matchLabels": {RUN_LABEL: request.name}}, "topologyKey": host}
+        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+    return found
+
+
+def config_name(request: PodRequest) -> str:
+    """The name of the object that holds the run file."""
+    return f"{request.name}-{request.digest}"
+
+
+def secret_name(request: PodRequest) -> str:
+    """The name of the object that holds the run's token."""
+    return f"{request.name}-token"

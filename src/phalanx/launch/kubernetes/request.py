@@ -1,0 +1,246 @@
+"""What is asked of a Kubernetes cluster for a run: the names of its objects, its volumes, and what the run file asks that no cluster has.
+
+The submitter does not see the run directory, which lies on a volume of the pods. So the cluster itself keeps what a file keeps elsewhere: the name of
+the job follows from the run directory, so that the API server refuses a second job of the same run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from phalanx.launch.engines.submission import default_name
+from phalanx.launch.engines.tools import EngineError
+from phalanx.run.spec import LaunchSpec, RunSpec
+
+PORT = 29_400
+"""The coordinator's port where the run file names none: each pod has an address of its own, so that any port is free."""
+TASK = "node"
+"""The name of the one group of pods, whose members are numbered."""
+CONFIG_FOLDER = "/etc/phalanx"
+"""Where the pods see the frozen run file."""
+_LONGEST_NAME = 40
+"""A pod is called NAME-node-0-INDEX-abcde, in at most 63 letters (JobSet 0.12, pkg/webhooks/jobset_webhook.go)."""
+_CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_TOLERATION = re.compile(
+    r"(?P<key>[^=:]+)(=(?P<value>[^:]*))?(:(?P<effect>NoSchedule|NoExecute|PreferNoSchedule))?"
+)
+_QUANTITY = re.compile(r"\d+(\.\d+)?([EPTGMk]i?|m)?")
+_USER = re.compile(r"(\d+)(?::(\d+))?")
+_LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder that the pods see, of a claim or of every node."""
+
+    source: str
+    """The claim's name, or a path on the nodes."""
+    folder: str
+    """The folder in the claim; empty for all of it."""
+    target: str
+    """Its absolute path in the pods."""
+
+    @property
+    def of_nodes(self) -> bool:
+        """True for a path of every node, which is storage that all nodes have mounted."""
+        return self.source.startswith("/")
+
+
+@dataclass(frozen=True)
+class PodRequest:
+    """A run as its pods are asked for: everything that the manifests say."""
+
+    name: str
+    """The name of its objects in the cluster."""
+    run_name: str
+    run_dir: str
+    """Absolute, in the pods."""
+    run_file: str
+    """The frozen run file, as TOML."""
+    nodes: int
+    """Pods that hold ranks."""
+    spares: int
+    least_nodes: int
+    """Nodes without which the run waits."""
+    gpus: int
+    port: int
+    mounts: tuple[Mount, ...]
+    launch: LaunchSpec
+
+    @property
+    def pods(self) -> int:
+        """All pods, spares included."""
+        return self.nodes + self.spares
+
+    @property
+    def volcano(self) -> bool:
+        """True if the manifests are for Volcano."""
+        return self.launch.scheduler == "volcano"
+
+    @property
+    def leader(self) -> str:
+        """The stable DNS name of the pod that leads, in the job's namespace.
+
+        JobSet: <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>, the subdomain being the JobSet's name, and published before the pod is
+        ready (api/jobset/v1alpha2/jobset_types.go, Network). Volcano's plugin svc: <job>-<task>-<index>.<job>.
+        """
+        return f"{self.name}-{TASK}-{'' if self.volcano else '0-'}0.{self.name}"
+
+    @property
+    def digest(self) -> str:
+        """Of the frozen run file: another run file is another object, and the one that a job uses is never changed."""
+        return hashlib.sha256(self.run_file.encode()).hexdigest()[:8]
+
+
+def with_pod_run_dir(spec: RunSpec) -> RunSpec:
+    """The run with its directory as the pods see it: its own, or NAME-DIGEST in the first of ``launch.container_mounts``."""
+    mounts = mounts_of(spec.launch)
+    if not mounts:
+        raise EngineError(
+            "launch.container_mounts: the pods need storage that they share: "
+            "--set 'launch.container_mounts=[\"CLAIM:/runs\"]', CLAIM a PersistentVolumeClaim with ReadWriteMany, or a path that all nodes have mounted"
+        )
+    path = PurePosixPath(mounts[0].target) / (spec.run_dir or default_name(spec))
+    if ".." in path.parts or not any(path.is_relative_to(mount.target) for mount in mounts):
+        raise EngineError(
+            f"run_dir: {path} is in no folder that the pods share ({', '.join(mount.target for mount in mounts)}): launch.container_mounts"
+        )
+    return replace(spec, run_dir=str(path))
+
+
+def request_of(spec: RunSpec, run_file: str) -> PodRequest:
+    """What to ask a cluster for; the run's directory is known, and ``run_file`` is the frozen run file. Raises ``EngineError`` with all that is wrong."""
+    wrong = list(problems(spec))
+    if wrong:
+        raise EngineError("this run cannot start on Kubernetes:\n  " + "\n  ".join(wrong))
+    launch, fleet = spec.launch, spec.fleet
+    return PodRequest(
+        name=object_name(spec),
+        run_name=spec.name,
+        run_dir=spec.run_dir,
+        run_file=run_file,
+        nodes=fleet.nodes,
+        spares=fleet.spares,
+        least_nodes=fleet.min_nodes,
+        gpus=0 if spec.runtime.device == "cpu" else launch.gpus_per_node or fleet.workers_per_node,
+        port=fleet.port or PORT,
+        mounts=mounts_of(launch),
+        launch=launch,
+    )
+
+
+def object_name(spec: RunSpec) -> str:
+    """The name of the run's objects, a DNS label: its name, and a digest of its directory."""
+    digest = hashlib.sha256(spec.run_dir.encode()).hexdigest()[:8]
+    words = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
+    words = words if words[:1].isalpha() else f"run-{words}".rstrip("-")
+    return f"{words[: _LONGEST_NAME - 9].rstrip('-')}-{digest}"
+
+
+def mounts_of(launch: LaunchSpec) -> tuple[Mount, ...]:
+    """The folders that the pods see. Raises ``EngineError``."""
+    found = []
+    for text in launch.container_mounts:
+        source, _, target = text.partition(":")
+        claim, _, folder = ("", "", "") if source.startswith("/") else source.partition("/")
+        fits = source.startswith("/") or _CLAIM.fullmatch(claim)
+        if (
+            not fits
+            or not target.startswith("/")
+            or {":", ".."} & {*target, *PurePosixPath(source + target).parts}
+        ):
+            raise EngineError(
+                f"launch.container_mounts: {text!r} is no folder of a pod: CLAIM:/PATH, CLAIM/FOLDER:/PATH, or /PATH/ON/NODES:/PATH"
+            )
+        found.append(Mount(claim or source, folder, target.rstrip("/") or "/"))
+    return tuple(found)
+
+
+def problems(spec: RunSpec) -> Iterator[str]:
+    """What the run file asks that a Kubernetes cluster cannot do, or that is written wrongly; each with what to do."""
+    launch = spec.launch
+    yield from _not_for_pods(launch)
+    if not launch.container_image:
+        yield "launch.container_image: the pods need an image with Phalanx in it: --image REGISTRY/phalanx:VERSION (docs/kubernetes.md says how to build one)"
+    pods = spec.fleet.nodes + spec.fleet.spares
+    if launch.topology_label and not launch.unit:
+        yield "launch.topology_label: how many nodes belong together? --set launch.unit=N; phalanx place prices units"
+    # pkg/cache/scheduler/tas_flavor_snapshot.go of Kueue 0.19 finds no domains for a count that is no multiple of the slice's.
+    elif launch.topology_label and pods % launch.unit:
+        yield (
+            f"fleet.nodes + fleet.spares = {pods} is no multiple of launch.unit = {launch.unit}, and {launch.scheduler} places whole units: "
+            f"--spares {spec.fleet.spares + launch.unit - pods % launch.unit}"
+        )
+    if launch.topology_label and launch.scheduler == "volcano" and not launch.topology_label.isdecimal():
+        yield f"launch.topology_label: {launch.topology_label!r}: Volcano knows tiers of HyperNodes by number, such as 1"
+    if launch.scheduler == "kueue" and launch.topology_label and not launch.partition:
+        yield "launch.topology_label: the labels of nodes are Kueue's, and it sees only jobs in a queue: --queue"
+    if launch.time_limit and launch.scheduler == "volcano":
+        yield "launch.time_limit: a Job of Volcano has no time limit; take it out"
+    labels = [*launch.domain_labels, *([launch.topology_label] if launch.topology_label else [])]
+    for label in (*labels, *(word.partition("=")[0] for word in constraint_of(launch))):
+        if not _LABEL.fullmatch(label):
+            yield f"launch: {label!r} is no label of a node, as fabric.topograph.run/tier-0 is"
+    yield from _written_wrongly(launch)
+
+
+def _not_for_pods(launch: LaunchSpec) -> Iterator[str]:
+    asked = {
+        "hosts": (launch.hosts, "the cluster chooses them"),
+        "account": (launch.account, "a queue is charged: --queue"),
+        "reservation": (launch.reservation, "choose nodes by their labels: --constraint LABEL=VALUE"),
+        "prologue": (launch.prologue, "put what it does into the image"),
+        "options": (launch.options, "change what --dry-run writes, and give it to kubectl create"),
+        "most_lost_ms": (
+            launch.most_lost_ms,
+            "no verdict is made of the nodes of pods; phalanx place --topology kubernetes prices them",
+        ),
+    }
+    for name, (value, why) in asked.items():
+        if value:
+            yield f"launch.{name} = {value!r} cannot be asked of Kubernetes: {why}"
+
+
+def _written_wrongly(launch: LaunchSpec) -> Iterator[str]:
+    for variable in launch.environment:
+        name, sign, _ = variable.partition("=")
+        if not sign or not name.isidentifier():
+            yield f"launch.environment: {variable!r} is not NAME=VALUE"
+    for resource in launch.resources:
+        name, _, quantity = resource.partition("=")
+        if not _LABEL.fullmatch(name) or not _QUANTITY.fullmatch(quantity):
+            yield f"launch.resources: {resource!r} is not NAME=QUANTITY, as memory=1Ti is"
+    for toleration in launch.tolerations:
+        if not _TOLERATION.fullmatch(toleration):
+            yield f"launch.tolerations: {toleration!r} is not KEY[=VALUE][:EFFECT], as dedicated=training:NoSchedule is"
+    for word in constraint_of(launch):
+        if "=" not in word:
+            yield f"launch.constraint: {word!r} is not LABEL=VALUE"
+    if launch.run_as and not _USER.fullmatch(launch.run_as):
+        yield f"launch.run_as: {launch.run_as!r} is not UID or UID:GID"
+
+
+def constraint_of(launch: LaunchSpec) -> list[str]:
+    """The labels that nodes must have, each as LABEL=VALUE."""
+    return [word.strip() for word in launch.constraint.split(",") if word.strip()]
+
+
+def toleration_of(text: str) -> dict[str, object]:
+    """A toleration that is written as KEY[=VALUE][:EFFECT]."""
+    match = _TOLERATION.fullmatch(text)
+    if match is None:
+        raise EngineError(f"launch.tolerations: {text!r} is not KEY[=VALUE][:EFFECT]")
+    given = (
+        {"operator": "Exists"} if match["value"] is None else {"operator": "Equal", "value": match["value"]}
+    )
+    return {"key": match["key"], **given, **({"effect": match["effect"]} if match["effect"] else {})}
+
+
+def user_of(launch: LaunchSpec) -> tuple[int, int] | None:
+    """User and group of the pods' processes; ``None`` for those of the image."""
+    match = _USER.fullmatch(launch.run_as)
+    return None if match is None else (int(match[1]), int(match[2] or match[1]))
