@@ -19,7 +19,7 @@ from forks import FORKS
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, leave
-from phalanx.parallel.process_group.sealed_store import prove_members
+from phalanx.parallel.process_group.sealed_store import challenge_of, prove_members
 from ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -207,6 +207,16 @@ def test_a_rank_that_cannot_answer_the_others_challenge_is_named(ranks: Ranks) -
     assert first.startswith("ranks [2] do not know this run's token")
     assert second == first
     assert third
+
+
+def test_what_a_rank_hashes_to_check_another_does_not_grow_with_the_ranks_and_depends_on_every_nonce() -> (
+    None
+):
+    nonces = [bytes([number]) * 32 for number in range(64)]
+    whole = challenge_of(nonces)
+    assert len(challenge_of(nonces * 100)) == len(whole) == 32
+    others = {challenge_of([*nonces[:one], b"x" * 32, *nonces[one + 1 :]]) for one in range(64)}
+    assert len(others | {whole, challenge_of(nonces[::-1]), challenge_of([b"".join(nonces)])}) == 67
 
 
 def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:

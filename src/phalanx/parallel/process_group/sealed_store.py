@@ -10,6 +10,7 @@ between ranks afterwards is neither encrypted nor sealed.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
@@ -98,20 +99,31 @@ def prove_members(token: str, purpose: str) -> None:
         RendezvousError: A rank does not know it; the message says which.
     """
     try:
-        nonces = gather_typed(secrets.token_bytes(_NONCE_BYTES), bytes)
-        mine = _proof(token, purpose, dist.get_rank(), nonces)
+        challenge = challenge_of(gather_typed(secrets.token_bytes(_NONCE_BYTES), bytes))
+        mine = _proof(token, purpose, dist.get_rank(), challenge)
         proofs = gather_typed(mine, bytes)
     except RankMessageError as error:
         raise RendezvousError(f"a stranger may be among the ranks: {error}") from error
     strangers = [
         rank
         for rank, proof in enumerate(proofs)
-        if not hmac.compare_digest(proof, _proof(token, purpose, rank, nonces))
+        if not hmac.compare_digest(proof, _proof(token, purpose, rank, challenge))
     ]
     if strangers:
         raise RendezvousError(f"ranks {strangers} do not know this run's token; give every node the same one")
 
 
-def _proof(token: str, purpose: str, rank: int, nonces: Sequence[bytes]) -> bytes:
+def challenge_of(nonces: Sequence[bytes]) -> bytes:
+    """The challenges of all ranks as one of 32 bytes, so that checking every rank's answer costs as many hashes as there are ranks.
+
+    The digest stands for all of them: whoever wants an earlier answer to fit would have to find two lists with one SHA-256.
+    """
+    digest = hashlib.sha256()
+    for nonce in nonces:
+        digest.update(len(nonce).to_bytes(4, "big") + nonce)
+    return digest.digest()
+
+
+def _proof(token: str, purpose: str, rank: int, challenge: bytes) -> bytes:
     """The answer of ``rank`` to the challenges of all ranks."""
-    return token_mac(token, f"member {rank}".encode(), purpose.encode(), *nonces)
+    return token_mac(token, f"member {rank}".encode(), purpose.encode(), challenge)
