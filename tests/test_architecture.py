@@ -91,6 +91,7 @@ QUICK = (
         for name in ("slurm", "slurm_script", "submission", "live_topology", "hosts", "bare", "standing")
     ),
     "phalanx.cli.launch.submit_to_hosts",
+    "phalanx.launch.given_nodes",
     "phalanx.launch.run_traffic",
     "phalanx.cli.plan.plan_command",
     "phalanx.cli.plan.show_command",

@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phalanx.cli.launch.place_command import command
+from phalanx.fleet.control.fleet_file import FleetFile, Member, write_fleet_file
+from phalanx.fleet.core.state import FleetPhase
 
 FABRIC = """
 taken = "n[5]"
@@ -126,3 +128,55 @@ def test_a_topology_that_cannot_be_read_is_named(files: Path) -> None:
     ended = CliRunner().invoke(command, [str(files / "run.toml"), "--topology", str(files / "nothing.toml")])
     assert ended.exit_code
     assert "cannot read the topology" in ended.output
+
+
+def fleet_of(files: Path, nodes: list[str]) -> Path:
+    """A run directory whose fleet has these members, and one that is lost."""
+    members = (*(Member(name, "member", name) for name in nodes), Member("n16", "lost", "n16"))
+    content = FleetFile(
+        run="small",
+        coordinator="",
+        coordinator_pid=0,
+        written_unix_s=0.0,
+        phase=FleetPhase.RUNNING,
+        reason="",
+        epoch=1,
+        ranks=64,
+        expected_nodes=10,
+        step=1,
+        step_s=1.0,
+        recoveries=0,
+        regroups=0,
+        restarts=0,
+        stopping=False,
+        durable_steps=(),
+        unsaved_steps=0,
+        result_json="",
+        members=members,
+        happenings=(),
+        stale=0,
+        refused={},
+    )
+    write_fleet_file(files, content)
+    return files
+
+
+def test_nodes_that_join_a_fleet_are_refused_only_if_they_make_it_lose_more_than_it_may(files: Path) -> None:
+    near = [f"n{number}" for number in (1, 2, 3, 4, 6, 7, 8)]
+    fleet = fleet_of(files, near)
+    joining = [
+        "--joining",
+        str(fleet),
+        "--set",
+        "fleet.nodes=4",
+        "--most-lost-ms",
+        "0",
+    ]
+    joining += ["--share", "pod=0.00001"]
+    far = place(files, "--allocation", "n9", *joining, "--set", "fleet.spares=0")
+    assert far.exit_code == 3, far.output
+    assert "pod p" in far.output
+    # A fleet that lies in two pods already is not made slower by a spare in one of them.
+    fleet_of(files, [*near[:4], "n9", "n10", "n11", "n12"])
+    assert place(files, "--allocation", "n13", *joining, "--set", "fleet.spares=1").exit_code == 0
+    assert "--allocation HOSTS" in place(files, *joining).output

@@ -150,6 +150,68 @@ def test_nothing_is_started_where_one_host_cannot_and_every_reason_is_said(
     assert not processes_of(run_dir)
 
 
+FAR = ["--set", 'launch.shares=["level 1=0.00001"]', "--set", "launch.most_lost_ms=0.001"]
+"""Next to nothing may leave a pod."""
+
+
+@needs_sshd
+def test_hosts_that_lose_more_of_a_step_than_they_may_are_not_trained_on(
+    folder: Path, hosts: SshHosts
+) -> None:
+    run_dir = folder / "too-far"
+    words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "far.txt", "--nodes", "2", *sets(run_dir), *FAR]
+    (folder / "far.txt").write_text(hosts.file("domain=pod-1", "domain=pod-2", "domain=pod-2"))
+    told = phalanx(folder, *words, fails=True, **hosts.environment)
+    assert "lose more of a step than launch.most_lost_ms = 0.001" in told
+    assert "level 1 pod-" in told
+    (folder / "far.txt").write_text(hosts.file("domain=pod-1"))
+    told = phalanx(folder, *words, fails=True, **hosts.environment)
+    assert "cannot be verified: host-1, host-2: no domain=" in told
+    assert not processes_of(run_dir)
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_hosts_join_a_run_that_trains_if_they_are_near_enough_and_leave_nothing_behind(
+    folder: Path, hosts: SshHosts
+) -> None:
+    run_dir = folder / "growing"
+    first, far, near = hosts.file("domain=pod-1", "domain=pod-2", "domain=pod-1").splitlines()
+    (folder / "first.txt").write_text(first)
+    words = [
+        "submit",
+        "tiny.toml",
+        "--on",
+        "ssh",
+        "--hosts",
+        "first.txt",
+        "--nodes",
+        "1",
+        *sets(run_dir),
+        *FAR,
+    ]
+    words += ["--set", "train.steps=100000", "--set", "checkpoint.every_steps=100000"]
+    assert "no other nodes would be faster" in phalanx(folder, *words, **hosts.environment)
+    wait_until(lambda: step_of(run_dir) >= 2, "the run does not begin", run_dir)
+    grow = ["fleet", "grow", str(run_dir), "--by", "1", "--hosts", "more.txt"]
+    (folder / "more.txt").write_text("\n".join([first, far]))
+    told = phalanx(folder, *grow, fails=True, **hosts.environment)
+    assert "lose more of a step than launch.most_lost_ms = 0.001" in told
+    by_hand = ["agent", "--run", str(run_dir), "--node", "by-hand", "--domain", "pod-2"]
+    assert "node by-hand does not join: these nodes lose more" in phalanx(folder, *by_hand, fails=True)
+    (folder / "more.txt").write_text("\n".join([first, near]))
+    assert "started on host-2" in phalanx(folder, *grow, **hosts.environment)
+    wait_until(lambda: members(run_dir) == {"host-0", "host-2"}, "it does not join", run_dir)
+    assert "running on 2 of 2 hosts" in phalanx(folder, "status", str(run_dir), **hosts.environment)
+    assert "is cancelled" in phalanx(folder, "cancel", str(run_dir), **hosts.environment)
+    wait_until(lambda: not processes_of(run_dir), "processes are left", run_dir)
+
+
+def members(run_dir: Path) -> set[str]:
+    found = json.loads((run_dir / "fleet.json").read_bytes())["members"]
+    return {str(one["name"]) for one in found if one["role"] == "member"}
+
+
 @needs_sshd
 def test_another_host_key_is_refused_with_the_remedy(folder: Path, hosts: SshHosts) -> None:
     known = hosts.folder / "known_hosts"

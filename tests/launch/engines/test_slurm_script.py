@@ -20,7 +20,7 @@ from phalanx.launch.engines.slurm import (
     parse_partitions,
     problems,
 )
-from phalanx.launch.engines.slurm_script import batch_script
+from phalanx.launch.engines.slurm_script import batch_script, joining_script
 from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.run.spec import LaunchSpec
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
@@ -189,3 +189,12 @@ def test_a_missing_or_failing_tool_is_told_with_its_own_words() -> None:
         run_tool(["bash", "-c", "echo bad luck >&2; exit 3"])
     with pytest.raises(EngineError, match="sleep has not answered for 0 s"):
         run_tool(["sleep", "5"], timeout_s=0.1)
+
+
+def test_nodes_of_a_joining_job_are_verified_with_the_fleet_and_do_not_join_if_they_lose_too_much() -> None:
+    told = joining_script(order(), 4)
+    assert '--allocation "$SLURM_JOB_NODELIST" --joining' in told
+    limited = joining_script(order(most_lost_ms=2.5), 4)
+    verified, joins = limited.index("--most-lost-ms 2.5"), limited.index("exec srun")
+    assert verified < limited.index("exit 66") < joins
+    assert "exit 66" not in told

@@ -141,6 +141,8 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             return train_fleet(spec, run, (), as_json, lead), True
         with explained(TimeoutError):
             _wait_for(part.coordinator, spec.fleet.coordinator_lease_s)
+    if joins and not in_slurm_step(os.environ):
+        _refuse_too_far(folder, part.node, part.domain)
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.node.agent import AgentArgs, AgentError, own_host, run_agent
 
@@ -161,6 +163,18 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             click.echo(f"error: {error}", err=True)
             return 1, False
     return 0, False
+
+
+def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
+    """Raises ``click.ClickException`` if the fleet would lose more of a step with this node than it may."""
+    from phalanx.cli.fleet.join_from_hosts import why_not_here
+    from phalanx.fleet.control.fleet_file import FleetFileError
+    from phalanx.run.directory.paths import RunDirectoryError
+
+    with explained(FleetFileError, RunDirectoryError):
+        why = why_not_here(run_dir, node, domain)
+    if why:
+        raise click.ClickException(f"node {node} does not join: {why}")
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:

@@ -105,21 +105,31 @@ def wait_until_gone(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...
 @click.command("grow")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--by", type=click.IntRange(min=1), required=True, help="Number of nodes.")
+@click.option(
+    "--hosts",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="For a run on hosts: a file as for phalanx submit, whose first hosts that are not in the fleet join it.",
+)
 @operation_options
-def grow(run_dir: Path, by: int, certificates: Path | None, as_json: bool) -> None:
+def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, as_json: bool) -> None:
     """Let more nodes take part, as many as fleet.nodes says or more; the run goes on meanwhile, and its weights at the end are the same.
 
-    For a run under Slurm a second job is submitted, whose nodes join the fleet when it starts; they leave it again at the end of its time. The nodes of
+    For a run under Slurm a second job is submitted, whose nodes join the fleet when it starts; they leave it again at the end of its time. For a run
+    on hosts, --hosts names those that join: they are checked as at its start, and agents started on all of them or none. The nodes of
     a fleet that `phalanx train --nodes` has started come by themselves; elsewhere start `phalanx agent --run RUN_DIR` on each.
 
     \b
       phalanx fleet grow runs/big-1f3a9c04 --by 2
+      phalanx fleet grow runs/big-1f3a9c04 --by 2 --hosts more-hosts.txt
     """
     from phalanx.fleet.core.messages import Grow
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
     made = read_record(run_dir)
+    if hosts is not None:
+        _grow_on_hosts(run_dir, by, hosts, made, certificates, as_json)
+        return
     with explained(EngineError):
         script = _joining_script(run_dir, by, made) if made is not None and made.engine == "slurm" else None
         answer = ask(run_dir, Grow(by), certificates)
@@ -137,6 +147,33 @@ def grow(run_dir: Path, by: int, certificates: Path | None, as_json: bool) -> No
 
         job = slurm.submit(script)
     _say({"wanted": by, "job": job}, f"job {job}: {by} nodes, which join the run when it starts", as_json)
+
+
+def _grow_on_hosts(
+    run_dir: Path,
+    by: int,
+    path: Path,
+    made: Submitted | None,
+    certificates: Path | None,
+    as_json: bool,
+) -> None:
+    from phalanx.cli.fleet.join_from_hosts import verified_hosts
+    from phalanx.fleet.control.fleet_file import FleetFileError
+    from phalanx.fleet.core.messages import Grow
+    from phalanx.launch.engines import bare
+    from phalanx.launch.engines.tools import EngineError
+    from phalanx.run.directory.paths import RunDirectoryError
+
+    if made is None or made.engine != "ssh":
+        raise click.UsageError("--hosts is for a run that phalanx submit --on ssh has started")
+    with explained(EngineError, FleetFileError, RunDirectoryError):
+        order, hosts = verified_hosts(run_dir, made, path, by)
+        answer = ask(run_dir, Grow(by), certificates)
+        if answer != "accepted":
+            raise click.ClickException(answer)
+        bare.start(order, hosts, joins=True)
+    names = [host.name for host in hosts]
+    _say({"wanted": by, "hosts": names}, f"started on {' '.join(names)}, which join the run", as_json)
 
 
 def _joining_script(run_dir: Path, by: int, made: Submitted) -> Path:

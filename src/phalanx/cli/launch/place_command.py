@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,13 @@ _LISTED, _ANY_WIDTH = 6, 10_000
     help="Verify these nodes instead, such as n[1-8,12]: what they cost a step.",
 )
 @click.option(
+    "--joining",
+    "joins",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="RUN_DIR",
+    help="With --allocation: these nodes are to join the fleet that trains there; verify it as it is with them.",
+)
+@click.option(
     "--most-lost-ms",
     type=click.FloatRange(min=0),
     help=f"With --allocation: exit code {REFUSED} if it loses more of a step than this.",
@@ -83,6 +91,7 @@ def command(
     partition: str,
     free_only: bool,
     allocation: str | None,
+    joins: Path | None,
     most_lost_ms: float | None,
     as_json: bool,
 ) -> None:
@@ -96,10 +105,12 @@ def command(
       phalanx place run.toml --topology slurm --nodes 16 --spares 2
       phalanx place configs/llama3-405b.toml --topology fabric.toml --share pod=0.5
       phalanx place run.toml --topology topology.conf --allocation 'n[1-8,12]'
+      phalanx place run.toml --topology slurm --allocation 'n[20-23]' --joining runs/big-1f3a9c04
     """
     from phalanx.hardware.errors import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
     from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.given_nodes import with_rates_of
     from phalanx.launch.placing.choose import choices
     from phalanx.launch.placing.host_list import expanded
     from phalanx.launch.placing.topology import TopologyError
@@ -112,11 +123,17 @@ def command(
     with explained(TopologyError, EngineError, HardwareError, RequestError, ValueError):
         sized = [f"fleet.nodes={nodes}"] if nodes else []
         sized += [f"fleet.spares={spares}"] if spares is not None else []
+        sized += [f"launch.cluster={json.dumps(cluster_name)}"] if cluster_name else []
+        sized += [f"launch.shares={json.dumps(shares)}"] if shares else []
         spec = read_run(run_file, PRESETS, [*overrides, *sized])
-        traffic = traffic_of(spec, cluster_name or spec.launch.cluster)
         topology = load_topology(place_name, partition, free_only=free_only)
-        rate = topology.node_bytes_per_s or traffic.node_bytes_per_s
-        topology = topology.with_rates(rate, fractions(shares or spec.launch.shares))
+        if joins is not None:
+            if not allocation:
+                raise click.UsageError("--joining is about nodes that were given: --allocation HOSTS")
+            _tell_joining(spec, topology, joins, expanded(allocation), most_lost_ms, as_json)
+            return
+        traffic = traffic_of(spec, spec.launch.cluster)
+        topology = with_rates_of(topology, spec, traffic)
         rule: Order | None = None if order is None else "pipeline" if order == "pipeline" else "data"
         if allocation:
             given = expanded(allocation)
@@ -142,22 +159,6 @@ def command(
         click.echo(json.dumps(_as_json(topology, traffic, found)))
         return
     _print(spec, topology, traffic, found)
-
-
-def fractions(shares: tuple[str, ...]) -> dict[str, float]:
-    """The part of its nodes' rate that may leave a domain, by level. Raises ``click.BadParameter``."""
-    found = {}
-    for text in shares:
-        level, sign, value = text.partition("=")
-        try:
-            found[level] = float(value)
-        except ValueError as error:
-            raise click.BadParameter(
-                f"{text!r} is not LEVEL=FRACTION, as in leaf=0.5", param_hint="--share"
-            ) from error
-        if not sign or not 0 < found[level] <= 1:
-            raise click.BadParameter(f"{text!r}: a fraction is above 0 and at most 1", param_hint="--share")
-    return found
 
 
 def _choice_json(choice: Choice) -> dict[str, object]:
@@ -194,6 +195,27 @@ def _as_json(topology: Topology, traffic: RunTraffic, found: list[Choice]) -> di
         "seats": list(best.seats),
         "spares": list(best.placement.spares),
     }
+
+
+def _tell_joining(
+    spec: RunSpec,
+    topology: Topology,
+    run_dir: Path,
+    joining: Sequence[str],
+    most_lost_ms: float | None,
+    as_json: bool,
+) -> None:
+    """Says what the fleet of a run loses with nodes that are to join it; exit code ``REFUSED`` if they make it lose more than it may."""
+    from phalanx.cli.fleet.joining import verdict_with
+    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+    from phalanx.launch.given_nodes import loses_more
+
+    with explained(FleetFileError):
+        seen = read_fleet_file(run_dir)
+    before, after = verdict_with(spec, topology, seen, joining)
+    _tell_verdict(after, as_json)
+    if most_lost_ms is not None and 1e3 * after.lost_s > most_lost_ms and loses_more(before, after):
+        raise SystemExit(REFUSED)
 
 
 def _tell_verdict(verdict: Verdict, as_json: bool) -> None:

@@ -221,9 +221,9 @@ def _submit(
 
 def _placement(spec: RunSpec) -> tuple[Choice | None, str]:
     """The best placement on the nodes that are free now; or why there is none."""
-    from phalanx.cli.launch.place_command import fractions
     from phalanx.hardware.errors import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
+    from phalanx.launch.given_nodes import with_rates_of
     from phalanx.launch.placing.choose import choices
     from phalanx.launch.placing.topology import TopologyError
     from phalanx.launch.run_traffic import traffic_of
@@ -232,10 +232,9 @@ def _placement(spec: RunSpec) -> tuple[Choice | None, str]:
     try:
         traffic = traffic_of(spec, spec.launch.cluster)
         topology = load_topology("slurm", spec.launch.partition, free_only=True)
-        topology = topology.with_rates(
-            topology.node_bytes_per_s or traffic.node_bytes_per_s, fractions(spec.launch.shares)
+        found = choices(
+            with_rates_of(topology, spec, traffic), traffic.shape, traffic.flows, spec.fleet.spares
         )
-        found = choices(topology, traffic.shape, traffic.flows, spec.fleet.spares)
     except (TopologyError, RequestError, HardwareError) as error:
         return None, str(error)
     return found[0], ""

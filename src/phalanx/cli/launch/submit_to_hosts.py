@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
 
+from phalanx.hardware.errors import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.standing import refuse_second
 from phalanx.launch.engines.submission import order_of, read_record, record, refuse_finished, write_files
 from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.given_nodes import network_of, too_slow, verdict_on
+from phalanx.launch.placing.topology import TopologyError
+from phalanx.launch.placing.verify import Verdict
+from phalanx.plan.search.query import RequestError
+from phalanx.run.directory.durable import write_atomically
 from phalanx.run.spec import RunSpec
 
 _THIS_MACHINE = Host("this-machine", HERE, 0, "127.0.0.1")
@@ -22,7 +28,9 @@ _THIS_MACHINE = Host("this-machine", HERE, 0, "127.0.0.1")
 def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json: bool) -> None:
     """Starts a run on its hosts, and leaves it to itself. Raises ``EngineError`` with everything that keeps it from starting."""
     order, engine = order_of(spec, working_dir), spec.launch.engine
-    hosts = [_THIS_MACHINE] if engine == "local" else _hosts_of(order)
+    listed = [_THIS_MACHINE] if engine == "local" else hosts_in(order, order.launch.hosts)
+    # As many as the run needs, spares included; all if there are fewer, which the checks then say.
+    hosts = listed[: order.all_nodes] if engine == "ssh" else listed
     scripts = {host.name: start_script(order, host, hosts[0], "WORD") for host in hosts}
     if dry_run:
         shown = "\n".join(f"# on {name}\n{script}" for name, script in scripts.items())
@@ -33,24 +41,48 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
     refuse_finished(order)
     refuse_second(order.run_dir, read_record(order.run_dir))
     wrong = bare.preflight(order, hosts)
+    verdict, why_not = _verdict(spec, listed, hosts) if engine == "ssh" and not wrong else (None, "")
+    if spec.launch.most_lost_ms and not wrong and engine == "ssh":
+        wrong += filter(None, [too_slow(spec, verdict) if verdict else unpriced(spec, why_not)])
     if wrong:
         raise EngineError("this run cannot start:\n  " + "\n  ".join(wrong))
+    if verdict is not None and not spec.launch.unit:
+        launch = replace(spec.launch, unit=verdict.best.unit, order=verdict.best.order)
+        spec = replace(spec, launch=launch)
+    if engine == "ssh":
+        told = verdict.sentence if verdict else f"not verified: {why_not}"
+        write_atomically(order.given, f"{told}\n".encode())
     write_files(order, spec, scripts[hosts[0].name])
     bare.start(order, hosts)
     where = "this machine" if engine == "local" else f"{len(hosts)} hosts"
     made = record(order, engine, where, hosts[0].name)
     if as_json:
-        click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir)}))
+        lost = {} if verdict is None else {"lost_s": verdict.lost_s, "good": verdict.good}
+        click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir), **lost}))
         return
     click.echo(f"started on {where}, and needs this terminal no more; run directory {order.run_dir}")
+    if verdict is not None:
+        click.echo(f"  placement: {verdict.sentence}")
     click.echo(
         f"follow it with  phalanx status {order.run_dir}  |  phalanx logs {order.run_dir} --follow  |  phalanx cancel {order.run_dir}"
     )
 
 
-def _hosts_of(order: LaunchOrder) -> list[Host]:
-    """As many of the hosts in the file as the run needs, spares included; all of them if there are fewer."""
-    path = order.launch.hosts
+def _verdict(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[Verdict | None, str]:
+    """What the hosts are worth to the run in the network of all that are listed; or why that has no price."""
+    try:
+        return verdict_on(spec, network_of(listed), [host.name for host in hosts]), ""
+    except (TopologyError, RequestError, HardwareError) as error:
+        return None, str(error)
+
+
+def unpriced(spec: RunSpec, why_not: str) -> str:
+    """Why hosts without a price are not used where a limit was set."""
+    return f"launch.most_lost_ms = {spec.launch.most_lost_ms:g} cannot be verified: {why_not}. Or take the limit out"
+
+
+def hosts_in(order: LaunchOrder, path: str) -> list[Host]:
+    """The hosts in a file. Raises ``EngineError``."""
     if not path:
         raise EngineError("which hosts? --hosts FILE, or launch.hosts in the run file")
     try:
@@ -59,4 +91,4 @@ def _hosts_of(order: LaunchOrder) -> list[Host]:
         raise EngineError(f"launch.hosts: cannot read {path}: {error.strerror}") from error
     if not hosts:
         raise EngineError(f"launch.hosts: {path} names no host")
-    return hosts[: order.all_nodes]
+    return hosts

@@ -248,9 +248,9 @@ def _placer(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Plac
         if shares:
             raise click.UsageError("--share is about a network: --topology FILE, slurm or kubernetes")
         return None
-    from phalanx.cli.launch.place_command import fractions
     from phalanx.launch.engines.live_topology import load_topology
     from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.given_nodes import fractions
     from phalanx.launch.placed_layout import placer_on
 
     try:

@@ -75,14 +75,18 @@ def _job_line(run_dir: Path) -> str | None:
 
 
 def _given(run_dir: Path) -> str:
-    """A line on what the nodes that an engine gave cost a step; empty if nobody has said that."""
+    """Lines on what the nodes cost a step that an engine gave, or that joined later; empty if nobody has said that."""
     from phalanx.launch.engines.order import FOLDER
 
-    try:
-        lines = (run_dir / FOLDER / "given").read_text().strip().splitlines()
-    except OSError:
-        return ""
-    return f"\n  the nodes that it got: {lines[-1].removeprefix('Error: ')}" if lines else ""
+    told = ""
+    for path in (run_dir / FOLDER / "given", *sorted((run_dir / FOLDER).glob("given-*"))):
+        try:
+            lines = path.read_text().strip().splitlines()
+        except OSError:
+            continue
+        whose = "the nodes that it got" if path.name == "given" else f"with those of {path.name[6:]}"
+        told += f"\n  {whose}: {lines[-1].removeprefix('Error: ')}" if lines else ""
+    return told
 
 
 def _data_bound(events: Path) -> str | None:

@@ -131,23 +131,30 @@ def _facts(host: Host, said: str) -> tuple[str, float]:
     )
 
 
-def start(order: LaunchOrder, hosts: list[Host]) -> list[Started]:
-    """Starts the run on the hosts, the first of which leads: on all of them or on none. Raises ``EngineError`` with every reason."""
-    word = secrets.token_hex(8)
+def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list[Started]:
+    """Starts the run on the hosts, the first of which leads; or has them join the fleet that trains it. On all of them or on none.
+
+    Raises ``EngineError`` with every reason.
+    """
+    word, head = secrets.token_hex(8), None if joins else hosts[0]
+    earlier = started_on(order.run_dir) if joins else []
     go = order.folder / "go"
     go.unlink(missing_ok=True)
-    pids, wrong = on_all(
-        hosts, lambda host: _pid(host, on_host(host, start_script(order, host, hosts[0], word)))
-    )
+    pids, wrong = on_all(hosts, lambda host: _pid(host, on_host(host, start_script(order, host, head, word))))
     started = [Started(host, pids[host.name]) for host in hosts if host.name in pids]
-    write_atomically(
-        order.folder / _HOSTS, (json.dumps([asdict(one) for one in started], indent=1) + "\n").encode()
-    )
+    _note(order, [*earlier, *started])
     if wrong:
         end(order.run_dir, started, signal.SIGKILL)
+        if joins:
+            _note(order, earlier)
         raise EngineError("nothing was started:\n  " + "\n  ".join(wrong))
     write_atomically(go, word.encode())
     return started
+
+
+def _note(order: LaunchOrder, started: list[Started]) -> None:
+    content = json.dumps([asdict(one) for one in started], indent=1) + "\n"
+    write_atomically(order.folder / _HOSTS, content.encode())
 
 
 def _pid(host: Host, said: str) -> int:

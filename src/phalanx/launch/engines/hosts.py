@@ -91,8 +91,11 @@ def check_script(order: LaunchOrder, word: str) -> str:
     )
 
 
-def start_script(order: LaunchOrder, host: Host, head: Host, word: str) -> str:
-    """Starts the agent of a host, or the whole fleet of this machine, in a session of its own, and prints its process number."""
+def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -> str:
+    """Starts the agent of a host, or the whole fleet of this machine, in a session of its own, and prints its process number.
+
+    Without a ``head`` the host joins the fleet that trains in the run directory.
+    """
     folder = order.folder
     waits = (
         f'for _ in $(seq {_GO_HALF_SECONDS}); do [ "$(cat "$0" 2>/dev/null)" = {word} ] && exec "$@"; sleep 0.5; done; '
@@ -103,16 +106,15 @@ def start_script(order: LaunchOrder, host: Host, head: Host, word: str) -> str:
     return "\n".join([*_begin(order), f"{command} >> {log} 2>&1 < /dev/null &", 'echo "phalanx-pid $!"', ""])
 
 
-def _words(order: LaunchOrder, host: Host, head: Host) -> list[str]:
+def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
     if host.destination == HERE:
         return [*order.program, "train", str(order.run_file)]
-    leads = host == head
-    words = [*order.program, "agent", "--run", str(order.run_file)]
-    words += [
-        "--coordinator",
-        f"{head.address}:{coordinator_port(order)}",
-        "--lead" if leads else "--no-lead",
-    ]
+    if head is None:
+        words = [*order.program, "agent", "--run", str(order.run_dir)]
+    else:
+        words = [*order.program, "agent", "--run", str(order.run_file)]
+        words += ["--coordinator", f"{head.address}:{coordinator_port(order)}"]
+        words += ["--lead" if host == head else "--no-lead"]
     words += ["--node", host.name, "--host", host.address]
     for level in host.domain:
         words += ["--domain", level]
@@ -159,8 +161,9 @@ def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
         "exclude": launch.exclude,
         "container_image": launch.container_image,
         "options": launch.options,
-        "most_lost_ms": launch.most_lost_ms,
     }
+    if launch.engine == "local" and launch.most_lost_ms:
+        yield f"launch.most_lost_ms = {launch.most_lost_ms:g}: one machine has no network between its nodes; take it out"
     for name, value in asked.items():
         if value:
             yield f"launch.{name} = {value!r}: there is no scheduler to ask; take it out"

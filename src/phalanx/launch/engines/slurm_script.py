@@ -68,7 +68,8 @@ def joining_script(order: LaunchOrder, nodes: int) -> str:
     }
     agent = f"{shlex.join(order.program)} agent --run {shlex.quote(str(order.run_dir))}"
     step = f"exec srun --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label{_container(order)} {agent}"
-    return "\n".join([*_header(order, own), "", *_environment(order), step, ""])
+    verified = _joining_verified(order, shlex.join(order.program))
+    return "\n".join([*_header(order, own), "", *_environment(order), *verified, step, ""])
 
 
 def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
@@ -179,6 +180,23 @@ def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
     yield f"{words} --most-lost-ms {limit_ms:g} > {given} 2>&1; verdict=$?; cat {given}"
     yield f'if [ "$verdict" = {_REFUSED} ]; then'
     yield f'  echo "error: these nodes lose more of a step than launch.most_lost_ms = {limit_ms:g}: submit again for others, or allow more" >&2; exit 66'
+    yield "fi"
+
+
+def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
+    """Prices the fleet with the nodes that Slurm gave for it, before they join; they do not if they make it lose more than it may."""
+    limit_ms, run_dir = order.launch.most_lost_ms, shlex.quote(str(order.run_dir))
+    given = f'{shlex.quote(str(order.folder))}/given-"$SLURM_JOB_ID"'
+    words = (
+        f"{phalanx} place {shlex.quote(str(order.run_file))} --topology slurm "
+        f'--allocation "$SLURM_JOB_NODELIST" --joining {run_dir}'
+    )
+    if not limit_ms:
+        yield f"( {words} > {given} 2>&1 ) &"
+        return
+    yield f"{words} --most-lost-ms {limit_ms:g} > {given} 2>&1; verdict=$?; cat {given}"
+    yield f'if [ "$verdict" = {_REFUSED} ]; then'
+    yield f'  echo "error: with these nodes the fleet loses more of a step than launch.most_lost_ms = {limit_ms:g}: they do not join it" >&2; exit 66'
     yield "fi"
 
 

@@ -1,0 +1,84 @@
+"""Verifies hosts without a scheduler that are to join the fleet of a run: those of ``phalanx fleet grow --hosts``, and agents started by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.cli.fleet.joining import members_of, verdict_with
+from phalanx.cli.launch.submit_to_hosts import hosts_in, unpriced
+from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
+from phalanx.hardware.errors import HardwareError
+from phalanx.launch.engines import bare
+from phalanx.launch.engines.hosts import Host
+from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.submission import Submitted, order_of
+from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.given_nodes import loses_more, network_of, too_slow
+from phalanx.launch.placing.topology import TopologyError
+from phalanx.plan.search.query import RequestError
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.spec import RunSpec
+
+
+def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple[LaunchOrder, list[Host]]:
+    """The first ``by`` hosts of a file, all of which can take part and are near enough to the fleet, and the order of its run.
+
+    Raises:
+        EngineError: With everything that keeps them from it.
+        RunDirectoryError, FleetFileError: There is no run, or no fleet.
+    """
+    spec = read_resolved(RunDirectory(run_dir))
+    order = order_of(replace(spec, run_dir=str(run_dir.resolve())), Path(made.working_dir))
+    started = [one.host for one in bare.started_on(run_dir)]
+    seen = read_fleet_file(run_dir)
+    members = members_of(seen)
+    listed = hosts_in(order, str(path.resolve()))
+    taken = {host.name for host in started if host.name in members} | set(members)
+    hosts = [host for host in listed if host.name not in taken][:by]
+    if len(hosts) < by:
+        raise EngineError(f"{path} names {len(hosts)} hosts that are not in the fleet, and {by} are to join")
+    wrong = bare.preflight(replace(order, nodes=by, spares=0), hosts)
+    if not wrong:
+        known = {host.name: host for host in (*started, *listed)}
+        wrong = _too_far(spec, order, list(known.values()), seen, hosts)
+    if wrong:
+        raise EngineError("these hosts cannot join:\n  " + "\n  ".join(wrong))
+    return order, hosts
+
+
+def why_not_here(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
+    """Why an agent that was started by hand is not to join a fleet from this place in the network; empty if it may.
+
+    Where the others are is known of those that ``phalanx submit`` or ``fleet grow`` has started; a fleet of which that is not known takes
+    everybody. Raises ``RunDirectoryError``, ``FleetFileError``.
+    """
+    spec = read_resolved(RunDirectory(run_dir))
+    if not spec.launch.most_lost_ms:
+        return ""
+    hosts = [one.host for one in bare.started_on(run_dir) if one.host.name != node]
+    own = Host(node, "", 0, "", domain)
+    try:
+        before, after = verdict_with(spec, network_of([*hosts, own]), read_fleet_file(run_dir), [node])
+    except (TopologyError, RequestError, HardwareError, ValueError):
+        return ""
+    return too_slow(spec, after) if loses_more(before, after) else ""
+
+
+def _too_far(
+    spec: RunSpec, order: LaunchOrder, known: list[Host], seen: FleetFile, hosts: list[Host]
+) -> list[str]:
+    """Why hosts are not to join for where they are in the network; empty if they may. Notes the verdict in the run's folder."""
+    names = [host.name for host in hosts]
+    try:
+        before, after = verdict_with(spec, network_of(known), seen, names)
+    except (TopologyError, RequestError, HardwareError, ValueError) as error:
+        told = f"not verified: {error}"
+        wrong = unpriced(spec, str(error)) if spec.launch.most_lost_ms else ""
+    else:
+        told = after.sentence
+        wrong = too_slow(spec, after) if loses_more(before, after) else ""
+    if not wrong:
+        write_atomically(order.folder / f"given-{names[0]}", f"{told}\n".encode())
+    return [wrong] if wrong else []
