@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from phalanx.cli.launch.submit_command import command
@@ -31,20 +31,20 @@ def submit(*words: str) -> Result:
 def test_a_dry_run_prints_manifests_that_hold_the_frozen_run_file_and_writes_them_where_told(
     folder: Path,
 ) -> None:
-    done = submit("--queue", "research", "--spares", "1", "--dry-run", "--out", "run.json")
+    done = submit("--queue", "research", "--spares", "1", "--dry-run", "--out", "run.yaml")
     assert done.exit_code == 0, done.output
-    kinds = {one["kind"]: one for one in json.loads(done.stdout)["items"]}
+    kinds = {one["kind"]: one for one in yaml.safe_load_all(done.stdout)}
     assert set(kinds) == {"Secret", "PodDisruptionBudget", "ConfigMap", "JobSet"}
     run_file: dict[str, Any] = tomllib.loads(kinds["ConfigMap"]["data"]["run.toml"])
     assert run_file["fleet"]["nodes"] == 2
     assert run_file["run_dir"] == kinds["JobSet"]["metadata"]["annotations"]["phalanx.run/directory"]
-    assert (folder / "run.json").read_text() == done.stdout
-    assert sorted(path.name for path in folder.iterdir()) == ["run.json", "tiny.toml"]
+    assert (folder / "run.yaml").read_text() == done.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["run.yaml", "tiny.toml"]
 
 
 def test_node_labels_come_with_what_an_administrator_allows(folder: Path) -> None:  # noqa: ARG001
     done = submit("--set", 'launch.domain_labels=["rack"]', "--namespace", "team", "--dry-run")
-    binding = json.loads(done.stdout)["items"][1]
+    binding = list(yaml.safe_load_all(done.stdout))[1]
     assert binding["kind"] == "ClusterRoleBinding"
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "default", "namespace": "team"}]
 

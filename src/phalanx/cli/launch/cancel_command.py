@@ -17,7 +17,14 @@ _POLL_S = 1.0
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--now", is_flag=True, help="End it at once: what is not saved is lost.")
 @click.option("--no-wait", is_flag=True, help="Ask, and do not wait until it has ended.")
-def command(run_dir: Path, now: bool, no_wait: bool) -> None:
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(["kubernetes"]),
+    help="RUN_DIR is the name of a job there, as phalanx submit has printed it.",
+)
+@click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
+def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespace: str) -> None:
     """Cancel the job of the run in RUN_DIR: one that trains saves first; it is not queued again.
 
     The run can be submitted again later and goes on from there.
@@ -25,12 +32,19 @@ def command(run_dir: Path, now: bool, no_wait: bool) -> None:
     \b
       phalanx cancel runs/big-1f3a9c04
       phalanx cancel runs/big-1f3a9c04 --now
+      phalanx cancel big-1f3a9c04 --on kubernetes
     """
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.standing import end_now, sentence, title
     from phalanx.launch.engines.submission import mark_stopped, read_record
     from phalanx.launch.engines.tools import EngineError, run_tool
 
+    if engine is not None:
+        from phalanx.cli.launch.on_kubernetes import cancel_job
+
+        with explained(EngineError):
+            cancel_job(str(run_dir), namespace, now=now, wait=not no_wait)
+        return
     with explained(EngineError):
         made = read_record(run_dir)
         if made is None:

@@ -27,7 +27,20 @@ _ASK_S = 5.0
     show_default=True,
     help="Begin with so many lines; 0: all.",
 )
-def command(run_dir: Path, follow: bool, last: int) -> None:
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(["kubernetes"]),
+    help="RUN_DIR is the name of a job there, as phalanx submit has printed it.",
+)
+@click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
+@click.option(
+    "--index",
+    type=click.IntRange(min=0),
+    default=0,
+    help="With --on kubernetes: the pod of this index; by default that which leads.",
+)
+def command(run_dir: Path, follow: bool, last: int, engine: str | None, namespace: str, index: int) -> None:
     """Print the log of the job that trains the run in RUN_DIR; under Slurm each line begins with the number of its node in the job.
 
     Of a run that was started by ssh it is the log of the host that leads; those of the others lie beside it.
@@ -35,11 +48,18 @@ def command(run_dir: Path, follow: bool, last: int) -> None:
     \b
       phalanx logs runs/big-1f3a9c04 --follow
       phalanx logs runs/big-1f3a9c04 --last 0 | grep '^3:'
+      phalanx logs big-1f3a9c04 --on kubernetes --index 3
     """
     from phalanx.launch.engines.standing import log_of, sentence, title
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
+    if engine is not None:
+        from phalanx.cli.launch.on_kubernetes import print_log
+
+        with explained(EngineError):
+            code = print_log(str(run_dir), namespace, index=index, follow=follow, last=last)
+        raise SystemExit(code)
     with explained(EngineError):
         made = read_record(run_dir)
         if made is None:

@@ -21,11 +21,12 @@ _ANY_WIDTH = 10_000
 @click.option(
     "--on",
     "engine",
-    type=click.Choice(["slurm"]),
+    type=click.Choice(["slurm", "kubernetes"]),
     help="List the runs that are queued or running there instead.",
 )
+@click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
-def command(folder: Path, engine: str | None, as_json: bool) -> None:
+def command(folder: Path, engine: str | None, namespace: str, as_json: bool) -> None:
     """List the runs in FOLDER (runs/ if none is given), or the one whose directory it is.
 
     Each has a line: state, losses, weights, and the checkpoint that it goes on from. With --on: what the cluster does with your runs, and why
@@ -35,7 +36,15 @@ def command(folder: Path, engine: str | None, as_json: bool) -> None:
       phalanx runs
       phalanx runs /data/runs --json
       phalanx runs --on slurm
+      phalanx runs --on kubernetes --namespace research
     """
+    if engine == "kubernetes":
+        from phalanx.cli.launch.on_kubernetes import list_jobs
+        from phalanx.launch.engines.tools import EngineError
+
+        with explained(EngineError):
+            list_jobs(namespace, as_json=as_json)
+        return
     if engine is not None:
         _list_jobs(as_json)
         return

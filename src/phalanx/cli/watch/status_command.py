@@ -24,15 +24,30 @@ _WORTH_A_LINE = 0.01
 @click.option(
     "--last", type=click.IntRange(min=0), default=10, show_default=True, help="Show so many happenings."
 )
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(["kubernetes"]),
+    help="RUN_DIR is the name of a job there, as phalanx submit has printed it.",
+)
+@click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: fleet.json as it is.")
-def command(run_dir: Path, last: int, as_json: bool) -> None:
+def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_json: bool) -> None:
     """Show how far the run in RUN_DIR is, which run it goes on from, and its fleet if it has one: members, spares, epoch,
     pace, and what happened when.
 
     \b
       phalanx status runs/quickstart-1f3a9c04
       phalanx status runs/quickstart-1f3a9c04 --json
+      phalanx status big-1f3a9c04 --on kubernetes
     """
+    if engine is not None:
+        from phalanx.cli.launch.on_kubernetes import tell_status
+        from phalanx.launch.engines.tools import EngineError
+
+        with explained(EngineError):
+            tell_status(str(run_dir), namespace, last, as_json=as_json)
+        return
     job = None if as_json else _job_line(run_dir)
     if job is not None:
         click.echo(job)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.engines.tools import EngineError, run_tool
-from phalanx.launch.kubernetes.manifests import beside, job_of, owned_by
+from phalanx.launch.kubernetes.manifests import beside, job_of, owned_by, text_of
 from phalanx.launch.kubernetes.pod_template import CONTAINER, DIRECTORY, RUN_LABEL
 from phalanx.launch.kubernetes.request import PodRequest
 
@@ -241,7 +241,7 @@ def pod_of_index(job: ClusterJob, index: int) -> str | None:
 
 def preflight(request: PodRequest) -> list[str]:
     """What the cluster lacks for a run, all of it; empty if nothing. Raises ``EngineError`` if the run is there already, or no cluster is reached."""
-    refuse_second(request)
+    earlier = refuse_second(request)
     namespace, queue = request.launch.namespace, request.launch.partition
     wrong: list[str] = []
     if queue:
@@ -252,8 +252,8 @@ def preflight(request: PodRequest) -> list[str]:
         )
     for claim in dict.fromkeys(mount.source for mount in request.mounts if not mount.of_nodes):
         wrong += _unfit_claim(claim, request, namespace)
-    if not wrong:
-        # Whatever admission says, before anything is there.
+    if not wrong and earlier is None:
+        # Whatever admission says, before anything is there. With a failed job of this name there, it would say that.
         kubectl(
             "create",
             "--dry-run=server",
@@ -265,8 +265,8 @@ def preflight(request: PodRequest) -> list[str]:
     return wrong
 
 
-def refuse_second(request: PodRequest) -> None:
-    """Raises ``EngineError`` if the run's job is there and has not failed."""
+def refuse_second(request: PodRequest) -> ClusterJob | None:
+    """The run's failed job, if there is one. Raises ``EngineError`` if its job is there and has not failed."""
     job = job_named(request.name, request.launch.namespace, [_resource(request)])
     if job is not None and job.state == "completed":
         raise EngineError(
@@ -277,6 +277,7 @@ def refuse_second(request: PodRequest) -> None:
             f"the run in {request.run_dir} is job {job.name} already ({job.sentence}): follow it with phalanx status {job.name} --on kubernetes, or "
             f"end it with phalanx cancel {job.name} --on kubernetes"
         )
+    return job
 
 
 def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
@@ -313,8 +314,8 @@ def _unfit_claim(claim: str, request: PodRequest, namespace: str) -> Iterator[st
 def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
     """Creates a run's job and what belongs to it. Raises ``EngineError``; then nothing of it is left."""
     namespace, resource = request.launch.namespace, _resource(request)
-    earlier = job_named(request.name, namespace, [resource])
-    if earlier is not None and earlier.ended:
+    earlier = refuse_second(request)
+    if earlier is not None:
         end(earlier)
     manifest = job_of(request, submission)
     try:
@@ -329,7 +330,7 @@ def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
         kubectl(
             *("apply", "--server-side", "--force-conflicts", "--field-manager=phalanx-submit", "-f", "-"),
             namespace=namespace,
-            stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": owned}),
+            stdin=text_of(owned),
         )
     except EngineError:
         end(job, at_once=True)

@@ -107,8 +107,8 @@ def owned_by(manifest: Json, job: Json, uid: str) -> Json:
 
 
 def text_of(manifests: list[Json]) -> str:
-    """Manifests as kubectl reads them: a List in JSON, which is YAML too."""
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests}, indent=1) + "\n"
+    """Manifests as kubectl reads them: a stream of YAML documents, each of which is JSON. What begins with a brace, kubectl takes for JSON alone."""
+    return "".join(f"---\n{json.dumps(manifest, indent=1)}\n" for manifest in manifests)
 
 
 def _name(manifest: Json) -> object:

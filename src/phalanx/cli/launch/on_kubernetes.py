@@ -1,0 +1,62 @@
+"""The commands that follow a submitted run, for one whose run directory only its pods see: it goes by the name of its job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.kubernetes import cluster
+from phalanx.launch.kubernetes.cluster import ClusterJob
+
+
+def list_jobs(namespace: str, *, as_json: bool) -> None:
+    """Prints what the cluster does with the runs that were submitted to it."""
+    found = cluster.jobs(namespace)
+    if as_json:
+        click.echo(json.dumps([asdict(job) for job in found]))
+        return
+    for job in found:
+        click.echo(f"job {job.name}: {job.sentence}\n  {job.run_dir} in its pods")
+    if not found:
+        click.echo("no run of Phalanx is in this namespace")
+
+
+def tell_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
+    """Prints what the cluster does with a run, and what its fleet does, as the leading pod sees it."""
+    job = _named(name, namespace)
+    if not as_json:
+        click.echo(f"job {job.name} (kubernetes): {job.sentence}")
+    elif job.state != "running":
+        click.echo(json.dumps(asdict(job)))
+        return
+    if job.state == "running":
+        words = ["--json"] if as_json else ["--last", str(last)]
+        click.echo(cluster.ask_in_pod(job, "status", job.run_dir, *words), nl=False)
+
+
+def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
+    """Deletes a run's job; one that trains saves first, unless ``now``."""
+    job = _named(name, namespace)
+    if not now and not job.ended:
+        click.echo(f"job {job.name} saves and ends (phalanx cancel --now ends it at once)")
+    cluster.end(job, at_once=now, wait=wait)
+    done = "is cancelled; the same phalanx submit goes on from its newest checkpoint"
+    click.echo(f"job {job.name} {done if wait and not now else 'is asked to end'}")
+
+
+def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int) -> int:
+    """Prints what a pod of a run has printed; kubectl's exit code."""
+    return cluster.print_logs(_named(name, namespace), index=index, follow=follow, last=last)
+
+
+def _named(name: str, namespace: str) -> ClusterJob:
+    job = cluster.job_named(name, namespace)
+    if job is None:
+        raise EngineError(
+            f"there is no job {name} in this namespace: phalanx runs --on kubernetes lists them, --namespace names another; a finished job may have been "
+            "removed, with its run directory left where it is"
+        )
+    return job
