@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from phalanx.fleet.control.coordinator_link import CoordinatorLink, operate
-from phalanx.fleet.control.credentials import Credentials, Stream, credentials_of
+from phalanx.fleet.control.credentials import Credentials, Stream, credentials_of, software
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
     Certificates,
@@ -220,6 +220,26 @@ def test_an_agent_with_another_torch_is_refused_by_the_name_of_its_host_and_an_o
             assert wire.server.refused["other software"] == 1
             assert any(other in line and "install the same on every node" in line for line in wire.ear.lines)
         assert CREDENTIALS.refusal(shown, "Operate") is None
+
+    asyncio.run(scene())
+
+
+class OnAnotherHost(Credentials):
+    """Those of the same run on a machine of another name."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(
+            (k, f"gpu17 has {software()}" if k == "phalanx-software" else v) for k, v in super().metadata()
+        )
+
+
+def test_an_agent_on_a_machine_of_another_name_is_attached() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            held = {field.name: getattr(CREDENTIALS, field.name) for field in dataclasses.fields(Credentials)}
+            friend = wire.dial(credentials=OnAnotherHost(**held))
+            await until(lambda: friend.link.attached)
+            assert not wire.server.refused
 
     asyncio.run(scene())
 

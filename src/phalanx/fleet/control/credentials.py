@@ -35,6 +35,7 @@ from phalanx.version import __version__
 HANDSHAKE_S = 120.0
 """For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
 and dials again makes the others wait longer."""
+_SOFTWARE = "phalanx-software"
 OTHER_START = grpc.StatusCode.FAILED_PRECONDITION
 """The status of a stream whose client belongs to another start of the run, or to another run."""
 
@@ -95,7 +96,7 @@ class Credentials:
             ("phalanx-version", str(PROTOCOL_VERSION)),
             ("phalanx-run", self.run),
             ("phalanx-start", start),
-            ("phalanx-software", f"{socket.gethostname()} has {software()}"),
+            (_SOFTWARE, f"{socket.gethostname()} has {software()}"),
         )
 
     def refusal(self, shown: Sequence[tuple[str, str | bytes]], method: str) -> Refusal | None:
@@ -111,7 +112,7 @@ class Credentials:
             return Refusal("another run", OTHER_START, f"this is another run, {self.run[:12]}")
         if given.get("phalanx-start") != dict(self.metadata())["phalanx-start"]:
             return Refusal("another start", OTHER_START, f"the fleet is of another start: {self.fencing}")
-        theirs = given.get("phalanx-software", "a host has unknown software")
+        theirs = given.get(_SOFTWARE, "a host has unknown software")
         # An operator's machine may have no torch at all; an agent's workers would compute other bits.
         if method == "Attach" and not theirs.endswith(f" has {software()}"):
             why = f"{theirs}, and the coordinator {software()}: install the same on every node"
@@ -129,7 +130,8 @@ class Credentials:
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
             raise UnprovenError(f"has met a process without a token for {method}")
-        said_of = ", ".join(f"{name} {value}" for name, value in self.metadata())
+        # What both sides say alike; the host and the software of either are its own.
+        said_of = ", ".join(f"{name} {value}" for name, value in self.metadata() if name != _SOFTWARE)
         steps = handshake(token, f"phalanx {method}, {said_of}", role, earlier)
         said = b""
         try:
