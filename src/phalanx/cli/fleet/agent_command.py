@@ -168,10 +168,9 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
 def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
     """Raises ``click.ClickException`` if the fleet would lose more of a step with this node than it may."""
     from phalanx.cli.fleet.join_from_hosts import why_not_here
-    from phalanx.fleet.control.fleet_file import FleetFileError
     from phalanx.run.directory.paths import RunDirectoryError
 
-    with explained(FleetFileError, RunDirectoryError):
+    with explained(RunDirectoryError):
         why = why_not_here(run_dir, node, domain)
     if why:
         raise click.ClickException(f"node {node} does not join: {why}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.cli.fleet.joining import members_of, verdict_with
 from phalanx.cli.launch.submit_to_hosts import hosts_in, unpriced
-from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.hardware.errors import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import Host
@@ -52,7 +52,7 @@ def why_not_here(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
     """Why an agent that was started by hand is not to join a fleet from this place in the network; empty if it may.
 
     Where the others are is known of those that ``phalanx submit`` or ``fleet grow`` has started; a fleet of which that is not known takes
-    everybody. Raises ``RunDirectoryError``, ``FleetFileError``.
+    everybody. Raises ``RunDirectoryError``.
     """
     spec = read_resolved(RunDirectory(run_dir))
     if not spec.launch.most_lost_ms:
@@ -61,7 +61,7 @@ def why_not_here(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
     own = Host(node, "", 0, "", domain)
     try:
         before, after = verdict_with(spec, network_of([*hosts, own]), read_fleet_file(run_dir), [node])
-    except (TopologyError, RequestError, HardwareError, ValueError):
+    except (TopologyError, RequestError, HardwareError, FleetFileError, ValueError):
         return ""
     return too_slow(spec, after) if loses_more(before, after) else ""
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 import click
 
+from phalanx.cli.fleet.simulate_start import command as start_command
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.simulate.hostile.run import run_seed
 from phalanx.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
@@ -20,7 +21,10 @@ _PAUSE_S = 3.0
 
 @click.group("simulate")
 def command() -> None:
-    """Simulate a fleet with the code that decides in a real one."""
+    """Simulate a fleet with the code that decides in a real one, or how long its start takes."""
+
+
+command.add_command(start_command)
 
 
 @command.command("fleet")

@@ -100,14 +100,14 @@ def prove_members(token: str, purpose: str) -> None:
     """
     try:
         challenge = challenge_of(gather_typed(secrets.token_bytes(_NONCE_BYTES), bytes))
-        mine = _proof(token, purpose, dist.get_rank(), challenge)
+        mine = proof_of(token, purpose, dist.get_rank(), challenge)
         proofs = gather_typed(mine, bytes)
     except RankMessageError as error:
         raise RendezvousError(f"a stranger may be among the ranks: {error}") from error
     strangers = [
         rank
         for rank, proof in enumerate(proofs)
-        if not hmac.compare_digest(proof, _proof(token, purpose, rank, challenge))
+        if not hmac.compare_digest(proof, proof_of(token, purpose, rank, challenge))
     ]
     if strangers:
         raise RendezvousError(f"ranks {strangers} do not know this run's token; give every node the same one")
@@ -124,6 +124,6 @@ def challenge_of(nonces: Sequence[bytes]) -> bytes:
     return digest.digest()
 
 
-def _proof(token: str, purpose: str, rank: int, challenge: bytes) -> bytes:
+def proof_of(token: str, purpose: str, rank: int, challenge: bytes) -> bytes:
     """The answer of ``rank`` to the challenges of all ranks."""
     return token_mac(token, f"member {rank}".encode(), purpose.encode(), challenge)
