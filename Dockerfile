@@ -6,7 +6,7 @@
 #
 # torch comes from requirements/base.txt, with the CUDA libraries that its wheel brings; the nodes need NVIDIA's driver and container toolkit only.
 # For machines without GPUs, smaller: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
-FROM python:3.13-slim-bookworm
+FROM python:3.11-slim-bookworm
 
 ARG TORCH_INDEX=https://pypi.org/simple
 
