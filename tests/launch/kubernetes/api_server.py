@@ -7,9 +7,11 @@ import re
 import shutil
 import threading
 import uuid
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -192,7 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self._discovery(urlparse(self.path).path) or (where := self._where()) is None:
             return
         plural, namespace, name, part, query = where
-        if part == "log":
+        if part == "exec":
+            self._exec(query)
+        elif part == "log":
             self._say(200, self.cluster.logs.get(name, ""), "text/plain")
         elif name:
             found = self.cluster.objects.get((plural, namespace, name))
@@ -208,6 +212,22 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             kind = next(kinds[plural] for kinds in KINDS.values() if plural in kinds)
             self._say(200, {"apiVersion": "v1", "kind": f"{kind}List", "metadata": {}, "items": items})
+
+    def _exec(self, query: dict[str, list[str]]) -> None:
+        """Tells the words of a command that was to run in a pod, by the WebSocket protocol that kubectl speaks (KEP-4006): channel 1 is output, 3 its end."""
+        key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455
+        self.send_response(101)
+        self.send_header("Upgrade", "websocket")
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Sec-WebSocket-Accept", b64encode(sha1(key.encode()).digest()).decode())
+        self.send_header("Sec-WebSocket-Protocol", "v5.channel.k8s.io")
+        self.end_headers()
+        said = f"{query['container'][0]} runs {' '.join(query['command'])}\n".encode()
+        end = json.dumps({"apiVersion": "v1", "kind": "Status", "status": "Success"}).encode()
+        for message in (b"\x01" + said, b"\x03" + end):
+            self.wfile.write(bytes([0x82, 126]) + len(message).to_bytes(2, "big") + message)
+        self.wfile.write(bytes([0x88, 2]) + (1000).to_bytes(2, "big"))
+        self.close_connection = True
 
     def do_POST(self) -> None:
         where = self._where()

@@ -165,6 +165,19 @@ def test_what_waits_says_why_in_the_words_of_its_queue_or_of_the_scheduler(clust
     assert "0/5 nodes are available" in told
 
 
+def test_the_status_of_a_run_that_trains_is_asked_of_the_pod_that_leads(cluster: ApiServer) -> None:
+    submit()
+    name = name_of(cluster)
+    run_pods(cluster, name)
+    (job,) = cluster.of("jobsets")
+    run_dir = job["metadata"]["annotations"]["phalanx.run/directory"]
+    told = phalanx("status", name, "--on", "kubernetes", "--last", "3")
+    assert (
+        f"job {name} (kubernetes): running, 2 pods agent runs python -m phalanx status {run_dir} --last 3"
+        in told
+    )
+
+
 def test_the_log_of_a_pod_is_that_of_its_index(cluster: ApiServer, capfd: pytest.CaptureFixture[str]) -> None:
     submit()
     name = name_of(cluster)
