@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.fleet.agent_command import command
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
+from phalanx.fleet.core.decide import initial_state
+from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.fleet.core.succession import first_claim
+from phalanx.run.directory.paths import RunDirectory
 from phalanx_process import last_json, run, start
 
 
@@ -16,6 +25,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def seen_in(run_dir: Path) -> FleetFile:
+    """fleet.json; one of a fleet that has computed nothing while there is none."""
+    try:
+        return read_fleet_file(run_dir)
+    except FleetFileError:
+        settings = CoreSettings(Formation(1, (1,)), 1)
+        state = initial_state(settings, 0.0)
+        return fleet_file(state, "", "", first_claim(state, "", ""), frozenset(), Counter(), 0)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 120.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def test_agents_with_a_run_file_find_each_other_and_train(
@@ -30,6 +56,35 @@ def test_agents_with_a_run_file_find_each_other_and_train(
     assert leader["weights_sha256"] == result["weights_sha256"]
     seen = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert sorted(member["name"] for member in seen["members"]) == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_the_leading_machine_is_lost_and_comes_back_and_the_weights_are_those_of_the_undisturbed_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    where, path = f"127.0.0.1:{free_port()}", tmp_path / "run"
+    sets = [
+        "--set",
+        "train.steps=150",
+        *("--set", "fleet.succession_s=2", "--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=1"),
+    ]
+    undisturbed = last_json(run(["train", str(folder / "tiny.toml"), *sets, "--json"], tmp_path))
+    sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=3"]
+    told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
+    followers = [start([*told, "--node", name, "--no-lead"], tmp_path) for name in "bc"]
+    leader = start([*told, "--node", "a"], tmp_path)
+    wait_until(lambda: seen_in(path).step >= 20)
+    leader.kill()  # and the kernel ends its coordinator, agent and workers with it
+    leader.wait()
+    wait_until(lambda: seen_in(path).reign == 2)
+    again = run([*told, "--node", "a"], tmp_path)
+    assert again.returncode == 0
+    assert "leads this run now, in reign 2" in again.stderr
+    assert [follower.wait(timeout=120) for follower in followers] == [0, 0]
+    found = RunDirectory(path).finished_result()
+    assert found is not None
+    assert found.weights_sha256 == undisturbed["weights_sha256"]
+    assert any("leads the fleet from now on" in one.what for one in seen_in(path).happenings)
 
 
 def refused(*arguments: str) -> str:

@@ -169,6 +169,7 @@ NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "fleet.worker_lease_s": (DENSE, 3.0, "h100:32"),
     "fleet.confirm_s": (DENSE, 3.0, "h100:32"),
     "fleet.coordinator_lease_s": (DENSE, 600.0, "h100:32"),
+    "fleet.succession_s": (DENSE, 60.0, "h100:32"),
     "fleet.stall_s": (DENSE, 60.0, "h100:32"),
     "fleet.audit_every_steps": (DENSE, 5, "h100:32"),
 }

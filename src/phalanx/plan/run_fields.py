@@ -388,7 +388,7 @@ _WHOLE_RUN = {
             ),
             "min_nodes": _noted("a plan does not count the time in which fewer than {value} nodes are left"),
             **_all(
-                "heartbeat_s lease_s worker_lease_s confirm_s coordinator_lease_s stall_s",
+                "heartbeat_s lease_s worker_lease_s confirm_s coordinator_lease_s succession_s stall_s",
                 _noted(
                     "the time until a failure is noticed is planned from published fleets, not from {value} s"
                 ),

@@ -520,6 +520,9 @@ class FleetSpec:
     """Seconds in which an agent whose connection broke may reconnect, unless a peer reports a broken collective."""
     coordinator_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
     """Seconds without a coordinator after which an agent stops its workers and ends, so that no node is kept by a run that nobody leads."""
+    succession_s: Annotated[float, FLEET, NOT_NEGATIVE] = 30.0
+    """Seconds without a coordinator after which another node of a cluster leads the run on, and again as many for each next in line; 0 means
+    never. Not on local fleets, whose launcher starts the coordinator again."""
     stall_s: Annotated[float, FLEET, ValueRange(above=0)] = 120.0
     """Seconds without a finished step, and at least ten times a usual step, after which the hang is diagnosed."""
     snapshot_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 1

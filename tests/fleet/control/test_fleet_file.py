@@ -28,6 +28,8 @@ def test_the_state_of_a_fleet_is_on_the_disk_before_it_gets_its_name(
     content = FleetFile(
         run="run",
         coordinator="127.0.0.1:1",
+        leader="node-0",
+        reign=1,
         coordinator_pid=1,
         written_unix_s=1.0,
         phase=FleetPhase.FINISHED,

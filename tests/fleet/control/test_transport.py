@@ -323,6 +323,40 @@ def test_an_agent_attaches_again_when_the_coordinator_comes_back_and_says_how_th
     asyncio.run(scene())
 
 
+def test_an_agent_is_led_by_a_coordinator_that_says_so_and_attached_to_a_candidate_that_does_not() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            caller = wire.dial()
+            await until(lambda: wire.ear.reports)
+            assert caller.link.attached
+            assert not caller.link.led
+            wire.server.lead(3)  # it was elected
+            await until(lambda: caller.link.led)
+            later = wire.dial(node="node-1")
+            await until(lambda: later.link.led)
+            assert caller.commands == []
+
+    asyncio.run(scene())
+
+
+def test_an_agent_that_has_followed_a_later_reign_obeys_no_earlier_one_and_looks_further() -> None:
+    async def scene() -> None:
+        async with Wire() as old, Wire() as new:
+            old.server.lead(1)
+            new.server.lead(2)
+            caller = Caller(new.address, old.address)
+            new.tasks.append(asyncio.create_task(caller.link.run()))
+            await until(lambda: caller.link.led)
+            caller.link.drop("a test")
+            await until(lambda: old.ear.reports)
+            old.server.send("node-0", c.Park(0, "of an earlier reign"))
+            await until(lambda: caller.link.led and len(new.ear.reports) == 2)
+            assert caller.commands == []
+            assert any("was superseded" in line for line in caller.lines)
+
+    asyncio.run(scene())
+
+
 def test_a_newer_life_of_a_node_takes_the_place_of_the_older_and_the_older_one_is_expelled() -> None:
     async def scene() -> None:
         async with Wire() as wire:

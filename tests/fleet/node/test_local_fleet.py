@@ -21,6 +21,7 @@ from phalanx.fleet.control.fleet_file import FleetFile, Member, fleet_file, writ
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.fleet.core.succession import first_claim
 from phalanx.fleet.node import local_fleet, revival
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
@@ -88,7 +89,7 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def seen(phase: FleetPhase, step: int = 0) -> FleetFile:
     state = initial_state(CoreSettings(Formation(1, (1, 2)), wanted_nodes=2), 0.0)
     state.phase, state.step = phase, step
-    return fleet_file(state, "run", "127.0.0.1:1", frozenset(), Counter(), 0)
+    return fleet_file(state, "run", "127.0.0.1:1", first_claim(state, "", "x"), frozenset(), Counter(), 0)
 
 
 def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
@@ -179,7 +180,7 @@ def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end
 
 def waiting(*roles: str) -> FleetFile:
     state = initial_state(CoreSettings(Formation(1, (1, 2)), wanted_nodes=2), 0.0)
-    file = fleet_file(state, "run", "127.0.0.1:1", frozenset(), Counter(), 0)
+    file = fleet_file(state, "run", "127.0.0.1:1", first_claim(state, "", "x"), frozenset(), Counter(), 0)
     members = tuple(
         Member(f"node-{n}", role, "h", why="3 failures" if role == "quarantined" else "")
         for n, role in enumerate(roles)

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.launch.engines.submission import mark_stopped
 from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.kubernetes.in_pod import begin_submission, exit_code, node_domains, show_life
+from phalanx.launch.kubernetes.in_pod import begin_submission, exit_code, is_over, node_domains, show_life
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.result import RunResult
 
@@ -119,3 +119,12 @@ def test_a_pod_that_may_not_read_nodes_says_what_an_administrator_does(
         node_domains(("rack",), {**where, "NODE_NAME": "n1"}, tmp_path)
     with pytest.raises(EngineError, match="this pod has no service account"):
         node_domains(("rack",), {**where, "NODE_NAME": "n1"}, tmp_path / "none")
+
+
+@pytest.mark.parametrize(("phase", "over"), [("running", False), ("finished", True), ("failed", True)])
+def test_a_first_pod_that_another_led_ends_the_job_only_if_the_run_is_over(
+    tmp_path: Path, phase: str, over: bool
+) -> None:
+    (tmp_path / "fleet.json").write_text(json.dumps({"phase": phase}))
+    assert is_over(tmp_path) == over
+    assert exit_code(tmp_path, 0, leads=is_over(tmp_path)) == (76 if over else 75)

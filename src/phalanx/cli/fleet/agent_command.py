@@ -75,8 +75,9 @@ def command(
     """Train with this node as part of a fleet: once on every node, in torchrun's place.
 
     The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's progress. The
-    others wait for it. Started again after a crash, the same command goes on. The token that all must know lies in the run
-    directory, or is in PHALANX_RUN_TOKEN. At Ctrl-C or SIGTERM the node leaves at the next step boundary, and nothing is computed twice; a
+    others wait for it. If its machine is lost, another node leads (fleet.succession_s), and the same command on HOST joins as
+    a member. Started again after a crash, the same command goes on. The token that all must know lies in the run directory, or
+    is in PHALANX_RUN_TOKEN. At Ctrl-C or SIGTERM the node leaves at the next step boundary, and nothing is computed twice; a
     second one ends the agent at once. Without a coordinator for fleet.coordinator_lease_s the agent ends, exit code 1.
 
     \b
@@ -132,15 +133,17 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
     if not joins:
         spec = _read(run, part.overrides, part.coordinator)
         folder = Path(spec.run_dir)
-        if _leads(part.lead, part.coordinator):
+        succeeded = _is_succeeded(folder, part.certificates)
+        if _leads(part.lead, part.coordinator) and not succeeded:
             from phalanx.cli.train.train_fleet import train_fleet
             from phalanx.fleet.node.local_fleet import Lead
 
             here, _, port = part.coordinator.rpartition(":")
             lead = Lead(part.node, part.host or here, int(port), part.domain, part.spare, part.certificates)
             return train_fleet(spec, run, (), as_json, lead), True
-        with explained(TimeoutError):
-            _wait_for(part.coordinator, spec.fleet.coordinator_lease_s)
+        if not succeeded:
+            with explained(TimeoutError):
+                _wait_for(part.coordinator, spec.fleet.coordinator_lease_s)
     if joins and not in_slurm_step(os.environ):
         _refuse_too_far(folder, part.node, part.domain)
     from phalanx.fleet.control.security import SecurityError
@@ -156,6 +159,7 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             domain=part.domain,
             started_as_spare=part.spare,
             at_signal="leave" if joins or not in_slurm_step(os.environ) else "wait",
+            may_lead=True,
         )
         try:
             run_agent(args, part.certificates)
@@ -210,6 +214,36 @@ def _leads(told: bool | None, coordinator: str) -> bool:
             probe.bind((coordinator.rpartition(":")[0], 0))
     except OSError:
         return False
+    return True
+
+
+def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
+    """True if another node leads this run by now, which this one therefore joins: its coordinator was lost, and succeeded."""
+    import asyncio
+
+    from phalanx.fleet.control.coordinator_link import answers
+    from phalanx.fleet.control.credentials import credentials_of
+    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+    from phalanx.fleet.control.reign import successor_in
+    from phalanx.fleet.control.security import SecurityError
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+
+    directory = RunDirectory(folder)
+    claim = successor_in(directory)
+    if claim is None:
+        return False
+    try:
+        seen, attempt = read_fleet_file(folder), directory.newest_attempt()
+        shown = credentials_of(folder, read_resolved(directory), attempt, certificates, ("operate",))
+    except (FleetFileError, RunDirectoryError, SecurityError):
+        return False
+    if not asyncio.run(answers(seen.coordinator, shown)):
+        return False
+    click.echo(
+        f"{claim.node} leads this run now, in reign {claim.reign}, and this node joins it as a member; to start the run anew, end it first: "
+        f"phalanx fleet stop {folder}",
+        err=True,
+    )
     return True
 
 

@@ -54,6 +54,7 @@ def command(
     from phalanx.launch.kubernetes.in_pod import (
         begin_submission,
         exit_code,
+        is_over,
         made_directory,
         node_domains,
         show_life,
@@ -79,7 +80,9 @@ def command(
     where = f"{host}:{coordinator.rpartition(':')[2]}" if leads else coordinator
     part = NodePart(run_file, where, (), leads, f"{TASK}-{index}", host, domains)
     try:
-        code, _ = take_part(part, as_json=False)
+        code, led = take_part(part, as_json=False)
+        # Another may lead by now, and this pod have been its member; then fleet.json says whether the run is over.
+        leads = leads and (led or is_over(run_dir))
     except click.ClickException as error:
         error.show()
         # What is wrong with a directory or a file system may be right in a moment; what is wrong with the run file stays so.

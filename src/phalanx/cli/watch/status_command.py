@@ -144,6 +144,10 @@ def _headline(seen: FleetFile) -> str:
     line = f"[bold]{seen.phase}[/] epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} recoveries"
     if seen.reason:
         line += f" (last: {seen.reason})"
+    if seen.reign > 1:
+        line += (
+            f"\nled by {seen.leader}, reign {seen.reign}: the coordinator that the run began with was lost"
+        )
     age_s = time.time() - seen.written_unix_s
     if not seen.over and age_s > _STALE_S:
         line += f"\n[yellow]as of {age_s:.0f} s ago: the coordinator at {seen.coordinator} does not answer or is gone[/]"

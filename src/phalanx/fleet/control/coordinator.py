@@ -34,7 +34,14 @@ from phalanx.fleet.control.distrust import record_distrust
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.publisher import Publisher
-from phalanx.fleet.control.reign import FIRST_REIGN, SupersededError, nonce, reign_again, require_leading
+from phalanx.fleet.control.reign import (
+    FIRST_REIGN,
+    Reign,
+    SupersededError,
+    nonce,
+    reign_again,
+    require_leading,
+)
 from phalanx.fleet.control.restoration import report_contradiction
 from phalanx.fleet.control.security import SecurityError, require_rotatable, rotate_token
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
@@ -85,15 +92,32 @@ class CoordinatorArgs:
     """The number of the reign in which it led before, or is to be the first."""
 
 
+@dataclass
+class Elected:
+    """A won election: what a candidate hands over to the coordinator that it becomes."""
+
+    reign: Reign
+    server: FleetServer
+    port: int
+    inbox: list[m.CoreEvent]
+    """The events since it began to listen, in their order."""
+    heartbeats: dict[str, m.Heartbeat]
+
+
 class Coordinator:
     """The coordinator of one run, for one life of its process."""
 
-    def __init__(self, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials) -> None:
+    def __init__(
+        self, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials, elected: Elected | None = None
+    ) -> None:
+        """``elected`` is what it takes over if it was a candidate."""
         self._args, self._spec, self._directory = args, spec, RunDirectory(args.run_dir)
-        self._server = FleetServer(credentials, self)
+        self._server = elected.server if elected else FleetServer(credentials, self)
+        self._server.listener = self
         self._credentials, self._address = credentials, ""
-        self._inbox: list[m.CoreEvent] = []
-        self._heartbeats: dict[str, m.Heartbeat] = {}
+        self._port_open = elected.port if elected else 0
+        self._inbox: list[m.CoreEvent] = elected.inbox if elected else []
+        self._heartbeats: dict[str, m.Heartbeat] = elected.heartbeats if elected else {}
         self._wake = asyncio.Event()
         self._checkpoints: tuple[int, ...] = ()
         self._disk_complaint = ""
@@ -108,9 +132,7 @@ class Coordinator:
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._renew_at_bytes = _RENEW_BYTES
-        settings = settings_of(spec, _first_step(spec, self._directory, self.log))
-        empty = initial_state(settings, time.time(), credentials.fencing)
-        reign = reign_again(self._directory, args.attempt, args.reign, args.node, empty, self.log)
+        reign = elected.reign if elected else self._reign_again()
         self._register, self._claim, self._journal = reign.register, reign.claim, reign.journal
         self._state, self._restarts, published_s = reign.restored
         self._publisher = Publisher(
@@ -122,6 +144,13 @@ class Coordinator:
             published_s=published_s,
         )
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
+
+    def _reign_again(self) -> Reign:
+        settings = settings_of(self._spec, _first_step(self._spec, self._directory, self.log))
+        empty = initial_state(settings, time.time(), self._credentials.fencing)
+        return reign_again(
+            self._directory, self._args.attempt, self._args.reign, self._args.node, empty, self.log
+        )
 
     def _now_s(self) -> float:
         """Unix time that neither steps back nor jumps with the machine's clock while this process lives."""
@@ -256,7 +285,8 @@ class Coordinator:
         Raises:
             SupersededError: Another coordinator leads the run now. Nothing was sent that follows from what this one decided meanwhile.
         """
-        port = await self._listen()
+        self._server.lead(self._claim.reign)
+        port = self._port_open or await self._listen()
         self._address = f"{self._args.host}:{port}"
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         loop = asyncio.get_running_loop()
@@ -379,9 +409,12 @@ class Coordinator:
         await self._renew()
 
     def _look_for_successor(self) -> None:
-        """Raises ``SupersededError`` if another coordinator leads now."""
+        """Raises ``SupersededError`` if another coordinator leads now, or the run was started again."""
         with suppress(OSError):  # tried again at the next look; a claim that is due finds out in any case
             require_leading(self._register, self._claim)
+        with suppress(RunDirectoryError):
+            if self._directory.newest_attempt() > self._args.attempt:
+                raise SupersededError("the run was started again")
 
     async def _claim_anew(self) -> None:
         """Claims the next term, before anything is sent that follows from the present state. Raises ``SupersededError``."""
@@ -494,7 +527,7 @@ class Coordinator:
     def _file(self) -> FleetFile:
         attached, refused = frozenset(self._server.links), self._server.refused
         run = self._credentials.run
-        return fleet_file(self._state, run, self._address, attached, refused, self._restarts)
+        return fleet_file(self._state, run, self._address, self._claim, attached, refused, self._restarts)
 
     async def _shut_down(self) -> None:
         """Tells every agent that the run is over, and gives it a moment to hang up."""
@@ -542,7 +575,7 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
     spec = read_resolved(RunDirectory(args.run_dir))
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
     credentials = credentials_of(args.run_dir, spec, args.attempt, certificates)
-    with only_coordinator(RunDirectory(args.run_dir)):
+    with only_coordinator(RunDirectory(args.run_dir), args.reign):
         return asyncio.run(_coordinate(args, spec, credentials))
 
 
@@ -561,8 +594,13 @@ def main() -> int:
     args = CoordinatorArgs(
         arguments.run_dir, arguments.attempt, arguments.host, arguments.port, arguments.node
     )
+    return exit_code_of(lambda: run_coordinator(args, arguments.certificates), args, "coordinator")
+
+
+def exit_code_of(coordinate: Callable[[], int], args: CoordinatorArgs, name: str) -> int:
+    """Runs a coordinator's process; returns its exit code, once what went wrong is in the log ``name``."""
     try:
-        return run_coordinator(args, arguments.certificates)
+        return coordinate()
     except SupersededError as error:
         print(time.strftime("%H:%M:%S"), f"ends: {error}", flush=True)
         return EXIT_SUPERSEDED
@@ -575,7 +613,7 @@ def main() -> int:
         TransportError,
         ValueError,
     ) as error:
-        log = RunDirectory(args.run_dir).named_log(args.attempt, "coordinator")
+        log = RunDirectory(args.run_dir).named_log(args.attempt, name)
         report_failure(error, log, args.attempt)
         hopeless = isinstance(error, (DescriptorLimitError, SecurityError, ValueError))
         return EXIT_CANNOT_START if hopeless else 1

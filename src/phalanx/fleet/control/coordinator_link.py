@@ -23,6 +23,7 @@ from phalanx.fleet.control.credentials import OTHER_START, Credentials
 from phalanx.fleet.control.transport import CLIENT_OPTIONS, QUEUED, SERVICE, TransportError
 from phalanx.fleet.core.commands import (
     Command,
+    Lead,
     decode_command,
 )
 from phalanx.fleet.core.messages import (
@@ -31,6 +32,7 @@ from phalanx.fleet.core.messages import (
     OperatorRequest,
     encode,
 )
+from phalanx.fleet.core.succession import NOT_LED
 from phalanx.run.token_proof import ForgedError, Seals, UnprovenError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
@@ -77,6 +79,8 @@ class CoordinatorLink:
         self._queue: asyncio.Queue[AgentMessage] | None = None
         self._call: _Call | None = None
         self._closing: asyncio.Future[None] | None = None
+        self._dropping: asyncio.Future[str] | None = None
+        self._led, self._follows = False, NOT_LED
 
     def change_token(self, credentials: Credentials) -> None:
         """Attaches anew, with other credentials from now on."""
@@ -90,6 +94,16 @@ class CoordinatorLink:
         """True if a stream is open, as far as this side knows."""
         return self._queue is not None
 
+    @property
+    def led(self) -> bool:
+        """True if a stream is open to a coordinator that leads: to no candidate, and to none that was superseded."""
+        return self.attached and self._led
+
+    def drop(self, why: str) -> None:
+        """Gives the present stream up, and tries the next address."""
+        if self._dropping is not None and not self._dropping.done():
+            self._dropping.set_result(why)
+
     def say(self, report: AgentMessage) -> None:
         """Sends a report; dropped while not attached, since ``first_reports`` repeats what matters."""
         if self._queue is not None:
@@ -98,18 +112,21 @@ class CoordinatorLink:
 
     async def run(self) -> None:
         """Attaches, again and again, until cancelled."""
-        pause_s, complaints, failures = _FIRST_PAUSE_S, dict[str, str](), 0
+        pause_s, complaints, tried = _FIRST_PAUSE_S, dict[str, str](), set[str]()
         while True:
             addresses = self._where()
-            address = addresses[failures % len(addresses)] if addresses else ""
+            if tried.issuperset(addresses):
+                tried.clear()
+            address = next((one for one in addresses if one not in tried), "")
             if address:
                 failure, was_attached = await self._attach_once(address)
             else:
                 failure, was_attached = "its address is not known yet", False
             if was_attached:
                 pause_s = _FIRST_PAUSE_S
+                tried.clear()
             else:
-                failures += 1
+                tried.add(address)
             if failure and failure != complaints.get(address):
                 at = f" at {address}" if address else ""
                 self._log(f"not attached to the coordinator{at}: {failure}; trying again")
@@ -125,6 +142,7 @@ class CoordinatorLink:
             queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
             writing = None
             self._call = call
+            dropping = self._dropping = asyncio.get_running_loop().create_future()
             try:
                 seals = await _proven(call, self._credentials, "Attach", address)
                 answered = True
@@ -132,14 +150,17 @@ class CoordinatorLink:
                     queue.put_nowait(report)
                 self._queue = queue
                 writing = asyncio.create_task(_send_all(call, queue, seals))
-                while (body := await call.read()) is not grpc.aio.EOF:
+                while (body := await _read_unless(call, dropping)) is not grpc.aio.EOF:
                     self._on_encoded_command(seals.incoming.open(body))
                 return _ending(await call.code(), await call.details()), answered
+            except _Dropped:
+                return dropping.result(), False
             except (UnprovenError, ForgedError) as error:
                 return str(error), answered
             except grpc.RpcError as error:
                 return _reason(error), answered
             finally:
+                self._led, self._dropping = False, None
                 code = await call.code() if not answered and call.done() else None
                 self._queue = self._call = None
                 if writing is not None:
@@ -154,7 +175,31 @@ class CoordinatorLink:
         except (msgspec.MsgspecError, RecursionError) as error:
             self._log(f"a command that cannot be decoded: {error}")
         else:
-            self._on_command(command)
+            if isinstance(command, Lead):
+                self._take_lead(command.reign)
+            elif self._dropping is None or not self._dropping.done():
+                self._on_command(command)
+
+    def _take_lead(self, reign: int) -> None:
+        """Follows a coordinator, unless a later one has led this agent."""
+        if reign < self._follows:
+            self.drop(f"it leads in reign {reign}, and was superseded: reign {self._follows} has begun")
+        else:
+            self._led, self._follows = True, reign
+
+
+class _Dropped(Exception):  # noqa: N818
+    """The agent has given a stream up."""
+
+
+async def _read_unless(call: _Call, dropping: asyncio.Future[str]) -> Any:
+    """The next message of a stream. Raises ``_Dropped`` if it is given up first."""
+    reading = asyncio.ensure_future(call.read())
+    await asyncio.wait((reading, dropping), return_when=asyncio.FIRST_COMPLETED)
+    if dropping.done():
+        reading.cancel()
+        raise _Dropped
+    return await reading
 
 
 class _Call(Protocol):

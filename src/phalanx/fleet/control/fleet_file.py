@@ -16,6 +16,7 @@ import msgspec
 from phalanx.fleet.core.ending import unsaved_steps
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Incident, Node
+from phalanx.fleet.core.succession import Claim
 from phalanx.observe.events import EpochLeft
 from phalanx.run.directory.durable import write_atomically
 
@@ -53,6 +54,10 @@ class FleetFile(msgspec.Struct, frozen=True):
     coordinator: str
     """The address at which it listens, as "host:port"."""
     coordinator_pid: int
+    leader: str
+    """The node on whose machine it runs; empty if that is none of the fleet's."""
+    reign: int
+    """1 until a lost coordinator is succeeded by one on another machine, then one more each time."""
     written_unix_s: float
     phase: FleetPhase
     reason: str
@@ -88,6 +93,7 @@ def fleet_file(
     state: FleetState,
     run: str,
     coordinator: str,
+    claim: Claim,
     attached: frozenset[str],
     refused: Counter[str],
     restarts: int,
@@ -97,6 +103,8 @@ def fleet_file(
         run=run,
         coordinator=coordinator,
         coordinator_pid=os.getpid(),
+        leader=claim.node,
+        reign=claim.reign,
         written_unix_s=state.now_s,
         phase=state.phase,
         reason=state.reason,

@@ -19,7 +19,7 @@ from phalanx.fleet.control.restoration import Restored, restored
 from phalanx.fleet.core.replay import RESTARTED, batch_line, first_line, replay_batch
 from phalanx.fleet.core.state import FleetState, note
 from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind
-from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 FIRST_REIGN = 1
 
@@ -65,6 +65,15 @@ def _by_whom(register: ClaimRegister) -> str:
         if newest
         else "superseded"
     )
+
+
+def successor_in(directory: RunDirectory) -> Claim | None:
+    """The newest claim of this run's present start if a coordinator on another machine than the first has taken over, and the run is not over."""
+    try:
+        newest = ClaimRegister(directory, directory.newest_attempt()).newest()
+    except (ClaimError, RunDirectoryError):
+        return None
+    return newest if newest is not None and newest.reign > FIRST_REIGN and newest.ended is None else None
 
 
 def reign_again(

@@ -28,6 +28,7 @@ from phalanx.fleet.control.descriptors import most_connections
 from phalanx.fleet.core.commands import (
     Command,
     Fence,
+    Lead,
     ReadToken,
 )
 from phalanx.fleet.core.messages import (
@@ -41,6 +42,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
+from phalanx.fleet.core.succession import NOT_LED
 from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, token_name
 
 MAX_REPORT_BYTES = 4 << 20
@@ -130,7 +132,9 @@ class FleetServer:
     """The coordinator's server: the agents that are attached, and counts of what was refused."""
 
     def __init__(self, credentials: Credentials, listener: Listener) -> None:
-        self._listener = listener
+        self.listener = listener
+        """To be replaced when a candidate becomes the coordinator."""
+        self._reign = NOT_LED
         self.credentials = credentials
         """To be replaced when the tokens are changed."""
         self.links: dict[str, AgentLink] = {}
@@ -171,6 +175,12 @@ class FleetServer:
             link.close()
         await self._server.stop(grace_s)
 
+    def lead(self, reign: int) -> None:
+        """Tells every agent, now and whenever one attaches, that this coordinator leads."""
+        self._reign = reign
+        for link in self.links.values():
+            link.send(encode(Lead(reign)))
+
     def send(self, node: str, command: Command) -> None:
         """Sends a command on a node's current stream; dropped if there is none, since an agent that attaches describes itself."""
         if node in self.links:
@@ -188,7 +198,7 @@ class FleetServer:
         names = self.credentials.accepted_names()
         for link in [link for link in self.links.values() if link.token_name not in names]:
             if self.links.get(link.node) is link:
-                self._listener.log(
+                self.listener.log(
                     f"{link.node} has not taken over the run's new token: its connection is ended"
                 )
                 link.attaches_again = False
@@ -198,7 +208,7 @@ class FleetServer:
         self.refused[kind] += 1
         count = self.refused[kind]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood does not fill the log
-            self._listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
+            self.listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
 
     async def _admit(self, method: str, requests: AsyncIterator[bytes], context: _CallContext) -> Seals:
         """The seals of a stream whose client has proven itself; else the stream is aborted."""
@@ -234,7 +244,7 @@ class FleetServer:
             if link is not None and self.links.get(link.node) is link:
                 del self.links[link.node]
                 if not link.attaches_again:
-                    self._listener.on_disconnect(link)
+                    self.listener.on_disconnect(link)
 
     async def _opened(self, requests: AsyncIterator[bytes], seals: Seals, who: str) -> AsyncIterator[bytes]:
         """Yields the messages of a stream without their seals; ends at one that is forged."""
@@ -267,9 +277,11 @@ class FleetServer:
             link.close()
             return link
         self.links[first.node] = link
+        if self._reign != NOT_LED:
+            link.send(encode(Lead(self._reign)))
         if before is not None:
             before.close()
-        self._listener.on_report(first)
+        self.listener.on_report(first)
         return link
 
     async def _read(self, link: AgentLink, reports: AsyncIterator[Received], who: str) -> None:
@@ -279,7 +291,7 @@ class FleetServer:
             if isinstance(report, Joined) and report.node == link.node:
                 link.incarnation = report.incarnation
             if _speaks_for_itself(report, link.node):
-                self._listener.on_report(report)
+                self.listener.on_report(report)
             else:
                 self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
 
@@ -294,7 +306,7 @@ class FleetServer:
             self._refuse("malformed message", context.peer(), str(error)[:200])
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
             raise AssertionError("abort raises") from error
-        answer = await self._listener.on_operation(operation)
+        answer = await self.listener.on_operation(operation)
         await context.write(seals.outgoing.close(answer.encode()))
 
 

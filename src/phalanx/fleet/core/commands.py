@@ -150,6 +150,15 @@ class SaveSnapshots(WireMessage, frozen=True):
     """(rank, state): the rank whose snapshot the node holds, and the number under which it writes it."""
 
 
+class Lead(WireMessage, frozen=True):
+    """This coordinator leads the fleet, in this reign: the first command on each of its streams. A candidate sends none until it is elected.
+
+    An agent that has followed a later reign obeys no command of this one, and looks for another coordinator.
+    """
+
+    reign: Natural
+
+
 class Shutdown(WireMessage, frozen=True):
     """The run is over: exit."""
 
@@ -167,6 +176,7 @@ Command = (
     | Stop
     | ReadToken
     | SaveSnapshots
+    | Lead
     | Shutdown
 )
 """Everything that an agent obeys."""

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of the messages; a connection whose sides have different ones is refused."""
 NO_EPOCH = -1
 """The epoch of workers that are in no process group."""

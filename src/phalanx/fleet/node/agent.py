@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.fleet.control.candidate import candidate_addresses
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
@@ -54,6 +55,7 @@ from phalanx.fleet.node.agent_actions import (
 )
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.snapshot_courier import SnapshotCourier
+from phalanx.fleet.node.successor import Successor
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.launch.foreign import in_slurm_step
@@ -100,6 +102,8 @@ class AgentArgs:
     worker_program: tuple[str, ...] = WORKER_PROGRAM
     at_signal: AtSignal = "end"
     """What the first SIGTERM or Ctrl-C means; a second one ends the agent at once."""
+    may_lead: bool = False
+    """Its machine may succeed a coordinator that is lost (``fleet.succession_s``)."""
 
 
 class AgentError(RuntimeError):
@@ -156,6 +160,16 @@ class Agent:
             lambda: self._credentials.token,
             self.log,
         )
+        self._successor = Successor(
+            args.run_dir,
+            args.attempt,
+            args.node,
+            args.host,
+            fleet.succession_s,
+            self._certificates,
+            args.may_lead,
+            self.log,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
         self._next_attempt: int | None = None
@@ -182,7 +196,7 @@ class Agent:
         self.log(f"node {self._args.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
         self._do([StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])
         self._do(self._state.examine())
-        for forever in (self._link.run(), self._tick(), self._beat(), self._examine()):
+        for forever in (self._link.run(), self._tick(), self._beat(), self._examine(), self._succession()):
             self._in_background(forever)
         await self._over.wait()
         self.log(f"ends: {self._reason}")
@@ -197,6 +211,7 @@ class Agent:
             task.cancel()
         for worker in self._workers.values():
             worker.kill()
+        await self._successor.end(at_once=bool(self._failure) or self._next_attempt is not None)
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 gone = [worker.gone() for worker in self._workers.values()]
@@ -273,8 +288,12 @@ class Agent:
             self._fail(f"cannot go on: {error!r}")
 
     def _coordinator_addresses(self) -> list[str]:
-        """The address that this agent was given, and the one in fleet.json: a coordinator whose port was taken writes another one."""
-        addresses = [self._args.coordinator]
+        """The address that this agent was given, and the one in fleet.json: a coordinator whose port was taken writes another one.
+
+        Before them those of candidates, which stand if the coordinator is lost: to find that out takes long at its own address.
+        """
+        addresses = candidate_addresses(RunDirectory(self._args.run_dir), self._args.node)
+        addresses.append(self._args.coordinator)
         with suppress(FleetFileError):
             addresses.append(read_fleet_file(self._args.run_dir).coordinator)
         return list(dict.fromkeys(filter(None, addresses)))
@@ -312,9 +331,23 @@ class Agent:
         while True:
             now_s, silent = time.monotonic(), self._state.silent(time.monotonic())
             working = {i for i in silent if i in self._workers and self._workers[i].working()}
-            attached = self._link.attached
-            self._do(self._state.on_tick(now_s, time.time(), attached=attached, working=working))
+            led = self._link.led
+            self._do(self._state.on_tick(now_s, time.time(), attached=led, working=working))
             await asyncio.sleep(pause_s)
+
+    async def _succession(self) -> None:
+        """Looks whether a coordinator leads; one that says nothing to the end of an epoch is as good as lost, though the stream is open."""
+        patience_s = self._spec.fleet.succession_s
+        while True:
+            now_s, silent_since_s = time.monotonic(), self._state.unanswered_since_s
+            if patience_s and silent_since_s is not None and now_s - silent_since_s > patience_s:
+                self._state.unanswered_since_s = None
+                if self._link.led:
+                    self._link.drop(f"it has answered nothing for {patience_s:g} s")
+                    self._successor.alone_since_s = silent_since_s
+            if over := await self._successor.look(led=self._link.led, now_s=now_s):
+                self._end(f"the run is over: {over}")
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _beat(self) -> None:
         while True:
@@ -566,6 +599,7 @@ def main() -> NoReturn:
     parser.add_argument("--spare", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--certificates", type=Path)
+    parser.add_argument("--may-lead", action="store_true")
     parser.add_argument("--worker-program", nargs="+", default=list(WORKER_PROGRAM))
     given = parser.parse_args()
     args = AgentArgs(
@@ -579,6 +613,7 @@ def main() -> NoReturn:
         faults=tuple(given.fault),
         worker_program=tuple(given.worker_program),
         at_signal="wait" if in_slurm_step(os.environ) else "end",
+        may_lead=given.may_lead,
     )
     try:
         run_agent(args, given.certificates)

@@ -20,7 +20,7 @@ from phalanx.launch.engines.submission import STOPPED
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.kubernetes.manifests import EXIT_GOES_ON, EXIT_OVER
 from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.paths import RunDirectory, read_small_json
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token and the authority of its API server (kubernetes.io/docs/tasks/run-application/access-api-from-pod)."""
@@ -61,6 +61,11 @@ def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
         stopped = (run_dir / FOLDER / STOPPED).exists()
         return EXIT_GOES_ON if code == EXIT_GOES_ON and not stopped else EXIT_OVER
     return code or EXIT_GOES_ON
+
+
+def is_over(run_dir: Path) -> bool:
+    """True if the fleet of this run has ended, finished or not."""
+    return read_small_json(run_dir / "fleet.json").get("phase") in ("finished", "failed")
 
 
 def node_domains(

@@ -1,0 +1,234 @@
+"""A candidate: a process on a node's machine that stands to succeed a lost coordinator, and leads the fleet if it is elected.
+
+It listens on a free port and writes its address into ``fleet/candidates`` of the run directory, where agents without a coordinator look.
+Those that attach are its voters; it gives no orders. Once most have attached it claims the next term, takes over the journal of the reign
+before, and becomes the coordinator on the same streams. If another is quicker, or too few come, it withdraws, and the agents look elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+import urllib.parse
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from phalanx.fleet.control.claims import ClaimRegister
+from phalanx.fleet.control.coordinator import (
+    Coordinator,
+    CoordinatorArgs,
+    Elected,
+    exit_code_of,
+    run_coordinator,
+)
+from phalanx.fleet.control.coordinator_lock import only_coordinator
+from phalanx.fleet.control.credentials import Credentials, credentials_of
+from phalanx.fleet.control.descriptors import raise_descriptor_limit
+from phalanx.fleet.control.reign import FIRST_REIGN, nonce, succeed
+from phalanx.fleet.control.transport import AgentLink, FleetServer
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.decide import initial_state
+from phalanx.fleet.core.settings import settings_of
+from phalanx.fleet.core.succession import Candidacy, Claim, succeeding
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.worker import die_with_parent
+
+EXIT_NOT_ELECTED = 80
+"""The exit code of a candidate that has withdrawn."""
+_STANDS_FOR, _STANDS_AT_LEAST_S = 2, 30.0
+"""A candidate withdraws after so many times ``fleet.succession_s``, or so many seconds: an agent may take 20 s to give the lost address up."""
+_LOOK_S, _STALE_S = 0.25, 5.0
+"""Another candidate whose file is older by so many seconds than one's own has died."""
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """The content of a candidate's file."""
+
+    node: str
+    address: str
+    term: int
+    """The newest claim when it stood."""
+
+
+def _folder(directory: RunDirectory) -> Path:
+    return directory.fleet / "candidates"
+
+
+def _standing(directory: RunDirectory) -> list[tuple[_Address, float]]:
+    """The candidates that stand, or have died standing, and when each last said that it does (by the clock of the file system)."""
+    found: list[tuple[_Address, float]] = []
+    for path in sorted(_folder(directory).glob("*.json")):
+        with suppress(OSError, msgspec.MsgspecError):
+            content = msgspec.json.decode(path.read_bytes(), type=_Address)
+            found.append((content, path.stat().st_mtime))
+    return found
+
+
+def candidate_addresses(directory: RunDirectory, node: str) -> list[str]:
+    """The addresses ("host:port") at which candidates listen, or have listened; that of ``node`` first."""
+    with suppress(OSError):
+        found = sorted(_standing(directory), key=lambda one: one[0].node != node)
+        return [content.address for content, _ in found]
+    return []
+
+
+class Candidate:
+    """One candidacy: the server, and what the voters have said meanwhile."""
+
+    def __init__(
+        self,
+        args: CoordinatorArgs,
+        spec: RunSpec,
+        credentials: Credentials,
+        register: ClaimRegister,
+        claim: Claim,
+    ) -> None:
+        self._args, self._spec, self._directory = args, spec, RunDirectory(args.run_dir)
+        self._register, self._candidacy = register, Candidacy(claim)
+        self._server = FleetServer(credentials, self)
+        self._inbox: list[m.CoreEvent] = []
+        self._heartbeats: dict[str, m.Heartbeat] = {}
+
+    # --- handlers of the server
+
+    def on_report(self, report: m.AgentMessage) -> None:
+        """Counts the vote of an agent, and keeps what it says for the coordinator."""
+        if not isinstance(report, m.RunFinished):  # the one that does not say who has sent it
+            self._candidacy.heard(report.node, time.monotonic())
+        if isinstance(report, m.Heartbeat):
+            self._heartbeats[report.node] = report
+        elif not isinstance(report, m.Recorded):
+            self._inbox.append(report)
+
+    def on_disconnect(self, link: AgentLink) -> None:
+        """Keeps the end of an agent's stream for the coordinator."""
+        self._inbox.append(m.Disconnected(link.node, link.incarnation))
+
+    async def on_operation(self, operation: m.OperatorRequest) -> str:  # noqa: ARG002
+        """Refuses: nobody leads yet."""
+        return "refused: the coordinator is lost, and this node is only a candidate to succeed it; ask again in a moment"
+
+    def log(self, line: str) -> None:
+        """Writes a line into this process's log."""
+        print(time.strftime("%H:%M:%S"), line, flush=True)
+
+    # --- the election
+
+    async def stand(self) -> Elected | None:
+        """Stands until it is elected, or withdraws. Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do."""
+        fleet, before = self._spec.fleet, self._candidacy.claim
+        port = await self._server.start(self._args.host, 0)
+        address = f"{self._args.host}:{port}"
+        file = _folder(self._directory) / f"{urllib.parse.quote(self._args.node, safe='')}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, msgspec.json.encode(_Address(self._args.node, address, before.term)))
+        self.log(f"stands at {address} to succeed {before.node or 'the coordinator'}, reign {before.reign}")
+        until_s = time.monotonic() + max(_STANDS_AT_LEAST_S, _STANDS_FOR * fleet.succession_s)
+        try:
+            while not self._candidacy.is_elected(time.monotonic(), fleet.lease_s):
+                why = "too few nodes have come" if time.monotonic() > until_s else ""
+                if why := why or await asyncio.to_thread(self._yields, file):
+                    await self._withdraw(why)
+                    return None
+                await asyncio.sleep(_LOOK_S)
+            claim = succeeding(before, self._args.node, nonce())
+            if not await asyncio.to_thread(self._register.make, claim):
+                await self._withdraw("another was quicker")
+                return None
+        finally:
+            file.unlink(missing_ok=True)
+        self.log(f"elected: leads in reign {claim.reign}, by claim {claim.term}")
+        return await self._take_over(before, claim, port)
+
+    def _yields(self, file: Path) -> str:
+        """Why it gives way to another, if it does; says in its file, which is ``file``, that it still stands."""
+        claim = self._candidacy.claim
+        with suppress(OSError, RunDirectoryError):
+            if self._register.newest_term() > claim.term:
+                return "another leads"
+            if self._directory.newest_attempt() > self._args.attempt:
+                return "the run was started again"
+            os.utime(file)
+            own_s, before = file.stat().st_mtime, claim.voters[: claim.voters.index(self._args.node)]
+            for other, at_s in _standing(self._directory):
+                if other.node in before and other.term == claim.term and own_s - at_s < _STALE_S:
+                    return f"{other.node} stands too, and comes before it"
+        return ""
+
+    async def _withdraw(self, why: str) -> None:
+        self.log(f"withdraws: {why}")
+        await self._server.stop()
+
+    async def _take_over(self, before: Claim, claim: Claim, port: int) -> Elected:
+        for stale in _folder(self._directory).glob("*.json"):
+            stale.unlink(missing_ok=True)
+        empty = initial_state(settings_of(self._spec), time.time(), self._server.credentials.fencing)
+        reign = await asyncio.to_thread(
+            succeed, self._directory, self._register, self._args.attempt, before, claim, empty
+        )
+        return Elected(reign, self._server, port, self._inbox, self._heartbeats)
+
+
+def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = None) -> int:
+    """Stands as a candidate in this process and leads if elected, to the end of the run; a head that died on this node leads on at once.
+
+    It does not stand if ``term`` is not the newest any more: whoever has made a later claim leads.
+
+    Returns ``EXIT_NOT_ELECTED`` if it has withdrawn, else as ``run_coordinator`` does, whose errors it raises too.
+    """
+    directory = RunDirectory(args.run_dir)
+    register = ClaimRegister(directory, args.attempt)
+    claim = register.newest()
+    if claim is None or claim.ended is not None:
+        return EXIT_NOT_ELECTED
+    if claim.node == args.node and claim.reign > FIRST_REIGN:
+        return run_coordinator(replace(args, reign=claim.reign), certificates)
+    if claim.term != term:
+        return EXIT_NOT_ELECTED
+    spec = read_resolved(directory)
+    raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
+    credentials = credentials_of(args.run_dir, spec, args.attempt, certificates)
+    return asyncio.run(
+        _stand_and_lead(Candidate(args, spec, credentials, register, claim), args, spec, credentials)
+    )
+
+
+async def _stand_and_lead(
+    candidate: Candidate, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials
+) -> int:
+    elected = await candidate.stand()
+    if elected is None:
+        return EXIT_NOT_ELECTED
+    args = replace(args, reign=elected.reign.claim.reign)
+    with only_coordinator(RunDirectory(args.run_dir), args.reign):
+        return await Coordinator(args, spec, credentials, elected).run()
+
+
+def main() -> int:
+    """Entry point of the process that an agent starts."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="phalanx.fleet.control.candidate")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--term", type=int, required=True)
+    parser.add_argument("--certificates", type=Path)
+    given = parser.parse_args()
+    args = CoordinatorArgs(given.run_dir, given.attempt, given.host, 0, given.node)
+    name = f"coordinator-{given.node}"
+    return exit_code_of(lambda: run_candidate(args, given.term, given.certificates), args, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""An agent's part in the succession of a lost coordinator: when it has been without one for too long, it lets its machine stand.
+
+The candidate is a process of its own (``phalanx.fleet.control.candidate``), which becomes the coordinator if it is elected, and is started
+again if it dies then. Whose turn it is says the newest claim in the run directory. The agent's own work goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.fleet.control.candidate import EXIT_NOT_ELECTED
+from phalanx.fleet.control.claims import ClaimError, ClaimRegister
+from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, EXIT_SUPERSEDED
+from phalanx.fleet.core.succession import Claim, stands_after_s
+from phalanx.fleet.node.revival import Revival
+from phalanx.run.directory.paths import RunDirectory
+
+_GOODBYE_S = 20.0
+_LOOK_S = 5.0
+"""After so many seconds without a coordinator, the agent looks whether the run is over."""
+
+
+@dataclass
+class Successor:
+    """The candidate of one node, or the coordinator that it has become."""
+
+    run_dir: Path
+    attempt: int
+    node: str
+    host: str
+    patience_s: float
+    """``fleet.succession_s``."""
+    certificates: Path | None
+    may_lead: bool
+    log: Callable[[str], None]
+    alone_since_s: float | None = None
+    """Since when the agent has had no coordinator, by the monotonic clock."""
+    _claim: Claim | None = None
+    """The newest claim when it last looked."""
+    _process: asyncio.subprocess.Process | None = None
+    _revival: Revival = field(default_factory=Revival)
+    _due_s: float = 0.0
+    """A coordinator that has died here is started again then."""
+    _complaint: str = ""
+
+    async def look(self, *, led: bool, now_s: float) -> str:
+        """Starts a candidate if it is this node's turn. Returns why the run is over, if a claim says so; else nothing.
+
+        Args:
+            led: The agent is attached to a coordinator that leads.
+            now_s: The monotonic clock.
+        """
+        if led:
+            self.alone_since_s = None
+        elif self.alone_since_s is None:
+            self.alone_since_s = now_s
+        if self._process is not None:
+            if self._process.returncode is not None:
+                self._has_ended(self._process.returncode, now_s)
+            return ""
+        if self._due_s:
+            if now_s >= self._due_s:
+                await self._start()
+            return ""
+        alone_since_s = self.alone_since_s
+        if alone_since_s is None or now_s - alone_since_s < min(_LOOK_S, self.patience_s or _LOOK_S):
+            return ""
+        known, claim = self._claim, await asyncio.to_thread(self._newest)
+        if claim is None:
+            return ""
+        if claim.ended is not None:
+            return claim.reason or f"the run is {claim.ended}"
+        if known is not None and known.term != claim.term:
+            self.alone_since_s = alone_since_s = now_s  # whoever has made it leads, or did a moment ago
+        waits_s = stands_after_s(claim, self.node, self.patience_s)
+        if waits_s is not None and now_s - alone_since_s >= waits_s and self.may_lead:
+            await self._start()
+        return ""
+
+    def _newest(self) -> Claim | None:
+        """The newest claim; read only if it is another than before, since every agent of a large fleet may look."""
+        register, known = ClaimRegister(RunDirectory(self.run_dir), self.attempt), self._claim
+        try:
+            if known is None or register.newest_term() != known.term:
+                self._claim = register.newest()
+            return self._claim
+        except (ClaimError, OSError) as error:
+            if str(error) != self._complaint:
+                self.log(str(error))
+            self._complaint = str(error)
+            return None
+
+    async def _start(self) -> None:
+        self._due_s = 0.0
+        shown = ["--certificates", str(self.certificates)] if self.certificates else []
+        path = RunDirectory(self.run_dir).named_log(self.attempt, f"coordinator-{self.node}")
+        self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
+        try:
+            with path.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "phalanx.fleet.control.candidate"),
+                    *("--run-dir", str(self.run_dir), "--attempt", str(self.attempt)),
+                    *("--host", self.host, "--node", self.node, *shown),
+                    *("--term", str(self._claim.term if self._claim else 0)),
+                    env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid())},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+        except OSError as error:
+            self.log(f"the candidate cannot be started: {error}")
+            self._has_ended(1, time.monotonic())
+
+    def _has_ended(self, code: int, now_s: float) -> None:
+        """Handles the end of the process. One that was the coordinator and died is started again; else the node waits its turn anew."""
+        self._process = None
+        self.alone_since_s = None if self.alone_since_s is None else now_s
+        if code == EXIT_CANNOT_START:
+            self.log("this node cannot lead: the log of its candidate says why")
+            self.may_lead = False
+        elif code not in (0, EXIT_NOT_ELECTED, EXIT_SUPERSEDED):
+            pause_s = self._revival.after_death(None)
+            self.log(f"the candidate, or the coordinator that it had become, ended with code {code}")
+            self._due_s = 0.0 if pause_s is None else now_s + pause_s
+
+    async def end(self, *, at_once: bool) -> None:
+        """Ends the process; unless ``at_once``, a coordinator may tell the other nodes first that the run is over."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        if not at_once:
+            try:
+                await asyncio.wait_for(process.wait(), _GOODBYE_S)
+            except TimeoutError:
+                self.log("the coordinator on this node does not end: killed")
+            else:
+                return
+        process.kill()
+        await process.wait()

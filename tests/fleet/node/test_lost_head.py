@@ -1,0 +1,169 @@
+"""Real processes: the machine of the coordinator is lost, with its agent and workers, and another node leads the run to the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run
+from fleet.stand_in_worker import state_after
+from phalanx.fleet.control.coordinator import EXIT_SUPERSEDED
+from phalanx.fleet.control.fleet_file import FleetFile
+
+STEPS, HELD = 60, 20
+SPEC = replace(FLEET, nodes=3, spares=1, min_nodes=2, succession_s=1.0, lease_s=3.0)
+NODES = tuple(f"node-{number}" for number in range(4))
+
+
+@contextmanager
+def led_fleet(run_dir: Path, nodes: tuple[str, ...] = NODES) -> Iterator[Fleet]:
+    """A fleet whose coordinator runs on node-0, and whose agents may all lead; its workers are held at a step."""
+    fleet = Fleet(run_dir)
+    fleet.hold_at(HELD)
+    try:
+        fleet.start_coordinator("--node", "node-0")
+        for node in nodes:
+            fleet.start_agent(node, "--may-lead")
+        yield fleet
+    finally:
+        fleet.end()
+
+
+def lose_head(fleet: Fleet) -> None:
+    """The machine of node-0 is gone, and nobody starts anything there again."""
+    fleet.kill_coordinator()
+    fleet.kill_node("node-0")
+
+
+def trains_under(fleet: Fleet, reign: int, epoch: int) -> FleetFile:
+    """Waits until the fleet trains in this epoch, led by the head of this reign."""
+    return fleet.until(lambda file: (file.reign, file.epoch, file.phase) == (reign, epoch, "running"))
+
+
+def ends_well(fleet: Fleet) -> FleetFile:
+    """The state at the end is that of an undisturbed run, and every process ends."""
+    assert fleet.result() == {"step": STEPS, "state": state_after(STEPS).hex()}
+    for agent in fleet.agents.values():
+        assert agent.wait(PATIENCE_S) == 0, fleet.logs()
+    seen = fleet.seen()
+    assert seen is not None
+    return seen
+
+
+def test_a_lost_head_is_succeeded_while_the_fleet_trains_and_the_run_ends_as_if_undisturbed(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, SPEC, STEPS)
+    with led_fleet(tmp_path) as fleet:
+        fleet.gathered(HELD)
+        before = {node: fleet.workers(node) for node in NODES[1:]}
+        lose_head(fleet)
+        seen = trains_under(fleet, reign=2, epoch=1)
+        assert seen.leader != "node-0"
+        # Beside its workers, the agent of the node that leads has started the coordinator.
+        assert all(set(before[node]) <= set(fleet.workers(node)) for node in NODES[1:])
+        fleet.hold_at(None)
+        seen = ends_well(fleet)
+        assert any("leads the fleet from now on" in happening.what for happening in seen.happenings)
+
+
+def test_a_head_that_is_lost_before_the_fleet_has_formed_is_succeeded(tmp_path: Path) -> None:
+    make_run(tmp_path, SPEC, STEPS)
+    with led_fleet(tmp_path, NODES[:3]) as fleet:
+        fleet.until(lambda file: len(file.members) >= 3)
+        lose_head(fleet)
+        fleet.until(lambda file: file.reign == 2)
+        fleet.start_agent("node-3", "--may-lead")
+        fleet.hold_at(None)
+        ends_well(fleet)
+
+
+@pytest.mark.slow
+def test_the_successor_of_a_head_is_succeeded_too(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(SPEC, min_nodes=1), STEPS)
+    with led_fleet(tmp_path) as fleet:
+        fleet.gathered(HELD)
+        lose_head(fleet)
+        second = trains_under(fleet, reign=2, epoch=1).leader
+        fleet.kill_node(second)
+        third = trains_under(fleet, reign=3, epoch=2).leader
+        assert third not in ("node-0", second)
+        fleet.hold_at(None)
+        ends_well(fleet)
+
+
+def test_without_a_journal_the_successor_asks_every_node_and_no_epoch_number_is_used_twice(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, SPEC, STEPS)
+    with led_fleet(tmp_path) as fleet:
+        fleet.gathered(HELD)
+        lose_head(fleet)
+        (tmp_path / "fleet" / "journal-000.jsonl").unlink()
+        trains_under(fleet, reign=2, epoch=1)
+        fleet.hold_at(None)
+        ends_well(fleet)
+
+
+@pytest.mark.slow
+def test_a_head_that_stood_still_finds_itself_superseded_and_disturbs_nobody(tmp_path: Path) -> None:
+    make_run(tmp_path, SPEC, STEPS)
+    with led_fleet(tmp_path) as fleet:
+        fleet.gathered(HELD)
+        assert fleet.coordinator is not None
+        os.kill(fleet.coordinator.pid, signal.SIGSTOP)
+        # Its node is lost meanwhile, so that the others wait for an order that does not come.
+        fleet.kill_node("node-0")
+        fleet.hold_at(HELD + 5)
+        seen = trains_under(fleet, reign=2, epoch=1)
+        os.kill(fleet.coordinator.pid, signal.SIGCONT)
+        assert fleet.coordinator.wait(PATIENCE_S) == EXIT_SUPERSEDED, fleet.logs()
+        fleet.hold_at(None)
+        assert ends_well(fleet).epoch == seen.epoch
+
+
+def test_a_coordinator_that_is_only_started_again_is_not_succeeded(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(SPEC, succession_s=20.0), STEPS)
+    with led_fleet(tmp_path) as fleet:
+        fleet.gathered(HELD)
+        fleet.kill_coordinator()
+        time.sleep(1.0)
+        fleet.start_coordinator("--node", "node-0")
+        fleet.until(lambda file: file.restarts == 1)
+        fleet.hold_at(None)
+        seen = ends_well(fleet)
+        assert (seen.reign, seen.epoch) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_successor_that_dies_on_a_living_node_leads_on_in_its_own_reign(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(SPEC, succession_s=5.0), STEPS)
+    with led_fleet(tmp_path) as fleet:
+        fleet.gathered(HELD)
+        lose_head(fleet)
+        seen = trains_under(fleet, reign=2, epoch=1)
+        os.kill(seen.coordinator_pid, signal.SIGKILL)
+        fleet.until(lambda file: file.coordinator_pid != seen.coordinator_pid)
+        fleet.hold_at(None)
+        again = ends_well(fleet)
+        assert (again.reign, again.leader) == (2, seen.leader)
+
+
+def test_agents_that_missed_the_end_learn_it_from_the_claims(tmp_path: Path) -> None:
+    make_run(tmp_path, SPEC, STEPS)
+    with led_fleet(tmp_path) as fleet:
+        fleet.gathered(HELD)
+        os.kill(fleet.agents["node-3"].pid, signal.SIGSTOP)
+        fleet.hold_at(None)
+        assert fleet.result()["step"] == STEPS
+        assert fleet.coordinator is not None
+        fleet.coordinator.wait(PATIENCE_S)
+        os.kill(fleet.agents["node-3"].pid, signal.SIGCONT)
+        assert fleet.agents["node-3"].wait(PATIENCE_S) == 0, fleet.logs()
