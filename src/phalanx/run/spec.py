@@ -605,8 +605,8 @@ class LaunchSpec:
     """Part of its nodes' rate that may leave a domain at once, as leaf=0.5 for a level of the network; levels that are not named are
     non-blocking."""
     most_lost_ms: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
-    """Milliseconds of a step that the nodes which the engine gave may lose on slow uplinks: with more, the run does not start on them. 0 means
-    any; the loss is only said."""
+    """Milliseconds of a step that the nodes which an engine gave, or which join later, may lose on slow uplinks: with more, the run does not
+    start on them, or they do not join. 0 means any; the loss is only said."""
     unit: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Nodes that are kept together below one switch; 0 means those that the axes inside a slot span. `phalanx place` prices others."""
     order: Annotated[Literal["data", "pipeline"], FLEET] = "data"

@@ -231,6 +231,22 @@ def test_nodes_that_lose_more_of_a_step_than_they_may_are_not_trained_on(phalanx
     assert not (run_dir / "fleet.json").exists()
 
 
+@pytest.mark.slow
+def test_nodes_of_a_second_job_do_not_join_if_the_fleet_would_lose_more_than_it_may(phalanx: Phalanx) -> None:
+    slow = ["--set", 'launch.shares=["leaf=0.00001"]', "--set", "launch.most_lost_ms=0.001"]
+    run_dir = phalanx.submit("near", "--nodes", "4", *slow, "--set", "train.steps=100000")
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    phalanx("fleet", "grow", str(run_dir), "--by", "4")
+
+    def refused() -> bool:
+        return any("they do not join it" in path.read_text() for path in run_dir.glob("launch/joining-*.log"))
+
+    wait_until(refused, "the second job does not end", run_dir / "launch")
+    assert len(members(run_dir, "member")) == 4
+    assert "of a step are lost on the way" in phalanx("status", str(run_dir))
+    phalanx("cancel", str(run_dir))
+
+
 def test_the_topology_and_the_free_nodes_are_those_of_the_cluster(
     phalanx: Phalanx, cluster: SlurmCluster
 ) -> None:
