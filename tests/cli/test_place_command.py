@@ -136,6 +136,8 @@ def fleet_of(files: Path, nodes: list[str]) -> Path:
     content = FleetFile(
         run="small",
         coordinator="",
+        leader="n1",
+        reign=1,
         coordinator_pid=0,
         written_unix_s=0.0,
         phase=FleetPhase.RUNNING,
