@@ -14,6 +14,7 @@ work, and what it would send is counted call by call. 8 ranks stand on each mach
   291 parameters in 34 groups.
 - *bind*: bytes of the message with which the coordinator makes a node a member of an epoch that restores from memory, encoded by the real code after a
   lost node, and the coordinator's time for it: with a spare in its place and without, for states that every rank has alone and that every machine has.
+  Beside it the claim that is made before them: its bytes, the time to describe and encode it, and to find, each turn, that none is due.
 - *matrices*: what an optimizer of whole matrices (Muon) works out once at the start: owner and exchange of DeepSeek-V3's 45,000 matrices, divided
   by rows over all ranks.
 
@@ -53,7 +54,7 @@ from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, encode_record
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
-from phalanx.fleet.core import decide
+from phalanx.fleet.core import decide, succession
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import Bind
 from phalanx.fleet.core.orders import Order, deliveries
@@ -276,7 +277,15 @@ def _binds(nodes: int, spares: int, shard_ranks: int) -> dict[str, float]:
     began_s = time.process_time()
     told = [command for _, command in deliveries(state, orders) if isinstance(command, Bind)]
     spent_s = time.process_time() - began_s
-    return {"bytes": max(len(m.encode(one)) for one in told), "ms": spent_s * 1e3 / len(told)}
+    claim = succession.first_claim(state, seats[1], "nonce")
+    return {
+        "bytes": max(len(m.encode(one)) for one in told),
+        "ms": spent_s * 1e3 / len(told),
+        "claim_ms": 1e3
+        * _time_s(lambda: succession.encode_claim(succession.renewed(claim, state, "next")), 3),
+        "claim_is_due_ms": 1e3 * _time_s(lambda: succession.is_due(claim, state), 3),
+        "claim_bytes": len(succession.encode_claim(claim)),
+    }
 
 
 def readers(count: int, state_bytes: int = 2 << 20) -> dict[str, float]:

@@ -150,7 +150,7 @@ def _line(state: FleetState, head: str) -> tuple[str, ...]:
     """The living nodes: members before others, one of each failure domain before the second of any, and the head's own node last."""
     met: Counter[tuple[str, ...]] = Counter()
     place: dict[str, int] = {}
-    spares = sorted(name for name in state.nodes if name not in set(state.seats))
+    spares = sorted(state.nodes.keys() - set(state.seats))
     if head in state.nodes:
         met[state.nodes[head].domain] += 1  # its rack may be lost as a whole
     for name in (*state.seats, *spares):
