@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli_w
 from click.testing import CliRunner, Result
 
+from phalanx.cli.fleet.join_from_hosts import why_not_here
 from phalanx.cli.launch.place_command import command
 from phalanx.fleet.control.fleet_file import FleetFile, Member, write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.model.facts.presets import PRESETS
+from phalanx.run.read import read_run, to_table
 
 FABRIC = """
 taken = "n[5]"
@@ -130,9 +134,11 @@ def test_a_topology_that_cannot_be_read_is_named(files: Path) -> None:
     assert "cannot read the topology" in ended.output
 
 
-def fleet_of(files: Path, nodes: list[str]) -> Path:
-    """A run directory whose fleet has these members, and one that is lost."""
-    members = (*(Member(name, "member", name) for name in nodes), Member("n16", "lost", "n16"))
+def fleet_of(files: Path, nodes: list[str], pods: dict[str, str] | None = None) -> Path:
+    """A run directory whose fleet has these members, and one that is lost. ``pods``: where members say that they are."""
+    said = {name: (pod,) for name, pod in (pods or {}).items()}
+    living = (Member(name, "member", name, domain=said.get(name, ())) for name in nodes)
+    members = (*living, Member("n16", "lost", "n16"))
     content = FleetFile(
         run="small",
         coordinator="",
@@ -182,3 +188,27 @@ def test_nodes_that_join_a_fleet_are_refused_only_if_they_make_it_lose_more_than
     fleet_of(files, [*near[:4], "n9", "n10", "n11", "n12"])
     assert place(files, "--allocation", "n13", *joining, "--set", "fleet.spares=1").exit_code == 0
     assert "--allocation HOSTS" in place(files, *joining).output
+
+
+def test_an_agent_started_by_hand_is_priced_beside_others_that_were_and_refused_where_it_is_too_far(
+    files: Path,
+) -> None:
+    nodes = [f"n{number}" for number in (1, 2, 3, 4, 6, 7, 8)]
+    limits = [
+        "fleet.nodes=4",
+        "fleet.spares=0",
+        "launch.most_lost_ms=0.001",
+        'launch.shares=["level 1=0.00001"]',
+    ]
+    spec = read_run(files / "run.toml", PRESETS, limits)
+    (files / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
+    (files / "record.json").write_text('{"attempts": 1}')
+    fleet_of(files, nodes, dict.fromkeys(nodes, "p1"))
+    # With an eighth node the run has twice the ranks, and they exchange gradients.
+    joiners = {"n9": ("p2",), "n5": ("p1",)}
+    told = {name: why_not_here(files, name, domain) for name, domain in joiners.items()}
+    assert "lose more" in told["n9"]
+    assert told["n5"] == ""
+    # Where some are nobody knows, so there is no price.
+    fleet_of(files, nodes, dict.fromkeys(nodes[:3], "p1"))
+    assert why_not_here(files, "n9", ("p2",)) == ""

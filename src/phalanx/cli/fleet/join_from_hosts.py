@@ -41,7 +41,7 @@ def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple
         raise EngineError(f"{path} names {len(hosts)} hosts that are not in the fleet, and {by} are to join")
     wrong = bare.preflight(replace(order, nodes=by, spares=0), hosts)
     if not wrong:
-        known = {host.name: host for host in (*started, *listed)}
+        known = {host.name: host for host in (*_whereabouts(run_dir, seen), *listed)}
         wrong = _too_far(spec, order, list(known.values()), seen, hosts)
     if wrong:
         raise EngineError("these hosts cannot join:\n  " + "\n  ".join(wrong))
@@ -51,19 +51,27 @@ def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple
 def why_not_here(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
     """Why an agent that was started by hand is not to join a fleet from this place in the network; empty if it may.
 
-    Where the others are is known of those that ``phalanx submit`` or ``fleet grow`` has started; a fleet of which that is not known takes
-    everybody. Raises ``RunDirectoryError``.
+    A fleet some of whose nodes do not say where they are takes everybody. Raises ``RunDirectoryError``.
     """
     spec = read_resolved(RunDirectory(run_dir))
     if not spec.launch.most_lost_ms:
         return ""
-    hosts = [one.host for one in bare.started_on(run_dir) if one.host.name != node]
     own = Host(node, "", 0, "", domain)
     try:
-        before, after = verdict_with(spec, network_of([*hosts, own]), read_fleet_file(run_dir), [node])
+        seen = read_fleet_file(run_dir)
+        others = [host for host in _whereabouts(run_dir, seen) if host.name != node]
+        before, after = verdict_with(spec, network_of([*others, own]), seen, [node])
     except (TopologyError, RequestError, HardwareError, FleetFileError, ValueError):
         return ""
     return too_slow(spec, after) if loses_more(before, after) else ""
+
+
+def _whereabouts(run_dir: Path, seen: FleetFile) -> list[Host]:
+    """The nodes of a fleet with their places in the network: as they say themselves, else as the file of hosts said that they were started by."""
+    listed = {one.host.name: one.host for one in bare.started_on(run_dir)}
+    said = {one.name: Host(one.name, "", 0, "", one.domain) for one in seen.members if one.domain}
+    silent = {name: Host(name, "", 0, "") for name in members_of(seen)}
+    return list({**silent, **listed, **said}.values())
 
 
 def _too_far(

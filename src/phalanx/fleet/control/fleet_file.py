@@ -36,6 +36,8 @@ class Member(msgspec.Struct, frozen=True):
     attached: bool = False
     silent_s: float = 0.0
     why: str = ""
+    domain: tuple[str, ...] = ()
+    """Where it says that it is in the network, from the widest to the narrowest."""
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -131,7 +133,9 @@ def _member(state: FleetState, node: Node, attached: bool) -> Member:
     seated = node.seat != NO_SEAT
     ranks = tuple(state.settings.formation.ranks_of(node.seat, state.ranks)) if seated else ()
     silent_s = max(0.0, state.now_s - max(state.heard.get(node.name, 0.0), state.rolled_s))
-    return Member(node.name, _role(state, node, seated), node.host, ranks, attached, silent_s, node.why)
+    return Member(
+        node.name, _role(state, node, seated), node.host, ranks, attached, silent_s, node.why, node.domain
+    )
 
 
 def _happening(incident: Incident) -> Happening:
