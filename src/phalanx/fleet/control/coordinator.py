@@ -68,6 +68,8 @@ _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20
 _RENEW_BYTES, _RENEW_AGAIN_BYTES = 64 << 20, 4 << 20
 _RETRY_S = 1.0
+_REST = 3.0
+"""After a turn it rests for so many times what the core took, and meanwhile takes in more: a turn costs O(nodes), however little has come in."""
 _GOODBYE_S = 1.0
 HURRY_SIGNAL = signal.SIGUSR1
 """The launcher's request to end at once. To save and stop is SIGTERM, however often it comes: Slurm sends it to all processes of a job."""
@@ -124,6 +126,8 @@ class Coordinator:
         self._disk_due_s = 0.0
         self._deaf_s = 0.0
         """Time in which this process did not read messages, and of which the core has not been told."""
+        self._decided_in_s = 0.0
+        """Processor time of the last turn's decisions."""
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is under way, if there is one."""
         self._rotation: asyncio.Task[str] | None = None
@@ -299,6 +303,7 @@ class Coordinator:
             self._tell_new_token()  # the coordinator before was killed between the file and its journal
         watching = asyncio.create_task(self._watch_itself())
         while not self._over:
+            await asyncio.sleep(min(_REST * self._decided_in_s, self._tick_s))
             # Not wait_for, which forgets a cancellation that comes with the wake (https://github.com/python/cpython/issues/86296).
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
@@ -388,6 +393,7 @@ class Coordinator:
         # No await between this and the core: what is in the journal is what the core has seen.
         self._inbox, self._heartbeats, self._deaf_s = [], {}, 0.0
         before, undecided, sending = mark(self._state), deque(batch), list[tuple[str, c.Command]]()
+        began_s = time.thread_time()
         try:
             while undecided:
                 sending += self._decide(undecided.popleft(), now_s)
@@ -397,9 +403,11 @@ class Coordinator:
             # came in behind the event that raised (a request to stop, a run that has finished) is decided next turn.
             self._inbox[:0] = [event for event in undecided if not isinstance(event, m.Tick)]
             sending = await self._resync(before, error)
+        due = is_due(self._claim, self._state)
+        self._decided_in_s = time.thread_time() - began_s
         if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
             await self._synced()
-        if is_due(self._claim, self._state):
+        if due:
             await self._claim_anew()
         self._set_aside()
         for node, command in sending:

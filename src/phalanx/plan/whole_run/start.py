@@ -75,11 +75,11 @@ MEASURED = StartCosts(
     host_s=Fact(0.5, "an sshd on loopback, 2026-11-25"),
     hosts_at_once=32,  # ``launch.engines.bare``
     attach_s=Fact(
-        0.9e-3, f"{_BENCH}: 1,000 to 6,000 agents; more threads' time with TLS, as much of the event loop's"
+        1.0e-3, f"{_BENCH}: 500 to 6,000 agents; more threads' time with TLS, as much of the event loop's"
     ),
-    attach_s_per_node=Fact(0.18e-6, f"{_BENCH}: all nodes are looked at in every turn"),
-    form_s=Fact(0.15e-3, _BENCH),
-    form_s_per_node=Fact(0.12e-6, f"{_BENCH}: all nodes are looked at in every turn"),
+    attach_s_per_node=Fact(0.08e-6, f"{_BENCH}: all nodes are looked at in every turn"),
+    form_s=Fact(0.13e-3, _BENCH),
+    form_s_per_node=Fact(0.10e-6, f"{_BENCH}: all nodes are looked at in every turn"),
     store_connect_s=Fact(33e-6, f"{_BENCH}: TCPStore"),
     store_call_s=Fact(25e-6, f"{_BENCH}: TCPStore"),
     store_calls=16,  # an assumption: two for each group of a mesh of several axes
