@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as replace_in
 
 from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import running, settings
+from phalanx.fleet.control import claims
 from phalanx.fleet.control.claims import KEPT, ClaimError, ClaimRegister
 from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
@@ -61,6 +63,42 @@ def test_it_is_so_on_a_file_system_without_links(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "link", no_links)
     test_of_many_that_make_the_claim_of_one_term_one_gets_it(tmp_path)
+
+
+def test_a_claim_whose_making_was_answered_with_an_error_is_ones_own_at_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, link = Claim(1, 1, "a", "x", settings(2)), os.link
+
+    def made_and_failed(*names: Path) -> None:
+        link(*names)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "link", made_and_failed)
+    assert register_in(tmp_path).make(claim)
+    monkeypatch.undo()
+    assert register_in(tmp_path).make(claim)
+    assert not register_in(tmp_path).make(replace_in(claim, nonce="another's"))
+
+
+def test_a_disk_that_is_full_leaves_no_empty_claim_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    register, claim = register_in(tmp_path), Claim(1, 1, "a", "x", settings(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", no_links)
+        patched.setattr(claims, "sync", lambda _path: None)
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ClaimError, match="No space left"):
+            register.make(claim)
+    assert register.newest() is None
+    assert register.make(claim)
 
 
 def test_a_term_stays_claimed_after_its_claim_is_forgotten(tmp_path: Path) -> None:

@@ -333,6 +333,9 @@ def test_an_agent_is_led_by_a_coordinator_that_says_so_and_attached_to_a_candida
             wire.server.lead(3)  # it was elected
             await until(lambda: caller.link.led)
             later = wire.dial(node="node-1")
+            await until(lambda: len(wire.ear.reports) == 2)
+            assert not later.link.led  # not before the coordinator has decided with it
+            wire.server.lead(3)
             await until(lambda: later.link.led)
             assert caller.commands == []
 
@@ -342,15 +345,16 @@ def test_an_agent_is_led_by_a_coordinator_that_says_so_and_attached_to_a_candida
 def test_an_agent_that_has_followed_a_later_reign_obeys_no_earlier_one_and_looks_further() -> None:
     async def scene() -> None:
         async with Wire() as old, Wire() as new:
-            old.server.lead(1)
-            new.server.lead(2)
             caller = Caller(new.address, old.address)
             new.tasks.append(asyncio.create_task(caller.link.run()))
+            await until(lambda: new.ear.reports)
+            new.server.lead(2)
             await until(lambda: caller.link.led)
             caller.link.drop("a test")
             await until(lambda: old.ear.reports)
+            old.server.lead(1)
             old.server.send("node-0", c.Park(0, "of an earlier reign"))
-            await until(lambda: caller.link.led and len(new.ear.reports) == 2)
+            await until(lambda: len(new.ear.reports) == 2)
             assert caller.commands == []
             assert any("was superseded" in line for line in caller.lines)
 

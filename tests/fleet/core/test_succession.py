@@ -102,6 +102,7 @@ def test_a_claim_is_due_before_an_epoch_begins_and_not_after_each_event() -> Non
         m.RunFinished(0, "{}"),
         m.Suspect("1", "corruption", "checksums differ", trusted_step=3),
         m.Enlarge(6, 6, (1, 2, 3, 4, 5, 6), ()),
+        m.Drain("4"),
     ],
 )
 def test_a_claim_is_due_before_what_must_not_be_forgotten_is_told_to_anybody(event: m.CoreEvent) -> None:
@@ -240,7 +241,14 @@ def test_a_journal_of_another_start_of_the_run_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [m.StopRun(), m.Suspect("1", "corruption", "x", trusted_step=3), m.RunFinished(0, "{}")]
+    "event",
+    [
+        m.StopRun(),
+        m.Suspect("1", "corruption", "x", trusted_step=3),
+        m.RunFinished(0, "{}"),
+        m.Drain("4"),
+        m.Enlarge(6, 6, (1, 2, 3, 4, 5, 6), ()),
+    ],
 )
 def test_a_journal_that_lacks_what_the_claim_says_is_not_taken(event: m.CoreEvent) -> None:
     fleet = running()
@@ -250,6 +258,8 @@ def test_a_journal_that_lacks_what_the_claim_says_is_not_taken(event: m.CoreEven
     assert state.phase is (FleetPhase.FINISHED if isinstance(event, m.RunFinished) else FleetPhase.FORMING)
     assert state.stopping == isinstance(event, m.StopRun)
     assert (state.distrust == ()) != isinstance(event, m.Suspect)
+    assert (state.nodes["4"].eligibility is Eligibility.DRAINED) == isinstance(event, m.Drain)
+    assert state.settings == fleet.state.settings
 
 
 def test_who_is_barred_stays_barred_though_the_journal_is_lost() -> None:

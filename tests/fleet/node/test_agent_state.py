@@ -437,17 +437,6 @@ def test_an_agent_ends_once_no_coordinator_was_there_for_a_minute_of_its_own_wak
             break
 
 
-def test_an_agent_knows_since_when_the_end_of_its_epoch_has_had_no_answer() -> None:
-    state = in_epoch(4, 0)
-    state.on_tick(7.0, 0.0)
-    assert state.unanswered_since_s is None
-    state.on_worker_message(0, wl.EpochBroken(4, "a peer has gone"), 7.0, 0.0)
-    state.on_tick(8.0, 0.0)
-    assert state.unanswered_since_s == 7.0
-    state.on_command(c.Park(4, "a node is lost"), 8.0, 0.0)
-    assert state.unanswered_since_s is None
-
-
 def test_an_agent_that_never_found_a_coordinator_ends_too() -> None:
     state, now_s = warm(), 0.0
     while not any(isinstance(action, EndAgent) for action in state.on_tick(now_s, 0.0, attached=False)):

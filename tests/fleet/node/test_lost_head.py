@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,14 +25,17 @@ NODES = tuple(f"node-{number}" for number in range(4))
 
 
 @contextmanager
-def led_fleet(run_dir: Path, nodes: tuple[str, ...] = NODES) -> Iterator[Fleet]:
+def led_fleet(run_dir: Path, nodes: tuple[str, ...] = NODES, changed: str = "") -> Iterator[Fleet]:
     """A fleet whose coordinator runs on node-0, and whose agents may all lead; its workers are held at a step."""
     fleet = Fleet(run_dir)
     fleet.hold_at(HELD)
+    fleet.environment["BROKEN_DISK"] = str(run_dir / "broken")
+    if changed:  # Python runs it at the begin of the coordinator's process
+        (fleet.modules_of("coordinator") / "sitecustomize.py").write_text(changed)
     try:
         fleet.start_coordinator("--node", "node-0")
         for node in nodes:
-            fleet.start_agent(node, "--may-lead")
+            fleet.start_agent(node, "--may-lead", *(["--spare"] if node == "node-3" else []))
         yield fleet
     finally:
         fleet.end()
@@ -127,6 +132,102 @@ def test_a_head_that_stood_still_finds_itself_superseded_and_disturbs_nobody(tmp
         assert fleet.coordinator.wait(PATIENCE_S) == EXIT_SUPERSEDED, fleet.logs()
         fleet.hold_at(None)
         assert ends_well(fleet).epoch == seen.epoch
+
+
+BROKEN_DISK = """
+import errno, os
+pwrite, fdatasync = os.pwrite, os.fdatasync
+
+def broken(function):
+    def call(*given):
+        if os.path.exists(os.environ["BROKEN_DISK"]):
+            raise OSError(errno.EIO, "Input/output error")
+        return function(*given)
+    return call
+
+os.pwrite, os.fdatasync = broken(pwrite), broken(fdatasync)
+"""
+
+
+@pytest.mark.slow
+def test_a_head_that_can_decide_nothing_is_succeeded_though_its_connections_stay(tmp_path: Path) -> None:
+    make_run(tmp_path, SPEC, STEPS)
+    with led_fleet(tmp_path, changed=BROKEN_DISK) as fleet:
+        fleet.gathered(HELD)
+        (tmp_path / "broken").touch()
+        fleet.kill_node("node-1")
+        fleet.hold_at(HELD + 5)
+        trains_under(fleet, reign=2, epoch=1)
+        fleet.hold_at(None)
+        ends_well(fleet)
+
+
+DIES_WITH_ITS_LAST_CLAIM = """
+import os, signal
+link = os.link
+
+def made(temporary, path, **how):
+    link(temporary, path, **how)
+    if "claims" in str(path) and b'"ended":"' in open(path, "rb").read():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+os.link = made
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_end_was_claimed_is_over_though_the_head_is_lost_before_it_says_so(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, SPEC, STEPS)
+    with led_fleet(tmp_path, changed=DIES_WITH_ITS_LAST_CLAIM) as fleet:
+        fleet.gathered(HELD)
+        fleet.hold_at(None)
+        for agent in fleet.agents.values():
+            assert agent.wait(PATIENCE_S) == 0, fleet.logs()
+        assert fleet.until(lambda file: file.over).phase == "finished"
+
+
+@pytest.mark.slow
+def test_a_candidate_without_a_majority_yields_to_a_coordinator_that_is_started_again(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(SPEC, spares=0, lease_s=15.0), STEPS)
+    with led_fleet(tmp_path, NODES[:3]) as fleet:
+        fleet.gathered(HELD)
+        fleet.kill_coordinator()
+        fleet.kill_node("node-2")  # of the two that may elect, one is left
+        folder, deadline_s = tmp_path / "fleet" / "candidates", time.monotonic() + PATIENCE_S
+        while not list(folder.glob("*.json")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        fleet.start_coordinator("--node", "node-0")
+        seen = fleet.until(
+            lambda file: (
+                file.restarts == 1 and any(one.attached for one in file.members if one.name == "node-1")
+            )
+        )
+        assert not any("node-1" in one.node and "silent" in one.what for one in seen.happenings)
+        fleet.hold_at(None)
+        ends_well(fleet)
+
+
+def test_dead_candidates_of_before_keep_nobody_from_a_coordinator_that_is_started_again(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, replace(SPEC, succession_s=20.0), STEPS)
+    with led_fleet(tmp_path) as fleet, socket.create_server(("127.0.0.1", 0)) as silent:
+        fleet.gathered(HELD)
+        folder = tmp_path / "fleet" / "candidates"
+        folder.mkdir(exist_ok=True)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"  # takes connections, and says nothing
+        content = {"node": "node-9", "address": address, "attempt": 0, "term": 1}
+        (folder / "node-9.json").write_text(json.dumps(content))
+        os.utime(folder / "node-9.json", (0, 0))
+        fleet.kill_coordinator()
+        fleet.start_coordinator("--node", "node-0")
+        fleet.until(lambda file: file.restarts == 1 and all(one.attached for one in file.members))
+        assert not list(folder.iterdir())
+        fleet.hold_at(None)
+        assert ends_well(fleet).epoch == 0
 
 
 def test_a_coordinator_that_is_only_started_again_is_not_succeeded(tmp_path: Path) -> None:

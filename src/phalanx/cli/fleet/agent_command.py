@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,7 +145,8 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             return train_fleet(spec, run, (), as_json, lead), True
         if not succeeded:
             with explained(TimeoutError):
-                _wait_for(part.coordinator, spec.fleet.coordinator_lease_s)
+                patience_s = spec.fleet.coordinator_lease_s
+                _wait_for(part.coordinator, patience_s, lambda: _is_succeeded(folder, part.certificates))
     if joins and not in_slurm_step(os.environ):
         _refuse_too_far(folder, part.node, part.domain)
     from phalanx.fleet.control.security import SecurityError
@@ -155,7 +158,7 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             node=part.node,
             attempt=RunDirectory(folder).newest_attempt(),
             coordinator=part.coordinator,
-            host=part.host or (own_host(part.coordinator) if part.coordinator else "127.0.0.1"),
+            host=part.host or own_host(part.coordinator or _coordinator_of(folder) or "127.0.0.1:0"),
             domain=part.domain,
             started_as_spare=part.spare,
             at_signal="leave" if joins or not in_slurm_step(os.environ) else "wait",
@@ -247,10 +250,23 @@ def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
     return True
 
 
-def _wait_for(coordinator: str, patience_s: float) -> None:
-    """Blocks until the coordinator listens, which it does once the run directory is ready. Raises TimeoutError after ``patience_s``."""
+def _coordinator_of(folder: Path) -> str:
+    """The address of the coordinator by fleet.json; empty if that cannot be read."""
+    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+
+    with suppress(FleetFileError):
+        return read_fleet_file(folder).coordinator
+    return ""
+
+
+def _wait_for(coordinator: str, patience_s: float, is_succeeded: Callable[[], bool]) -> None:
+    """Blocks until the coordinator listens, which it does once the run directory is ready, or another leads in its place.
+
+    Raises TimeoutError after ``patience_s``.
+    """
     host, _, port = coordinator.rpartition(":")
     said_s, began_s = -_SAY_AGAIN_S, time.monotonic()
+    looked_s = began_s
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=5.0).close()
@@ -263,6 +279,10 @@ def _wait_for(coordinator: str, patience_s: float) -> None:
             if time.monotonic() - said_s >= _SAY_AGAIN_S:
                 said_s = time.monotonic()
                 click.echo(f"waiting for the coordinator at {coordinator} ({error})", err=True)
+            if time.monotonic() - looked_s >= _SAY_AGAIN_S / 6:
+                looked_s = time.monotonic()
+                if is_succeeded():
+                    return
             time.sleep(_LOOK_AGAIN_S)
         else:
             return

@@ -31,7 +31,8 @@ from phalanx.fleet.control.coordinator import (
 from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import raise_descriptor_limit
-from phalanx.fleet.control.reign import FIRST_REIGN, nonce, succeed
+from phalanx.fleet.control.fleet_file import path_in
+from phalanx.fleet.control.reign import FIRST_REIGN, candidates_in, nonce, succeed
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
@@ -41,13 +42,17 @@ from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.worker import die_with_parent
+from phalanx.train.start.open_run import take_lock
 
 EXIT_NOT_ELECTED = 80
 """The exit code of a candidate that has withdrawn."""
 _STANDS_FOR, _STANDS_AT_LEAST_S = 2, 30.0
 """A candidate withdraws after so many times ``fleet.succession_s``, or so many seconds: an agent may take 20 s to give the lost address up."""
-_LOOK_S, _STALE_S = 0.25, 5.0
+_LOOK_S, _STALE_S = 0.5, 5.0
 """Another candidate whose file is older by so many seconds than one's own has died."""
+_DEAD_S = 120.0
+_ALONE_S = 10.0
+"""A candidate to which too few have come for so long yields to a coordinator that is seen at work."""
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -55,29 +60,31 @@ class _Address(msgspec.Struct, frozen=True):
 
     node: str
     address: str
+    attempt: int
+    """The start of the run."""
     term: int
     """The newest claim when it stood."""
-
-
-def _folder(directory: RunDirectory) -> Path:
-    return directory.fleet / "candidates"
 
 
 def _standing(directory: RunDirectory) -> list[tuple[_Address, float]]:
     """The candidates that stand, or have died standing, and when each last said that it does (by the clock of the file system)."""
     found: list[tuple[_Address, float]] = []
-    for path in sorted(_folder(directory).glob("*.json")):
+    for path in sorted(candidates_in(directory).glob("*.json")):
         with suppress(OSError, msgspec.MsgspecError):
             content = msgspec.json.decode(path.read_bytes(), type=_Address)
             found.append((content, path.stat().st_mtime))
     return found
 
 
-def candidate_addresses(directory: RunDirectory, node: str) -> list[str]:
-    """The addresses ("host:port") at which candidates listen, or have listened; that of ``node`` first."""
+def candidate_addresses(directory: RunDirectory, attempt: int, node: str) -> list[str]:
+    """The addresses ("host:port") at which candidates of this start of the run listen; that of ``node`` first.
+
+    One that has not said for two minutes that it stands is dead, by this machine's clock: to dial a dead machine takes long.
+    """
     with suppress(OSError):
         found = sorted(_standing(directory), key=lambda one: one[0].node != node)
-        return [content.address for content, _ in found]
+        oldest_s = time.time() - _DEAD_S
+        return [content.address for content, at_s in found if content.attempt == attempt and at_s > oldest_s]
     return []
 
 
@@ -126,17 +133,19 @@ class Candidate:
     async def stand(self) -> Elected | None:
         """Stands until it is elected, or withdraws. Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do."""
         fleet, before = self._spec.fleet, self._candidacy.claim
-        port = await self._server.start(self._args.host, 0)
+        port = await self._server.start(self._args.listening_on, 0)
         address = f"{self._args.host}:{port}"
-        file = _folder(self._directory) / f"{urllib.parse.quote(self._args.node, safe='')}.json"
+        file = candidates_in(self._directory) / f"{urllib.parse.quote(self._args.node, safe='')}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, msgspec.json.encode(_Address(self._args.node, address, before.term)))
+        content = _Address(self._args.node, address, self._args.attempt, before.term)
+        write_atomically(file, msgspec.json.encode(content))
+        stood_s = file.stat().st_mtime
         self.log(f"stands at {address} to succeed {before.node or 'the coordinator'}, reign {before.reign}")
         until_s = time.monotonic() + max(_STANDS_AT_LEAST_S, _STANDS_FOR * fleet.succession_s)
         try:
             while not self._candidacy.is_elected(time.monotonic(), fleet.lease_s):
                 why = "too few nodes have come" if time.monotonic() > until_s else ""
-                if why := why or await asyncio.to_thread(self._yields, file):
+                if why := why or await asyncio.to_thread(self._yields, file, stood_s):
                     await self._withdraw(why)
                     return None
                 await asyncio.sleep(_LOOK_S)
@@ -149,19 +158,27 @@ class Candidate:
         self.log(f"elected: leads in reign {claim.reign}, by claim {claim.term}")
         return await self._take_over(before, claim, port)
 
-    def _yields(self, file: Path) -> str:
-        """Why it gives way to another, if it does; says in its file, which is ``file``, that it still stands."""
+    def _yields(self, file: Path, stood_s: float) -> str:
+        """Why it gives way to another, if it does; says in its file, which is ``file``, that it still stands.
+
+        All times are of the file system's clock, which every machine sees alike.
+        """
         claim = self._candidacy.claim
         with suppress(OSError, RunDirectoryError):
             if self._register.newest_term() > claim.term:
                 return "another leads"
             if self._directory.newest_attempt() > self._args.attempt:
                 return "the run was started again"
+            if not file.exists():
+                return "a coordinator has begun to lead, and removed the candidates"
             os.utime(file)
             own_s, before = file.stat().st_mtime, claim.voters[: claim.voters.index(self._args.node)]
             for other, at_s in _standing(self._directory):
                 if other.node in before and other.term == claim.term and own_s - at_s < _STALE_S:
                     return f"{other.node} stands too, and comes before it"
+            # One that is cut off from most nodes writes too; but then most have come here before this.
+            if own_s - stood_s > _ALONE_S and path_in(self._args.run_dir).stat().st_mtime > stood_s:
+                return "the coordinator is back, and too few nodes have come"
         return ""
 
     async def _withdraw(self, why: str) -> None:
@@ -169,8 +186,6 @@ class Candidate:
         await self._server.stop()
 
     async def _take_over(self, before: Claim, claim: Claim, port: int) -> Elected:
-        for stale in _folder(self._directory).glob("*.json"):
-            stale.unlink(missing_ok=True)
         empty = initial_state(settings_of(self._spec), time.time(), self._server.credentials.fencing)
         reign = await asyncio.to_thread(
             succeed, self._directory, self._register, self._args.attempt, before, claim, empty
@@ -208,8 +223,11 @@ async def _stand_and_lead(
     elected = await candidate.stand()
     if elected is None:
         return EXIT_NOT_ELECTED
-    args = replace(args, reign=elected.reign.claim.reign)
-    with only_coordinator(RunDirectory(args.run_dir), args.reign):
+    args, directory = replace(args, reign=elected.reign.claim.reign), RunDirectory(args.run_dir)
+    # Where the lost machine holds it still, as far as the file system knows, nobody else gets it either.
+    with suppress(RunDirectoryError, OSError):
+        take_lock(directory.lock)
+    with only_coordinator(directory, args.reign):
         return await Coordinator(args, spec, credentials, elected).run()
 
 
@@ -221,11 +239,12 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--host", required=True)
+    parser.add_argument("--listen", default="")
     parser.add_argument("--node", required=True)
     parser.add_argument("--term", type=int, required=True)
     parser.add_argument("--certificates", type=Path)
     given = parser.parse_args()
-    args = CoordinatorArgs(given.run_dir, given.attempt, given.host, 0, given.node)
+    args = CoordinatorArgs(given.run_dir, given.attempt, given.host, 0, given.node, given.listen)
     name = f"coordinator-{given.node}"
     return exit_code_of(lambda: run_candidate(args, given.term, given.certificates), args, name)
 

@@ -10,6 +10,7 @@ the same.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from contextlib import suppress
@@ -23,6 +24,8 @@ from phalanx.run.directory.paths import RunDirectory
 
 KEPT = 8
 """Claims that are kept whole. Of older ones the name is left, so that no term is claimed twice."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Answers of a file system that has no links."""
 _NAME = re.compile(r"(\d{3,})-(\d{8,})\.json")
 
 
@@ -79,32 +82,34 @@ class ClaimRegister:
 
 
 def _make_once(path: Path, content: bytes) -> bool:
-    """Makes a file that nobody has made; True if it is this one's. Raises ``OSError``."""
+    """Makes a file that nobody has made; True if it is this one's. Raises ``OSError``; the same call may be made again."""
     temporary = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
     try:
         temporary.write_bytes(content)
         sync(temporary)
         try:
             os.link(temporary, path)
-        except FileExistsError:
-            # Over NFS it may be one's own: the answer to the first request was lost.
-            return path.read_bytes() == content
-        except (
-            OSError
-        ):  # a file system without links: whoever reads too early finds it unreadable, and reads again
-            return _make_exclusively(path, content)
+        except OSError as error:
+            if not path.exists():
+                if error.errno not in _NO_LINKS:
+                    raise
+                _make_exclusively(path, content)
+    except FileExistsError:
+        pass
     finally:
         temporary.unlink(missing_ok=True)
-    return True
+    # It may be one's own though a call has failed: the answer to it was lost, or what came after it failed.
+    return path.read_bytes() == content
 
 
-def _make_exclusively(path: Path, content: bytes) -> bool:
+def _make_exclusively(path: Path, content: bytes) -> None:
+    """Makes a file where there are no links. Whoever reads it too early finds it unreadable, and reads it again."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        return False
-    with open(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return True
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)  # an empty claim would be a term that nobody can follow
+        raise

@@ -38,6 +38,7 @@ from phalanx.fleet.control.reign import (
     FIRST_REIGN,
     Reign,
     SupersededError,
+    forget_candidates,
     nonce,
     reign_again,
     require_leading,
@@ -68,6 +69,8 @@ _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20
 _RENEW_BYTES, _RENEW_AGAIN_BYTES = 64 << 20, 4 << 20
 _RETRY_S = 1.0
+_LEADS_PER_PATIENCE = 4
+"""So many times in ``fleet.succession_s`` the coordinator says that it leads."""
 _REST = 3.0
 """After a turn it rests for so many times what the core took, and meanwhile takes in more: a turn costs O(nodes), however little has come in."""
 _GOODBYE_S = 1.0
@@ -90,8 +93,15 @@ class CoordinatorArgs:
     port: int
     node: str = ""
     """The node on whose machine it runs: it is never given back."""
+    listen: str = ""
+    """The address that it binds, if that is not ``host``: another name of the machine, or its address behind a translator."""
     reign: int = FIRST_REIGN
     """The number of the reign in which it led before, or is to be the first."""
+
+    @property
+    def listening_on(self) -> str:
+        """The address that it binds."""
+        return self.listen or self.host
 
 
 @dataclass
@@ -123,7 +133,7 @@ class Coordinator:
         self._wake = asyncio.Event()
         self._checkpoints: tuple[int, ...] = ()
         self._disk_complaint = ""
-        self._disk_due_s = 0.0
+        self._disk_due_s = self._lead_due_s = 0.0
         self._deaf_s = 0.0
         """Time in which this process did not read messages, and of which the core has not been told."""
         self._decided_in_s = 0.0
@@ -146,6 +156,7 @@ class Coordinator:
             self.log,
             least_pause_s=self._tick_s,
             published_s=published_s,
+            leads=lambda: self._register.newest_term() <= self._claim.term,
         )
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
@@ -289,7 +300,6 @@ class Coordinator:
         Raises:
             SupersededError: Another coordinator leads the run now. Nothing was sent that follows from what this one decided meanwhile.
         """
-        self._server.lead(self._claim.reign)
         port = self._port_open or await self._listen()
         self._address = f"{self._args.host}:{port}"
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
@@ -297,6 +307,7 @@ class Coordinator:
         loop.add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         loop.add_signal_handler(HURRY_SIGNAL, self._ask_to_end_at_once)
         await self._publisher.write_now(self._now_s())
+        forget_candidates(self._directory)
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
         rotated = self._state.key or self._credentials.earlier.accepted()
         if rotated and self._state.key != token_name(self._credentials.token):
@@ -343,13 +354,13 @@ class Coordinator:
 
         If another program has taken that port, a free one does: agents find it in fleet.json.
         """
-        host, port = self._args.host, self._port()
+        host, port = self._args.listening_on, self._port()
         try:
             return await self._server.start(host, port)
         except TransportError as error:
             if not self._restarts or not port:
                 raise
-            if await answers(f"{host}:{port}", self._credentials):
+            if await answers(f"{self._args.host}:{port}", self._credentials):
                 raise TransportError(
                     f"another coordinator of this run listens on {host}:{port}; end it first"
                 ) from error
@@ -410,11 +421,23 @@ class Coordinator:
         if due:
             await self._claim_anew()
         self._set_aside()
+        self._say_who_leads(now_s)
         for node, command in sending:
             self._server.send(node, command)
         self._server.drop_outdated(self._state.key)
         self._publisher.publish(self._state, now_s, over=self._over)
         await self._renew()
+
+    def _say_who_leads(self, now_s: float) -> None:
+        """Tells agents that it leads: the new ones before any other command, all of them now and then.
+
+        Only at the end of a turn. A coordinator that takes in reports and can decide nothing, for its disk, leads nobody.
+        """
+        patience_s = self._spec.fleet.succession_s
+        again = bool(patience_s) and now_s >= self._lead_due_s
+        if again:
+            self._lead_due_s = now_s + patience_s / _LEADS_PER_PATIENCE
+        self._server.lead(self._claim.reign, again=again)
 
     def _look_for_successor(self) -> None:
         """Raises ``SupersededError`` if another coordinator leads now, or the run was started again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +81,10 @@ class CoordinatorLink:
         self._call: _Call | None = None
         self._closing: asyncio.Future[None] | None = None
         self._dropping: asyncio.Future[str] | None = None
-        self._led, self._follows = False, NOT_LED
+        self._led_s: float | None = None
+        self._follows = NOT_LED
+        self.address = ""
+        """Where the present stream leads, or the last one did."""
 
     def change_token(self, credentials: Credentials) -> None:
         """Attaches anew, with other credentials from now on."""
@@ -95,9 +99,14 @@ class CoordinatorLink:
         return self._queue is not None
 
     @property
+    def led_s(self) -> float | None:
+        """When the coordinator on the present stream last said that it leads, by the monotonic clock; None for a candidate, and without a stream."""
+        return self._led_s if self.attached else None
+
+    @property
     def led(self) -> bool:
         """True if a stream is open to a coordinator that leads: to no candidate, and to none that was superseded."""
-        return self.attached and self._led
+        return self.led_s is not None
 
     def drop(self, why: str) -> None:
         """Gives the present stream up, and tries the next address."""
@@ -136,7 +145,7 @@ class CoordinatorLink:
 
     async def _attach_once(self, address: str) -> tuple[str, bool]:
         """Runs one stream to its end. Returns why it ended, and True if the coordinator has proven itself on it."""
-        answered = False
+        answered, self.address = False, address
         async with _channel(address, self._credentials) as channel:
             call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._credentials.metadata())
             queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
@@ -160,7 +169,7 @@ class CoordinatorLink:
             except grpc.RpcError as error:
                 return _reason(error), answered
             finally:
-                self._led, self._dropping = False, None
+                self._led_s = self._dropping = None
                 code = await call.code() if not answered and call.done() else None
                 self._queue = self._call = None
                 if writing is not None:
@@ -185,7 +194,7 @@ class CoordinatorLink:
         if reign < self._follows:
             self.drop(f"it leads in reign {reign}, and was superseded: reign {self._follows} has begun")
         else:
-            self._led, self._follows = True, reign
+            self._led_s, self._follows = time.monotonic(), reign
 
 
 class _Dropped(Exception):  # noqa: N818

@@ -9,16 +9,23 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
+from phalanx.fleet.control.claims import ClaimError, ClaimRegister
 from phalanx.fleet.core.ending import unsaved_steps
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Incident, Node
 from phalanx.fleet.core.succession import Claim
 from phalanx.observe.events import EpochLeft
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+
+_STALE_S = 10.0
+"""A file of a living coordinator is younger."""
 
 
 class FleetFileError(RuntimeError):
@@ -170,13 +177,27 @@ def write_fleet_file(run_dir: Path, content: FleetFile) -> float:
 
 
 def read_fleet_file(run_dir: Path) -> FleetFile:
-    """Reads the file of a run. Raises ``FleetFileError``."""
+    """Reads the file of a run. Raises ``FleetFileError``.
+
+    Of a coordinator that was lost after it had claimed the end of the run, and before it could write that here, the claim is believed.
+    """
     path = path_in(run_dir)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=FleetFile)
+        found = msgspec.json.decode(path.read_bytes(), type=FleetFile)
+        silent = not found.over and time.time() - found.written_unix_s > _STALE_S
+        return _as_claimed(run_dir, found) if silent else found
     except FileNotFoundError:
         raise FleetFileError(
             f"there is no {path}: no fleet was ever started there; start one with phalanx train RUN_FILE --nodes N"
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise FleetFileError(f"cannot read {path}: {error}; is it of this version of Phalanx?") from error
+
+
+def _as_claimed(run_dir: Path, found: FleetFile) -> FleetFile:
+    directory = RunDirectory(run_dir)
+    with suppress(ClaimError, RunDirectoryError):
+        newest = ClaimRegister(directory, directory.newest_attempt()).newest()
+        if newest is not None and newest.ended is not None:
+            return replace(found, phase=newest.ended, reason=newest.reason)
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from phalanx.fleet.control.fleet_file import FleetFile, path_in, write_fleet_file
 from phalanx.fleet.core.messages import NO_EPOCH
@@ -33,6 +34,7 @@ class Publisher:
         *,
         least_pause_s: float,
         published_s: float,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
@@ -42,7 +44,9 @@ class Publisher:
             log: Takes lines for the coordinator's log.
             least_pause_s: Between two writes of fleet.json.
             published_s: Incidents up to this time were published by an earlier coordinator.
+            leads: Asked, in a thread, just before fleet.json is replaced: that of a successor is left alone.
         """
+        self._leads = leads
         self._directory, self._attempt, self._content, self._log = directory, attempt, content, log
         self._least_pause_s, self._published_s = least_pause_s, published_s
         self._events: EventLog | None = None
@@ -75,6 +79,9 @@ class Publisher:
         except EventLogError as error:
             self._log(str(error))
 
+    def _replace(self, run_dir: Path, content: FleetFile) -> float:
+        return write_fleet_file(run_dir, content) if self._leads() else 0.0
+
     async def write_now(self, now_s: float) -> None:
         """Writes fleet.json, after a write that is under way."""
         if self._writing is not None:
@@ -88,7 +95,7 @@ class Publisher:
         took_s = time.thread_time() - began_s
         try:
             loop = asyncio.get_running_loop()
-            took_s += await loop.run_in_executor(None, write_fleet_file, path, content)
+            took_s += await loop.run_in_executor(None, self._replace, path, content)
         except OSError as error:
             self._log(f"cannot write {path_in(path)}: {error.strerror}")
         self._due_s = now_s + max(self._least_pause_s, took_s / _FILE_SHARE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def journal_path(directory: RunDirectory, attempt: int, reign: int) -> Path:
     """The journal of one reign in one start of a run."""
     first = directory.journal(attempt)
     return first if reign == FIRST_REIGN else first.with_name(f"{first.stem}-reign-{reign}.jsonl")
+
+
+def candidates_in(directory: RunDirectory) -> Path:
+    """The folder in which candidates say where they listen."""
+    return directory.fleet / "candidates"
+
+
+def forget_candidates(directory: RunDirectory) -> None:
+    """Removes the files of candidates, the living and the dead: a coordinator leads. One that still stands finds that out by itself."""
+    with suppress(OSError):
+        for path in candidates_in(directory).glob("*.json"):
+            path.unlink(missing_ok=True)
 
 
 def require_leading(register: ClaimRegister, claim: Claim) -> None:

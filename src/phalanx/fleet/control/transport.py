@@ -42,7 +42,6 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
-from phalanx.fleet.core.succession import NOT_LED
 from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, token_name
 
 MAX_REPORT_BYTES = 4 << 20
@@ -134,7 +133,8 @@ class FleetServer:
     def __init__(self, credentials: Credentials, listener: Listener) -> None:
         self.listener = listener
         """To be replaced when a candidate becomes the coordinator."""
-        self._reign = NOT_LED
+        self._untold: set[str] = set()
+        """Nodes that have attached since the coordinator last said that it leads."""
         self.credentials = credentials
         """To be replaced when the tokens are changed."""
         self.links: dict[str, AgentLink] = {}
@@ -175,11 +175,12 @@ class FleetServer:
             link.close()
         await self._server.stop(grace_s)
 
-    def lead(self, reign: int) -> None:
-        """Tells every agent, now and whenever one attaches, that this coordinator leads."""
-        self._reign = reign
-        for link in self.links.values():
-            link.send(encode(Lead(reign)))
+    def lead(self, reign: int, *, again: bool = False) -> None:
+        """Tells the agents that have attached since the last call that this coordinator leads; with ``again``, all of them."""
+        told, untold = encode(Lead(reign)), self._untold
+        self._untold = set()
+        for node in self.links.keys() if again else untold & self.links.keys():
+            self.links[node].send(told)
 
     def send(self, node: str, command: Command) -> None:
         """Sends a command on a node's current stream; dropped if there is none, since an agent that attaches describes itself."""
@@ -277,8 +278,7 @@ class FleetServer:
             link.close()
             return link
         self.links[first.node] = link
-        if self._reign != NOT_LED:
-            link.send(encode(Lead(self._reign)))
+        self._untold.add(first.node)
         if before is not None:
             before.close()
         self.listener.on_report(first)

@@ -151,9 +151,10 @@ class SaveSnapshots(WireMessage, frozen=True):
 
 
 class Lead(WireMessage, frozen=True):
-    """This coordinator leads the fleet, in this reign: the first command on each of its streams. A candidate sends none until it is elected.
+    """This coordinator leads the fleet, in this reign, and decides: the first command on each of its streams, repeated now and then.
 
-    An agent that has followed a later reign obeys no command of this one, and looks for another coordinator.
+    A candidate sends none until it is elected. An agent that has followed a later reign obeys no command of this one, and looks for another
+    coordinator; so does one to which it is not repeated for ``fleet.succession_s``, though the stream is open.
     """
 
     reign: Natural

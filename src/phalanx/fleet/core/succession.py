@@ -112,15 +112,21 @@ def renewed(claim: Claim, state: FleetState, nonce: str) -> Claim:
 def is_due(claim: Claim, state: FleetState) -> bool:
     """True if the head must claim again before it sends the commands that came with ``state``. Costs O(nodes).
 
-    A node that was found unfit does not make it due: if that is forgotten together with the journal, it is found unfit again. And a
-    head that has lost most of its voters at once does not name others: it may be the one that is cut off.
+    A node that was found unfit does not make it due: if that is forgotten together with the journal, it is found unfit again, but one that an
+    operator has drained does. And a head that has lost most of its voters at once does not name others: it may be the one that is cut off.
     """
     said = (state.epoch, state.stopping, _ended(state), state.distrust, state.settings)
     if said != (claim.epoch, claim.stopping, claim.ended, claim.distrust, claim.settings):
         return True
+    if _drained(state) != {unfit.node for unfit in claim.barred if unfit.eligibility is Eligibility.DRAINED}:
+        return True
     living, voters = {name for name, node in state.nodes.items() if node.alive}, set(claim.voters)
     changed = len(living ^ voters) > VOTERS_MAY_DIFFER * len(voters)
     return changed and (not voters or has_majority(claim, living))
+
+
+def _drained(state: FleetState) -> set[str]:
+    return {name for name, node in state.nodes.items() if node.eligibility is Eligibility.DRAINED}
 
 
 def _ended(state: FleetState) -> FleetPhase | None:
@@ -237,6 +243,9 @@ def is_behind(state: FleetState, claim: Claim) -> bool:
         or (claim.stopping and not state.stopping)
         or (claim.ended is not None and state.phase not in OVER)
         or not set(claim.distrust) <= set(state.distrust)
+        or claim.settings != state.settings
+        or not {unfit.node for unfit in claim.barred if unfit.eligibility is Eligibility.DRAINED}
+        <= _drained(state)
     )
 
 

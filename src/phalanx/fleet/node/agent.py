@@ -165,6 +165,7 @@ class Agent:
             args.attempt,
             args.node,
             args.host,
+            _listening(args.host),
             fleet.succession_s,
             self._certificates,
             args.may_lead,
@@ -211,7 +212,8 @@ class Agent:
             task.cancel()
         for worker in self._workers.values():
             worker.kill()
-        await self._successor.end(at_once=bool(self._failure) or self._next_attempt is not None)
+        # Where the run is over, a coordinator on this node tells the others before it ends.
+        await self._successor.end(at_once=not self._copies_wanted)
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 gone = [worker.gone() for worker in self._workers.values()]
@@ -292,8 +294,7 @@ class Agent:
 
         Before them those of candidates, which stand if the coordinator is lost: to find that out takes long at its own address.
         """
-        addresses = candidate_addresses(RunDirectory(self._args.run_dir), self._args.node)
-        addresses.append(self._args.coordinator)
+        addresses = [*self._candidates(), self._args.coordinator]
         with suppress(FleetFileError):
             addresses.append(read_fleet_file(self._args.run_dir).coordinator)
         return list(dict.fromkeys(filter(None, addresses)))
@@ -331,23 +332,34 @@ class Agent:
         while True:
             now_s, silent = time.monotonic(), self._state.silent(time.monotonic())
             working = {i for i in silent if i in self._workers and self._workers[i].working()}
-            led = self._link.led
-            self._do(self._state.on_tick(now_s, time.time(), attached=led, working=working))
+            attached = self._link.attached
+            self._do(self._state.on_tick(now_s, time.time(), attached=attached, working=working))
             await asyncio.sleep(pause_s)
 
     async def _succession(self) -> None:
-        """Looks whether a coordinator leads; one that says nothing to the end of an epoch is as good as lost, though the stream is open."""
+        """Looks whether a coordinator leads, and takes part in the succession if none does."""
         patience_s = self._spec.fleet.succession_s
         while True:
-            now_s, silent_since_s = time.monotonic(), self._state.unanswered_since_s
-            if patience_s and silent_since_s is not None and now_s - silent_since_s > patience_s:
-                self._state.unanswered_since_s = None
-                if self._link.led:
-                    self._link.drop(f"it has answered nothing for {patience_s:g} s")
-                    self._successor.alone_since_s = silent_since_s
-            if over := await self._successor.look(led=self._link.led, now_s=now_s):
+            now_s, led_s = time.monotonic(), self._link.led_s
+            led = led_s is not None and (not patience_s or now_s - led_s <= patience_s)
+            if led_s is not None and not led:
+                # The stream is open, and whoever is there decides nothing, or its machine is gone.
+                self._successor.alone_since_s = self._successor.alone_since_s or led_s
+                self._link.drop(f"it has not said for {patience_s:g} s that it leads")
+            elif (
+                not led
+                and self._link.attached
+                and self._link.address not in (found := self._candidates())
+                and found
+            ):
+                self._link.drop("a candidate stands to succeed it")
+            if over := await self._successor.look(led=led, now_s=now_s):
+                self._copies_wanted = True
                 self._end(f"the run is over: {over}")
             await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _candidates(self) -> list[str]:
+        return candidate_addresses(RunDirectory(self._args.run_dir), self._args.attempt, self._args.node)
 
     async def _beat(self) -> None:
         while True:

@@ -116,8 +116,6 @@ class AgentState:
     ticked_s: float = 0.0
     attached_s: float | None = None
     """The time when this agent was last attached to a coordinator, or began; not counting the time in which it stood still itself."""
-    unanswered_since_s: float | None = None
-    """Since when the coordinator, which answers such a report at once, has said nothing to one that ends the epoch."""
     leaving: bool = False
     """The node is about to be taken away, and the fleet is told so."""
     checked: bool = False
@@ -186,7 +184,6 @@ class AgentState:
 
     def on_command(self, command: Command, now_s: float, unix_s: float) -> list[AgentAction]:
         """Handles a command of the coordinator. ``unix_s`` is the time of day, for the next epoch's ledger."""
-        self.unanswered_since_s = None
         match command:
             case Park():
                 return self._park(command, now_s, unix_s)
@@ -423,8 +420,6 @@ class AgentState:
 
     def _testify(self, report: AgentReport) -> list[AgentAction]:
         self.evidence.append(report)
-        if self.unanswered_since_s is None:
-            self.unanswered_since_s = self.ticked_s
         return [SendReport(report)]
 
     def _ready(self) -> list[AgentAction]:

@@ -52,6 +52,7 @@ _POLL_S = 0.1
 _TELL_COPIES_S = 2.0
 _FAREWELL_S = 10.0
 _STOPPED_S = 60.0
+_ASK_AGAIN_S = 30.0
 _LOOK_S, _STUCK_S = 1.0, 60.0
 """A fleet that has no way on is ended after this time, in which an operator can let nodes in (``phalanx fleet add``)."""
 
@@ -77,7 +78,7 @@ class Lead:
     def agent_arguments(self) -> list[str]:
         """Command-line arguments for ``phalanx.fleet.node.agent``, beside the node's name."""
         domain = ["--domain", *self.domain] if self.domain else []
-        return ["--host", self.host, *domain, *self._certified]
+        return ["--host", self.host, "--may-lead", *domain, *self._certified]
 
     @property
     def _certified(self) -> list[str]:
@@ -196,6 +197,8 @@ class _Processes:
     stuck: str = ""
     """Why the run was asked to stop, if that was not by the user."""
     looked_s: float = 0.0
+    ask_again_s: float = 0.0
+    """When the user is told again that the node that leads cannot be asked to stop."""
     way_on_s: float = math.inf
     """The time when the fleet could last be seen to train, or to be about to."""
     keeper: DirectoryKeeper = field(init=False)
@@ -354,8 +357,18 @@ class _Processes:
             shown = credentials_of(run.directory.path, run.spec, run.attempt, certificates, ("operate",))
             asyncio.run(operate(seen.coordinator, shown, StopRun()))
         except (SecurityError, TransportError) as error:
-            self.orders.tell(f"cannot ask the node that leads to stop: {error}")
-        self.stop_told = 0, asked + 1
+            if self.orders.made > 1:
+                self.orders.tell(
+                    f"this node ends; the run could not be told, and goes on where it can: {error}"
+                )
+                self.over = True
+            elif time.monotonic() >= self.ask_again_s:
+                self.ask_again_s = time.monotonic() + _ASK_AGAIN_S
+                self.orders.tell(
+                    f"cannot ask the node that leads to stop, and tries again; asked once more, this node ends by itself: {error}"
+                )
+        else:
+            self.stop_told = 0, asked + 1
 
     # --- the agents ----------------------------------------------------------------------------
 

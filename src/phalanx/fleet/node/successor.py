@@ -34,6 +34,8 @@ class Successor:
     attempt: int
     node: str
     host: str
+    listen: str
+    """The address that a coordinator here binds."""
     patience_s: float
     """``fleet.succession_s``."""
     certificates: Path | None
@@ -106,7 +108,7 @@ class Successor:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "phalanx.fleet.control.candidate"),
                     *("--run-dir", str(self.run_dir), "--attempt", str(self.attempt)),
-                    *("--host", self.host, "--node", self.node, *shown),
+                    *("--host", self.host, "--listen", self.listen, "--node", self.node, *shown),
                     *("--term", str(self._claim.term if self._claim else 0)),
                     env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid())},
                     stdin=asyncio.subprocess.DEVNULL,
