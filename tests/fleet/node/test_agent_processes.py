@@ -229,6 +229,7 @@ def nvmlShutdown():
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_its_checks_is_not_offered_and_a_spare_takes_its_place(tmp_path: Path) -> None:
     broken = {"node-1": NVML_THAT_FINDS_NO_GPU_ANSWERING}
     with running_fleet(

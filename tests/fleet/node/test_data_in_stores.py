@@ -18,6 +18,7 @@ from store.servers import Server
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
 
+@pytest.mark.slow
 def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_bits(
     tmp_path: Path, ranks: Any, s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,6 +270,7 @@ def test_a_worker_whose_machine_computes_wrongly_says_so_instead_of_being_warm_a
     assert node.process.wait(timeout=PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_only_a_worker_that_was_given_faults_imports_the_saboteur(
     make_driver: Any, undisturbed: str, tmp_path: Path
 ) -> None:

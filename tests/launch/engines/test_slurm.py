@@ -158,6 +158,7 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machin
     assert not any(cluster.processes_of(f"n{number}") for number in range(1, 9))
 
 
+@pytest.mark.slow
 def test_a_preempted_run_saves_queues_again_and_goes_on(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:

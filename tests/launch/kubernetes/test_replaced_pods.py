@@ -113,6 +113,7 @@ def pods_of(folder: Path, name: str, *sets: str, volume: Path | None = None) -> 
         yield Pods(job, own / "volume" / name)
 
 
+@pytest.mark.slow
 def test_a_lost_pod_is_replaced_under_its_index_and_is_the_node_that_it_was(
     folder: Path, undisturbed: str
 ) -> None:
