@@ -23,6 +23,7 @@ FLOORS = {
     "fleet": 7,
     "serve": 8,
     "simulate": 8,
+    "watch": 8,
     "api": 9,
     "cli": 9,
 }
