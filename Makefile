@@ -8,7 +8,7 @@ DEV := requirements/dev.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-all test-torch-2.11 lint bench gpu env env-dev clean
+.PHONY: quickstart test test-all test-torch-2.11 servers lint bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -18,6 +18,10 @@ test: env-dev  ## the whole suite
 
 test-all: env-dev  ## and what takes longer
 	$(PYTEST)
+
+servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, which some tests start; as root
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$(grep -v '^#' requirements/debian.txt)
 
 lint: env-dev
 	$(BIN)/ruff format --check src tests bench validation examples
