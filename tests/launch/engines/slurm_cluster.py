@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,14 +65,40 @@ PartitionName=shut Nodes=ALL Default=NO State=DOWN
 """
 
 
-def missing() -> str:
-    """Why no cluster can be started here; empty if one can."""
+_ACCOUNTING = """
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge/sock
+AccountingStorageEnforce=associations,limits,qos
+"""
+_DATABASE = """
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/sock
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser=root
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_acct
+"""
+_ACCOUNTANTS = ("mariadbd", "mariadb-install-db", "mariadb-admin", "slurmdbd", "sacctmgr")
+
+
+def missing(*, accounting: bool = False) -> str:
+    """Why no cluster can be started here, or none that keeps accounts; empty if one can."""
     if os.getuid() != 0:
         return "slurmd needs root"
     path = f"{os.environ['PATH']}:/usr/sbin"
-    absent = [name for name in _DAEMONS if shutil.which(name, path=path) is None]
+    wanted = (*_DAEMONS, *(_ACCOUNTANTS if accounting else ()))
+    absent = [name for name in wanted if shutil.which(name, path=path) is None]
     if absent:
-        return f"{', '.join(absent)} not installed: apt-get install --no-install-recommends slurm-wlm munge"
+        packages = "slurm-wlm munge" + (" slurmdbd mariadb-server" if accounting else "")
+        return f"{', '.join(absent)} not installed: apt-get install --no-install-recommends {packages}"
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -149,6 +175,14 @@ class SlurmCluster:
             time.sleep(0.1)
         raise TimeoutError(f"nodes are {self.tool('sinfo', '-h', '-N', '-o', '%N %T %E', check=False)}")
 
+    def wait_until(self, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Waits until ``true`` says so."""
+        deadline_s = time.monotonic() + timeout_s
+        while not true():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(self.tool("squeue", "-a", check=False))
+            time.sleep(0.1)
+
     def end_jobs(self) -> None:
         """Cancels whatever is queued or running, and waits until it is gone."""
         numbers = self.tool("squeue", "-h", "-o", "%A", check=False).split()
@@ -177,9 +211,12 @@ def _free_ports(count: int) -> int:
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Starts a cluster of ``NODES`` nodes under two leaf switches in ``folder``, and leaves nothing behind."""
-    first = _free_ports(NODES + 1)
+def slurm_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCluster]:
+    """Starts a cluster of ``NODES`` nodes under two leaf switches in ``folder``, and leaves nothing behind.
+
+    With ``accounting`` it enforces the limits of its accounts, which a slurmdbd keeps in a MariaDB of its own.
+    """
+    first = _free_ports(NODES + 2)
     for name in ("state", "munge", "dev"):
         (folder / name).mkdir(mode=0o755)
     (folder / "munge").chmod(0o711)
@@ -202,6 +239,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
             gpus=GPUS,
             grace=GRACE_S,
         )
+        + (_ACCOUNTING.format(folder=folder, port=first + NODES + 1) if accounting else "")
     )
     (folder / "gres.conf").write_text(f"NodeName=n[1-{NODES}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
     version = subprocess.run(["/usr/sbin/slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
@@ -217,6 +255,8 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         munge += [f"--log-file={folder}/munge/log", f"--seed-file={folder}/munge/seed"]
         cluster.start_daemon("munged", "runuser", "-u", "munge", "--", "munged", "-F", *munge)
         _wait_for(folder / "munge" / "sock")
+        if accounting:
+            _keep_accounts(cluster, first + NODES + 1)
         cluster.start_daemon("slurmctld", "slurmctld", "-D", "-c")
         for number in range(1, NODES + 1):
             cluster.start_node(number)
@@ -237,6 +277,38 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
             except subprocess.TimeoutExpired:
                 os.killpg(daemon.pid, signal.SIGKILL)
                 daemon.wait()
+
+
+def _keep_accounts(cluster: SlurmCluster, port: int) -> None:
+    """Starts a MariaDB that listens on a socket alone, and the slurmdbd that keeps accounts in it."""
+    folder, data = cluster.folder, cluster.folder / "db"
+    data.mkdir()
+    shutil.chown(data, "mysql")
+    settings = folder / "slurmdbd.conf"
+    settings.write_text(_DATABASE.format(folder=folder, port=port))
+    settings.chmod(0o600)
+    socket_only = ["--no-defaults", "--user=mysql", f"--datadir={data}/data"]
+    root = ["--auth-root-authentication-method=socket", "--auth-root-socket-user=root", "--skip-test-db"]
+    cluster.tool("mariadb-install-db", *socket_only, *root)
+    small = ["--skip-networking", "--skip-log-bin", "--innodb-buffer-pool-size=64M", f"--socket={data}/sock"]
+    cluster.start_daemon("mariadbd", "mariadbd", *socket_only, *small, f"--pid-file={data}/pid")
+    _ask_until_answered(cluster, "mariadb-admin", "--no-defaults", "-S", f"{data}/sock", "ping")
+    cluster.environment["MYSQL_UNIX_PORT"] = f"{data}/sock"
+    cluster.start_daemon("slurmdbd", "slurmdbd", "-D")
+    _ask_until_answered(cluster, "sacctmgr", "-n", "list", "cluster")
+    cluster.tool("sacctmgr", "-i", "-Q", "add", "cluster", "test", check=False)
+
+
+def _ask_until_answered(cluster: SlurmCluster, *words: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            cluster.tool(*words)
+            return
+        except AssertionError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
 
 
 def _wait_for(path: Path) -> None:

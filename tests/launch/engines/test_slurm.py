@@ -176,6 +176,48 @@ def test_a_preempted_run_saves_queues_again_and_goes_on(
 
 
 @pytest.mark.slow
+def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_smaller(
+    phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    run_dir = phalanx.submit("several", "--nodes", "4", "--spares", "1", "--set", "fleet.min_nodes=1")
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    leader = str(fleet_of(run_dir)["leader"])
+    victims = [name for name in members(run_dir, "member") if name != leader][:2]
+    for name in victims:
+        cluster.kill_node(name)
+    try:
+        wait_until(lambda: len(members(run_dir, "lost")) == 2, "nobody is missed", run_dir / "launch")
+        wait_until(lambda: len(members(run_dir, "member")) == 3, "it does not re-form", run_dir / "launch")
+        assert weights(run_dir) == undisturbed
+    finally:
+        for name in victims:
+            cluster.start_node(int(name[1:]))
+        cluster.end_jobs()
+        cluster.wait_for_nodes()
+
+
+@pytest.mark.slow
+def test_a_run_whose_time_is_up_saves_queues_itself_again_and_goes_on(phalanx: Phalanx) -> None:
+    # Slurm counts time limits in minutes. That such a requeue keeps the bits, the test of preemption shows.
+    limits = ["--time", "1m", "--set", "launch.grace_s=30", "--set", "checkpoint.every_steps=100000"]
+    run_dir = phalanx.submit("time-is-up", "--nodes", "2", *limits, "--set", "train.steps=100000")
+    log = run_dir / "launch" / f"job-{read_record(run_dir).job}.log"  # type: ignore[union-attr]
+    wait_until(
+        lambda: log.exists() and "it is queued again" in log.read_text(),
+        "it has not saved",
+        run_dir / "launch",
+    )
+    (saved,) = (run_dir / "checkpoints").glob("step-*")
+    wait_until(
+        lambda: json.loads((run_dir / "record.json").read_bytes())["attempts"] == 2,
+        "it has not begun again",
+        run_dir / "launch",
+    )
+    wait_until(trains(run_dir, after=int(saved.name[5:]) + 1), "it does not go on", run_dir / "launch")
+    phalanx("cancel", str(run_dir))
+
+
+@pytest.mark.slow
 def test_a_cancelled_run_saves_and_is_continued_by_the_same_command(
     phalanx: Phalanx, undisturbed: str
 ) -> None:

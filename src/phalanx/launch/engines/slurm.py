@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
+from phalanx.launch.engines.slurm_limits import limit_problems, limits_of
 from phalanx.launch.engines.slurm_script import COMMENT, JOINING_COMMENT
 from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.launch.placing.host_list import expanded
@@ -38,6 +39,9 @@ _REMEDIES = {
     "PartitionTimeLimit": "it asks for more time than the partition allows: --time",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
     "AssocGrpNodeLimit": "the account's limit of nodes is used up: wait, or another --account",
+    "AssocGrpGRES": "the account's limit of GPUs is used up: wait, or another --account",
+    "QOSGrpNodeLimit": "the limit of nodes of the QOS is used up: wait, or another --qos",
+    "QOSGrpGRES": "the limit of GPUs of the QOS is used up: wait, or another --qos",
     "QOSMaxNodePerUserLimit": "the QOS allows you fewer nodes at a time",
     "QOSMaxWallDurationPerJobLimit": "the QOS allows less time: --time",
     "BeginTime": "it was queued again and starts in a moment",
@@ -200,7 +204,11 @@ def preflight(order: LaunchOrder) -> list[str]:
     partitions = parse_partitions(run_tool(["scontrol", "show", "partition", "-o"]))
     known = {one.name for one in partitions}
     nodes = _nodes_for(order) if not order.launch.partition or order.launch.partition in known else []
-    return list(problems(order, partitions, nodes))
+    try:
+        limits = limits_of(order)
+    except EngineError:  # no sacctmgr here, or no answer from slurmdbd: the queued job's reason will tell
+        limits = []
+    return [*problems(order, partitions, nodes), *limit_problems(order, limits)]
 
 
 def problems(order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]) -> Iterator[str]:
