@@ -18,11 +18,11 @@ from phalanx.fleet.control.claims import KEPT, ClaimError, ClaimRegister
 from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.reign import SupersededError, journal_path, succeed
+from phalanx.fleet.control.reign import SupersededError, journal_path, reign_again, succeed
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.replay import batch_line, first_line
+from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import Claim, first_claim, renewed, succeeding
 from phalanx.run.directory.paths import RunDirectory
@@ -194,6 +194,36 @@ def test_a_coordinator_whose_journal_is_gone_uses_no_epoch_number_again(
     again = make_coordinator(tmp_path)
     assert (again._state.phase, again._state.epoch) == (FleetPhase.FORMING, 0)
     assert all(node.engaged for node in again._state.nodes.values())
+
+
+@pytest.mark.parametrize("successor", ["another machine", "the same"])
+def test_an_epoch_that_was_decided_and_never_claimed_is_left_by_whoever_leads_next(
+    tmp_path: Path, successor: str
+) -> None:
+    directory, fleet = RunDirectory(tmp_path), running(spares=2)
+    directory.fleet.mkdir()
+    empty, register = initial_state(fleet.state.settings, 0.0), register_in(tmp_path)
+    first = first_claim(empty, "0", "a")
+    before = renewed(first, fleet.state, "b")
+    fleet.hear(m.WorkerExited("1", 1, 0, 0, -9))
+    fleet.park()
+    assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.BINDING, 1)
+    old = Journal(journal_path(directory, 0, 1))
+    old.append(first_line(empty))
+    for at_s, event in fleet.journal:
+        old.append(batch_line(at_s, (event,)))
+    old.close()
+    assert all(register.make(one) for one in (first, before))
+    if successor == "the same":
+        reign = reign_again(directory, 0, 1, "0", empty, print)
+    else:
+        claim = succeeding(before, "2", "c")
+        assert register.make(claim)
+        reign = succeed(directory, register, 0, before, claim, empty)
+    assert (reign.restored.state.phase, reign.restored.state.epoch) == (FleetPhase.PARKING, 1)
+    reign.journal.close()
+    # Its journal leads there too.
+    assert replay(Journal(reign.journal.path).lines).state == reign.restored.state
 
 
 @pytest.mark.parametrize("left", ["whole", "nothing", "without its end"])

@@ -26,6 +26,7 @@ from phalanx.fleet.core.succession import (
     has_majority,
     inherited,
     is_due,
+    is_untold,
     renewed,
     stands_after_s,
     succeeding,
@@ -53,6 +54,43 @@ def led_on(claim: Claim, lines: list[bytes], fleet: Fleet) -> Fleet:
     successor.state = inherited(claim, lines, START, successor.now_s)
     successor.hear(m.Restarted())
     return successor
+
+
+# --- an epoch that was decided, and of which nobody was told
+
+
+def decided_and_not_claimed() -> tuple[Fleet, Claim]:
+    """A fleet whose head has decided on epoch 1, with the claim that it had made before."""
+    fleet = running(spares=2)
+    claim = claim_of(fleet)
+    fleet.hear(m.DiskHolds((4,)), m.WorkerExited("1", 1, 0, 0, -9))
+    fleet.park(step=3)
+    return fleet, claim
+
+
+def test_the_head_that_is_back_restores_what_was_saved_while_it_was_away() -> None:
+    fleet, claim = decided_and_not_claimed()
+    assert (fleet.state.phase, fleet.state.epoch, fleet.state.source) == (
+        FleetPhase.BINDING,
+        1,
+        c.FromDisk(4),
+    )
+    assert is_untold(fleet.state, claim)
+    fleet.hear(m.Untold(), m.Restarted(), m.DiskHolds((4, 70)))
+    assert fleet.state.phase is FleetPhase.PARKING
+    fleet.park(step=3)
+    assert (fleet.state.phase, fleet.state.epoch, fleet.state.source) == (
+        FleetPhase.BINDING,
+        2,
+        c.FromDisk(70),
+    )
+
+
+def test_an_epoch_that_was_claimed_is_bound_to_its_end() -> None:
+    fleet, _ = decided_and_not_claimed()
+    assert not is_untold(fleet.state, claim_of(fleet))
+    fleet.bind()
+    assert not is_untold(fleet.state, claim_of(fleet))
 
 
 # --- the claims of a head

@@ -35,6 +35,11 @@ def test_heads_are_lost_and_succeeded_in_the_sampled_worlds() -> None:
     assert sum(outcome.successions for outcome in outcomes) > 3
 
 
+def test_checkpoints_of_members_that_train_on_while_the_head_is_away_are_not_given_up() -> None:
+    # The head falls between its decision and its claim, and the epoch before saves three more checkpoints until it is back.
+    assert run_seed(20335).steps > 70
+
+
 def test_a_world_is_a_function_of_its_seed() -> None:
     assert run_seed(3) == run_seed(3) != run_seed(4)
 

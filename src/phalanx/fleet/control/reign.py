@@ -17,9 +17,9 @@ from pathlib import Path
 from phalanx.fleet.control.claims import ClaimError, ClaimRegister
 from phalanx.fleet.control.journal import Journal, read_journal
 from phalanx.fleet.control.restoration import Restored, restored
-from phalanx.fleet.core.replay import RESTARTED, batch_line, first_line, replay_batch
+from phalanx.fleet.core.replay import RESTARTED, UNTOLD, batch_line, first_line, replay_batch
 from phalanx.fleet.core.state import FleetState, note
-from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind
+from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_untold
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 FIRST_REIGN = 1
@@ -128,7 +128,18 @@ def reign_again(
         log(f"{journal.path} ends before claim {newest.term}: every node is asked anew")
         journal.begin_anew(first_line(state, found.restarts))
         found = Restored(state, found.restarts, found.published_s)
-    return Reign(register, newest, journal, found)
+    state = _without_untold_epoch(found.state, newest, journal)
+    return Reign(register, newest, journal, Restored(state, found.restarts, found.published_s))
+
+
+def _without_untold_epoch(state: FleetState, newest: Claim, journal: Journal) -> FleetState:
+    """The state in which an epoch that was decided and never claimed has been left again; written into the journal."""
+    if not is_untold(state, newest):
+        return state
+    state, _ = replay_batch(state, UNTOLD, state.now_s)
+    journal.append(batch_line(state.now_s, UNTOLD))
+    journal.sync()
+    return state
 
 
 def succeed(
@@ -155,4 +166,5 @@ def succeed(
     state, _ = replay_batch(state, RESTARTED, now_s)
     journal.append(batch_line(now_s, RESTARTED))
     journal.sync()
+    state = _without_untold_epoch(state, claim, journal)
     return Reign(register, claim, journal, Restored(state, 0, min(told_s, now_s - 1e-3)))

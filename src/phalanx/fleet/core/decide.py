@@ -395,6 +395,7 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Rekeyed: requests.rekeyed,
     m.Diagnosed: requests.diagnosed,
     m.Restarted: requests.restarted,
+    m.Untold: requests.untold,
     m.StoodStill: requests.stood_still,
     m.Rollcall: rollcall,
 }

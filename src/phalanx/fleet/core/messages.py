@@ -344,6 +344,10 @@ class Restarted(WireMessage, frozen=True):
     """The coordinator was down and has replayed its journal: no node's silence until now counts."""
 
 
+class Untold(WireMessage, frozen=True):
+    """No node has heard of the epoch that is being bound: whoever led fell before it had claimed that epoch, and the one before trains on."""
+
+
 class StoodStill(WireMessage, frozen=True):
     """The coordinator's process did not read messages for so long: stopped, swapped out, starved of processor time."""
 
@@ -404,6 +408,7 @@ CoreEvent = (
     | Enlarge
     | Diagnosed
     | Restarted
+    | Untold
     | StoodStill
     | Rollcall
     | Folded

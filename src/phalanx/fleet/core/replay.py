@@ -27,6 +27,8 @@ JOURNAL_VERSION = 7
 """Version of the journal's lines: raised whenever a state, an event or a rule of the core changes its meaning."""
 RESTARTED = (m.Restarted(),)
 """A batch of this event alone is a coordinator's first: it began, and replayed the journal."""
+UNTOLD = (m.Untold(),)
+"""Follows it where the epoch that the journal ends in was never claimed."""
 _REMEDY = "move it away and start again: the run goes on from its newest checkpoint"
 
 

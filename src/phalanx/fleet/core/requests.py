@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.ending import end
-from phalanx.fleet.core.epochs import check_deadlines, check_leases, strike
+from phalanx.fleet.core.epochs import check_deadlines, check_leases, regroup, strike
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.resize import release
 from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, change, note, trusts
@@ -99,6 +99,12 @@ def restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> Non
     begun_s = state.since_s if state.phase is FleetPhase.FORMING else now_s
     state.since_s = max(begun_s, now_s - max(0.0, settings.form_s - settings.lease_s))
     state.step_s, state.next_lease_s = now_s, now_s + settings.lease_s
+
+
+def untold(state: FleetState, event: m.Untold, orders: list[Order]) -> None:  # noqa: ARG001
+    """Leaves the epoch that nobody was told of: members of the one before may have gone on, and saved newer state than it would restore."""
+    if state.phase is FleetPhase.BINDING:
+        regroup(state, orders, "the coordinator fell before it told anybody of the epoch")
 
 
 def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> None:  # noqa: ARG001

@@ -249,6 +249,11 @@ def is_behind(state: FleetState, claim: Claim) -> bool:
     )
 
 
+def is_untold(state: FleetState, claim: Claim) -> bool:
+    """True if ``state``, which follows from a journal, binds an epoch that nobody was told of: ``claim``, the newest, does not reach it."""
+    return state.phase is FleetPhase.BINDING and state.epoch > claim.epoch
+
+
 def _by_claim_alone(claim: Claim, fencing: FencingToken, now_s: float) -> FleetState:
     """A state without a journal: every voter is waited for until it has said which epoch its workers are in, and what it holds."""
     settings = claim.settings

@@ -12,7 +12,7 @@ from phalanx.fleet.core.epochs import next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay
-from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, encode_state
+from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, encode_state
 from phalanx.fleet.core.succession import Claim
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import Conditions
@@ -122,7 +122,9 @@ class SimulatedCoordinator:
         self.up = True
         # A head that fell between its claim and its commands has begun the epoch all the same.
         self.disk.fence = max(self.disk.fence, self.claim.epoch)
-        if not anew:  # before anything else: deadlines may have passed that nobody could keep
+        if succession.is_untold(self.state, self.claim):
+            self._decide(m.Untold())
+        if not anew and self.up:  # before anything else: deadlines may have passed that nobody could keep
             self._decide(m.Restarted())
         self._tick(self.life)
 
@@ -196,7 +198,8 @@ class SimulatedCoordinator:
         # Before anybody is told: a fenced node that trains on must not commit what is about to be computed again.
         self.disk.fence = self.state.epoch
         self.register.begins(self)
-        self.world.check_source(self.state)
+        if self.state.phase is FleetPhase.BINDING:
+            self.world.check_source(self.state)
 
     def _send(self, orders: list[Order]) -> None:
         for name, command in deliveries(self.state, orders):
