@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -111,6 +113,25 @@ def test_a_run_on_hosts_has_the_bits_of_one_machine_and_leaves_nothing_behind(
     assert "ended; its log is" in phalanx(folder, "status", str(run_dir), **hosts.environment)
     assert "weights" in phalanx(folder, "logs", str(run_dir), **hosts.environment)
     assert "is finished" in phalanx(folder, *words, *sets(run_dir), fails=True, **hosts.environment)
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_an_agent_that_is_killed_on_a_host_is_started_again_and_no_spare_is_needed(
+    folder: Path, hosts: SshHosts, undisturbed: str
+) -> None:
+    (folder / "hosts.txt").write_text("\n".join(hosts.file().splitlines()[:2]))
+    run_dir = folder / "killed-agent"
+    words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "hosts.txt", "--nodes", "2", *sets(run_dir)]
+    quick = ["--set", "fleet.heartbeat_s=0.5", "--set", "fleet.lease_s=5.0", "--set", "fleet.min_nodes=2"]
+    phalanx(folder, *words, *quick, **hosts.environment)
+    wait_until(lambda: step_of(run_dir) >= 2, "the run does not begin", run_dir)
+    (agent,) = [line for line in processes_of(run_dir) if " agent " in line and "--node host-1 " in line and "bash" not in line]
+    os.kill(int(agent.split()[0]), signal.SIGKILL)
+    log = run_dir / "launch" / "host-1.log"
+    wait_until(lambda: "is started again" in log.read_text(), "it is not started again", run_dir)
+    assert weights(run_dir) == undisturbed
+    wait_until(lambda: not processes_of(run_dir), "processes are left", run_dir)
 
 
 @needs_sshd

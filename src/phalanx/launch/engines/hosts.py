@@ -21,6 +21,8 @@ HERE = ""
 _PORTS = 20_000, 20_000
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>[^@:\s]+)(?::(?P<port>\d+))?")
 _GO_HALF_SECONDS = 240
+_PAUSES_S = (1, 5, 15, 60, 120)
+"""Before each time that an agent which was killed is started again; one that is killed once more stays dead."""
 _CHECK = (
     "import json, time; from phalanx.fleet.control.credentials import software; "
     "print('phalanx-host', json.dumps([software(), time.time()]))"
@@ -91,15 +93,27 @@ def check_script(order: LaunchOrder, word: str) -> str:
     )
 
 
+_REVIVES = (
+    # The shell outlives a signal to its session: it waits for the agent, which saves.
+    "asked=; trap 'asked=1' TERM INT; "
+    f'for pause_s in {" ".join(map(str, _PAUSES_S))} ""; do '
+    '"$@"; code=$?; '
+    '[ "$code" -gt 128 ] && [ -z "$asked" ] && [ -n "$pause_s" ] || exit "$code"; '
+    'echo "the agent was killed (exit code $code) and is started again in $pause_s s" >&2; sleep "$pause_s"; done'
+)
+"""Shell that runs the words after it, again and again if they are killed."""
+
+
 def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -> str:
     """Starts the agent of a host, or the whole fleet of this machine, in a session of its own, and prints its process number.
 
-    Without a ``head`` the host joins the fleet that trains in the run directory.
+    Without a ``head`` the host joins the fleet that trains in the run directory. An agent that was killed, as for want of memory, is started
+    again, a few times: no scheduler does it here. One that was asked to end (by SIGTERM to the session) or has ended by itself is not.
     """
     folder = order.folder
     waits = (
-        f'for _ in $(seq {_GO_HALF_SECONDS}); do [ "$(cat "$0" 2>/dev/null)" = {word} ] && exec "$@"; sleep 0.5; done; '
-        'echo "error: not all hosts could be started" >&2; exit 1'
+        f'for _ in $(seq {_GO_HALF_SECONDS}); do [ "$(cat "$0" 2>/dev/null)" = {word} ] && break; sleep 0.5; done; '
+        f'[ "$(cat "$0" 2>/dev/null)" = {word} ] || {{ echo "error: not all hosts could be started" >&2; exit 1; }}; {_REVIVES}'
     )
     log = shlex.quote(str(folder / f"{host.name}.log"))
     command = shlex.join(["setsid", "bash", "-c", waits, str(folder / "go"), *_words(order, host, head)])
