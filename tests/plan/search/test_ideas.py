@@ -34,6 +34,18 @@ def test_three_plans_divide_the_model_differently_and_say_what_they_give_up(
     assert len({idea.title for idea in found}) == 3
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch"), [("llama3-70b", "h100:128", 256), ("gpt3-175b", "a100:1024", 2048)]
+)
+def test_where_the_best_plan_gathers_its_weights_another_keeps_them(
+    model: str, cluster: str, batch: int
+) -> None:
+    best, *others = (idea.found for idea in ideas(model, cluster, batch))
+    assert best.layout.zero == 3
+    assert min(other.layout.zero for other in others) < 3
+    assert max(other.step_s for other in others) < 1.3 * best.step_s
+
+
 def test_a_model_that_is_never_divided_still_has_other_plans() -> None:
     found = ideas("llama-100m", "h100:8", 64)
     assert len({short(idea.found.layout) for idea in found}) == len(found) > 1

@@ -1,8 +1,9 @@
 """The best plans that differ in how they divide the model, each with what it gives up.
 
 The layouts nearest to the best are mostly the best once more, with another place for the optimizer's state. Whoever decides wants to know
-what else could be done: with pipelines or without, with the layers' width divided or whole. So of all layouts that were estimated in
-full, the best of every way to divide the model is kept, and of these the first three.
+what else could be done: with pipelines or without, with the layers' width divided or whole, with the host's memory or without. So of all
+layouts that were estimated in full, the best three are chosen that divide the model differently and pay with something else, if they are
+not much slower; where there are fewer, the best of every other way to divide the model follow.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 
 _IDEAS = 3
+_MUCH_SLOWER = 1.3
+"""Time over the best plan's up to which a plan that pays with something else is worth more than one that is like it."""
 _NOTABLE = 0.03
 """Share of the step from which a term is worth naming."""
 
@@ -44,18 +47,28 @@ def ideas_of(
     """
     winner = found.best[0]
     losers = [one.layout for one in found.runners_up if one.slower != float("inf")]
-    others = [layout for layout in dict.fromkeys(losers) if _division(layout) != _division(winner.layout)]
+    others = [layout for layout in dict.fromkeys(losers) if _means(layout) != _means(winner.layout)]
     more = list(estimates(job, others)) if others else []
     if placements is not None:
         more = [with_uplinks(one, placements[one.layout]) for one in more if one.layout in placements]
     timed = [one for one in (*found.best, *more) if one.fits]
     ranked = [winner, *sorted(timed, key=lambda one: _key(one, objective))]
     chosen: list[Estimate] = []
+    near = _MUCH_SLOWER * _key(winner, objective)[0]
+    for one in (one for one in ranked if _key(one, objective)[0] <= near):
+        unlike = (
+            _pays_with(one.layout) != _pays_with(other.layout)
+            and _division(one.layout) != _division(other.layout)
+            for other in chosen
+        )
+        if len(chosen) < _IDEAS and all(unlike):
+            chosen.append(one)
     # Where the model can be divided in fewer ways, plans that compute again or shard otherwise follow.
     for same in (_division, _means):
         for one in ranked:
             if len(chosen) < _IDEAS and same(one.layout) not in [same(other.layout) for other in chosen]:
                 chosen.append(one)
+    chosen[1:] = sorted(chosen[1:], key=lambda one: _key(one, objective))
     return tuple(Idea(_title(one.layout), one, tuple(_gives_up(one, winner))) for one in chosen)
 
 
@@ -69,6 +82,11 @@ def _division(layout: PlannedLayout) -> tuple[bool, ...]:
     degrees = (layout.tensor, layout.context, layout.pipeline, layout.expert)
     divided = tuple(degree > 1 for degree in degrees)
     return (*divided, layout.zero == 3 and not any(divided))
+
+
+def _pays_with(layout: PlannedLayout) -> tuple[bool, ...]:
+    """What a layout pays for memory with: waiting in pipelines, gathering weights, the host's memory."""
+    return layout.pipeline > 1, layout.zero == 3, any(there for _, there in _offloaded(layout))
 
 
 def _means(layout: PlannedLayout) -> tuple[object, ...]:
@@ -106,7 +124,8 @@ def _gives_up(one: Estimate, winner: Estimate) -> Iterator[str]:
         yield f"only {free_share(one):.1%} of the memory is free"
     waiting = [name for name, there in _offloaded(one.layout) if there]
     if waiting:
-        yield f"{' and '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in the host's memory, whose link must keep its rate"
+        verb = "waits" if waiting == ["the optimizer's state"] else "wait"
+        yield f"{' and '.join(waiting)} {verb} in the host's memory, whose link must keep its rate"
     for term, words in _COSTS.items():
         share = one.time.get(term, 0.0) / one.step_s
         if share >= _NOTABLE:
