@@ -13,7 +13,7 @@ from phalanx.cli.watch.run_summary import summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import Step
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
 _STALE_S = 10.0
 _WORTH_A_LINE = 0.01
@@ -67,7 +67,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
             click.echo(f"  goes on from {origin}")
         if summary.store:
             click.echo(f"  {summary.store}")
-        if (line := _data_bound(RunDirectory(run_dir).events)) is not None:
+        if (line := _data_bound(RunDirectory(run_dir))) is not None:
             click.echo(line)
     if seen is not None:
         _print(seen, last)
@@ -104,15 +104,21 @@ def _given(run_dir: Path) -> str:
     return told
 
 
-def _data_bound(events: Path) -> str | None:
-    """A line on how much of the newest logged steps was waiting for samples, if that is worth one."""
+def _data_bound(directory: RunDirectory) -> str | None:
+    """A line on how much of the newest logged steps was waiting for samples, and how many come and are needed, if that is worth one."""
+    events = directory.events
     newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
     if newest is None or not isinstance(newest.body, Step) or not newest.body.logged_s:
         return None
     waiting = newest.body.data_wait_s / newest.body.logged_s
     if waiting < _WORTH_A_LINE:
         return None
-    return f"  data-bound: {waiting:.0%} of the newest logged steps, up to {newest.body.step:,}, waited for samples (phalanx goodput shows all)"
+    come = newest.body.tokens_per_s / read_resolved(directory).train.seq_len
+    needed = f"{come / (1 - waiting):.3g}" if waiting < 1 else "more"
+    return (
+        f"  data-bound: {waiting:.0%} of the newest logged steps, up to {newest.body.step:,}, waited for samples: {come:.3g} sequences/s come, "
+        f"and {needed} could be trained on (phalanx goodput shows all)"
+    )
 
 
 def _print(seen: FleetFile, last: int) -> None:

@@ -1,0 +1,55 @@
+"""What ``phalanx status`` says of a run that waits for its data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tomli_w
+from click.testing import CliRunner
+
+from phalanx.cli.watch.status_command import command
+from phalanx.observe.event_log import EventLog
+from phalanx.observe.events import Step
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.read import to_table
+from phalanx.run.spec import DataSpec, RunSpec, TrainSpec
+
+STEP = Step(
+    step=10,
+    steps=20,
+    loss=2.0,
+    grad_norm=1.0,
+    lr=1e-3,
+    tokens=10,
+    tokens_per_s=3100,
+    step_s=1.0,
+    logged_s=4.0,
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    spec = RunSpec(name="waiting", data=DataSpec(path="none"), train=TrainSpec(steps=20, seq_len=100))
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
+    (tmp_path / "record.json").write_text('{"attempts": 1}')
+    return tmp_path
+
+
+def told(run_dir: Path, step: Step) -> str:
+    with EventLog(RunDirectory(run_dir).events, 0) as log:
+        log.append(step)
+    return CliRunner().invoke(command, [str(run_dir)]).output
+
+
+def test_a_run_that_waits_for_samples_says_how_many_come_and_how_many_it_could_use(run_dir: Path) -> None:
+    # A quarter of the time goes by waiting: without it, 31 sequences would have been trained on in three quarters of the time.
+    assert "data-bound: 25%" in told(run_dir, replace(STEP, data_wait_s=1.0))
+    assert "31 sequences/s come, and 41.3 could be trained on" in told(
+        run_dir, replace(STEP, data_wait_s=1.0)
+    )
+
+
+def test_a_run_that_does_not_wait_says_nothing_of_it(run_dir: Path) -> None:
+    assert "data-bound" not in told(run_dir, replace(STEP, data_wait_s=0.01))
