@@ -10,7 +10,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.requests import DURABLE_KEPT
 from phalanx.fleet.core.settings import Formation
-from phalanx.fleet.core.state import NO_SEAT, Distrust, Eligibility, FleetPhase, Node
+from phalanx.fleet.core.state import NO_SEAT, Distrust, Eligibility, FleetPhase, Node, RestorePoint
 
 
 def in_epoch_1(*events: m.CoreEvent, **changes: object) -> Fleet:
@@ -143,8 +143,28 @@ def test_a_spare_that_claims_to_train_moves_no_step_and_is_called_back() -> None
     said = fleet.hear(m.Heartbeat("4", 1, 0, 99, m.WorkerPhase.BOUND))
     assert said == [("4", c.Park(0, "it is not a member of this epoch"))]
     assert (fleet.state.step, fleet.state.spares) == (m.NO_STEP, set())
-    fleet.hear(m.Heartbeat("4", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM))
+    # Its Parked is lost: it is asked, and counts again when it has said what it holds.
+    said = fleet.hear(m.Heartbeat("4", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM))
+    assert (said, fleet.state.spares) == ([("4", c.TellAll())], set())
+    fleet.join("4")
     assert fleet.state.spares == {"4"}
+    assert fleet.hear(m.Heartbeat("4", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM)) == []
+
+
+def test_a_successor_counts_the_snapshots_that_a_node_took_before_it_left_and_could_not_say() -> None:
+    fleet = Fleet(settings(1))
+    fleet.state.epoch, fleet.state.phase = 1, FleetPhase.FORMING
+    fleet.hear(m.Joined("0", 1, 1, "0", 7, held=(copy_of(4),), epoch=1, bound=True, meeting_points=("0:1",)))
+    # It leaves epoch 1 after step 5, its Parked is lost, and so is the answer to its heartbeat at first.
+    for _ in range(2):
+        assert fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, 5, m.WorkerPhase.WARM)) == [("0", c.TellAll())]
+    assert fleet.state.phase is FleetPhase.FORMING
+    fleet.hear(m.Joined("0", 1, 1, "0", 7, held=(copy_of(4), copy_of(5)), meeting_points=("0:1",)))
+    assert fleet.state.source == RestorePoint(1, 5)
+
+
+def copy_of(step: int) -> m.RankSnapshot:
+    return m.RankSnapshot(1, 0, step, "own", 1, epoch=1)
 
 
 def test_only_members_that_train_in_the_present_epoch_move_the_step() -> None:

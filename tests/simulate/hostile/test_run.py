@@ -40,6 +40,10 @@ def test_checkpoints_of_members_that_train_on_while_the_head_is_away_are_not_giv
     assert run_seed(20335).steps > 70
 
 
+def test_a_node_whose_last_words_of_an_epoch_were_lost_is_asked_what_it_holds() -> None:
+    assert run_seed(44073).steps > 5
+
+
 def test_a_world_is_a_function_of_its_seed() -> None:
     assert run_seed(3) == run_seed(3) != run_seed(4)
 

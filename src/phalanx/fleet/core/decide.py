@@ -143,7 +143,9 @@ def _described(old: Node | None, event: m.Joined) -> Node:
         domain=event.domain,
         meeting_points=event.meeting_points,
         held=event.held,
-        engaged=old.engaged if old and old.incarnation == event.incarnation else False,
+        engaged=bool(
+            old and old.engaged and old.incarnation == event.incarnation and event.epoch != m.NO_EPOCH
+        ),
         eligibility=eligibility,
         why=LEAVES if event.leaving else old.why if old and eligibility is old.eligibility else "",
         seat=old.seat if old else NO_SEAT,
@@ -206,7 +208,8 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
             node = change(state, node, engaged=True)
             orders.append(Order(node.name, c.Park(epoch, "it is not a member of this epoch")))
         elif node.engaged:
-            change(state, node, engaged=False)
+            # It has left its epoch, and what it said then is lost: it may hold more than it has told.
+            orders.append(Order(node.name, c.TellAll()))
         if state.phase is FleetPhase.SAVING:
             orders.append(Order(node.name))
     elif state.phase is FleetPhase.PARKING and node.name in state.awaiting:
