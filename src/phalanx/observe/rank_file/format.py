@@ -1,0 +1,145 @@
+"""The bytes of ``ranks.bin``: what each rank of a run measured of itself, window after window of steps.
+
+The file is a line of text that names it, then frames, each appended by one write. A frame is what all ranks measured in one window:
+
+    head      magic, ranks, attempt, steps of the window, last step, time; a checksum of each column; a checksum of the head
+    columns   one after the other, a number of each rank, in order
+
+A number is two bytes: float16 in the column's unit, 0.05 % fine over nine decades. None is below zero, so -1 stands for "not known", and as
+integers the numbers are in the order of their values: the largest of many is found without decoding any. Heads and columns begin at
+multiples of 8 bytes, so that a reader that meets damage finds the next head. Checksums are XXH3 (64 bits), one for each column, since most
+readers look at one column alone.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+RANK_COLUMNS = ("compute_s", "data_wait_s", "memory_bytes", "temperature_c")
+"""What is kept of each rank in each window; ``RankFrame`` says what a number stands for."""
+UNITS: Mapping[str, float] = {
+    "compute_s": 0.125,  # 8 us to 2 h at full precision
+    "data_wait_s": 0.125,
+    "memory_bytes": 64.0 * 2**20,  # to 4 TiB
+    "temperature_c": 1.0,
+}
+"""The value of a 1.0 in the file, chosen so that what is likely lies where float16 is fine."""
+MOST_RANKS = 1 << 20
+"""A frame that claims more is damaged."""
+
+TITLE = f"phalanx ranks 1: {' '.join(RANK_COLUMNS)}\n".encode()
+TITLE += b"\0" * (-len(TITLE) % 8)
+"""The beginning of every file."""
+MAGIC = b"\xf7rank1\r\n"
+_FIXED = struct.Struct("<8sIIIIqd")
+_SUMS = struct.Struct(f"<{len(RANK_COLUMNS)}Q")
+_OWN_SUM = struct.Struct("<Q")
+HEAD_BYTES = _FIXED.size + _SUMS.size + _OWN_SUM.size
+UNKNOWN = int(np.float16(-1.0).view(np.int16))
+"""The number that stands for "not known"."""
+_MOST = float(np.finfo(np.float16).max)
+
+Codes = NDArray[np.int16]
+"""Numbers as they are in the file, float16 bits looked at as integers: in the order of the values, below zero what is not known."""
+
+
+@dataclass(frozen=True)
+class RankFrame:
+    """What all ranks measured of themselves in one window of steps.
+
+    ``columns`` has, for each name in ``RANK_COLUMNS``, a float32 array ``(ranks,)`` with NaN where a rank does not know:
+
+    - ``compute_s``: seconds of the rank's own computing for one slot, forward and backward, without waiting for others: the median of the
+      window's steps.
+    - ``data_wait_s``: seconds for which it waited for samples in a step: the mean of the window's steps.
+    - ``memory_bytes``: on a GPU the most that tensors have taken so far, on a CPU the resident memory of the process, at the window's end.
+    - ``temperature_c``: of its accelerator, at the window's end.
+    """
+
+    step: int
+    """The last step of the window."""
+    t: float
+    """Unix time at the window's end."""
+    attempt: int
+    ranks: int
+    columns: Mapping[str, NDArray[np.float32]]
+    steps: int = 1
+    """Steps that the frame stands for."""
+
+
+class FrameHead(NamedTuple):
+    """The head of a frame."""
+
+    ranks: int
+    attempt: int
+    steps: int
+    step: int
+    t: float
+    checksums: tuple[int, ...]
+    """One for each column."""
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the whole frame."""
+        return HEAD_BYTES + len(RANK_COLUMNS) * column_bytes(self.ranks)
+
+    def column_at(self, number: int) -> int:
+        """Where column ``number`` begins, from the begin of the frame."""
+        return HEAD_BYTES + number * column_bytes(self.ranks)
+
+
+def column_bytes(ranks: int) -> int:
+    """The length of one column of a frame, filled up to whole 8 bytes."""
+    return -(-2 * ranks // 8) * 8
+
+
+def encode_frame(frame: RankFrame) -> bytes:
+    """The bytes of a frame. Raises ``ValueError`` for one that no reader would take."""
+    if not 1 <= frame.ranks <= MOST_RANKS:
+        raise ValueError(f"a frame of {frame.ranks} ranks: 1 to {MOST_RANKS} can be kept")
+    columns = [encode_column(name, frame.columns[name], frame.ranks) for name in RANK_COLUMNS]
+    return join_frame(frame.ranks, frame.attempt, frame.steps, frame.step, frame.t, columns)
+
+
+def join_frame(ranks: int, attempt: int, steps: int, step: int, t: float, columns: list[Codes]) -> bytes:
+    """The bytes of a frame of columns that are encoded."""
+    padding = b"\0" * (column_bytes(ranks) - 2 * ranks)
+    parts = [column.astype("<i2", copy=False).tobytes() + padding for column in columns]
+    fixed = _FIXED.pack(MAGIC, ranks, attempt, steps, 0, step, t)
+    head = fixed + _SUMS.pack(*(xxhash.xxh3_64_intdigest(part) for part in parts))
+    return b"".join((head, _OWN_SUM.pack(xxhash.xxh3_64_intdigest(head)), *parts))
+
+
+def decode_head(head: bytes) -> FrameHead | None:
+    """Reads the head of a frame; ``None`` if these ``HEAD_BYTES`` bytes are none, or damaged."""
+    if len(head) != HEAD_BYTES or not head.startswith(MAGIC):
+        return None
+    (own,) = _OWN_SUM.unpack_from(head, HEAD_BYTES - _OWN_SUM.size)
+    if own != xxhash.xxh3_64_intdigest(head[: -_OWN_SUM.size]):
+        return None
+    _, ranks, attempt, steps, _, step, t = _FIXED.unpack_from(head)
+    if not (1 <= ranks <= MOST_RANKS and step >= 0 and math.isfinite(t)):
+        return None
+    return FrameHead(ranks, attempt, steps, step, t, _SUMS.unpack_from(head, _FIXED.size))
+
+
+def encode_column(name: str, values: NDArray[np.float32], ranks: int) -> Codes:
+    """The numbers of one column as they are written; raises ``ValueError`` if they are not ``(ranks,)``."""
+    if values.shape != (ranks,):
+        raise ValueError(f"column {name} of a frame of {ranks} ranks has the shape {values.shape}")
+    scaled = np.clip(values / np.float32(UNITS[name]), 0.0, _MOST) + np.float32(0.0)  # no minus zero
+    return np.where(np.isnan(scaled), np.int16(UNKNOWN), scaled.astype(np.float16).view(np.int16))
+
+
+def decode_column(name: str, codes: Codes) -> NDArray[np.float32]:
+    """The values of numbers of a column, of any shape; NaN where they are not known."""
+    values = codes.view(np.float16).astype(np.float32)
+    return np.where((codes < 0) | ~np.isfinite(values), np.float32(np.nan), values * np.float32(UNITS[name]))

@@ -1,0 +1,236 @@
+"""What every rank of a run measured of itself over time, read from ``ranks.bin`` also while it is written.
+
+In a synchronous run all ranks take equally long for a step, and the slow one communicates least, since nobody lets it wait. So the stream
+keeps what is a rank's own: its computing, its waiting for samples, its memory, its temperature (``RankFrame``). A frame stands for a window of
+steps, of ``observe.ranks_every_steps``; the format is ``rank_file/format.py``'s. A stream of 100,000 ranks over days is too large to
+hold and too large to draw, so a ``heat_map`` is reduced while it is read: each cell is the largest value of its ranks and frames, and one
+slow rank among a thousand still shows.
+
+Frames are in the order in which they were written. Steps that were lost in a failure are computed again, and then stand there twice: both were
+really computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.observe.rank_file.format import RANK_COLUMNS, UNKNOWN, Codes, RankFrame, decode_column
+from phalanx.observe.rank_file.index import FrameIndex, RankStreamError, open_for_reading
+from phalanx.observe.rank_file.writer import RankStreamWriter
+
+__all__ = ("RANK_COLUMNS", "HeatMap", "RankFrame", "RankStream", "RankStreamError", "RankStreamWriter")
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """One column of the stream as a picture: ranks downward, time to the right."""
+
+    values: NDArray[np.float32]
+    """``(rows, columns)``: the largest value of the cell's ranks and frames; NaN where none is known."""
+    row_ranks: NDArray[np.int64]
+    """``(rows,)``: the first rank of each row; a row ends where the next begins."""
+    column_steps: NDArray[np.int64]
+    """``(columns,)``: the last step of each column."""
+    column_times: NDArray[np.float64]
+    """``(columns,)``: the unix time of that step."""
+    ranks: int
+    """Ranks of all rows."""
+    reduced: bool
+    """True if a cell stands for more than one number."""
+
+
+class RankStream:
+    """A reader of one file. Not for several threads at once. A missing file is an empty stream.
+
+    Numbers whose checksum is wrong are not known (NaN); frames that cannot be told from damage are passed over. Every method that reads raises
+    ``RankStreamError`` if the file is something else, or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+        self._index: FrameIndex | None = None
+        self._verified: set[tuple[int, int]] = set()
+        self._steps = np.zeros(0, np.int64)
+        self._times = np.zeros(0, np.float64)
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Picks up what was written since the last call, also in a new file of that name; returns True if there is anything new.
+
+        A file that was coarsened since is indexed anew: the numbers of its frames are others then.
+        """
+        before, descriptor = len(self), open_for_reading(self.path)
+        if descriptor is None or not self._same_file(descriptor):
+            self.close()
+        if descriptor is None:
+            return before > 0
+        if self._index is None:
+            self._descriptor, self._index = descriptor, FrameIndex(self.path, descriptor)
+            before = -1
+        else:
+            os.close(descriptor)
+        known = len(self._index.heads)
+        try:
+            self._index.extend()
+        except OSError as error:
+            raise RankStreamError(f"cannot read {self.path}: {error.strerror}") from error
+        new = self._index.heads[known:]
+        self._steps = np.append(self._steps, np.array([head.step for head in new], np.int64))
+        self._times = np.append(self._times, np.array([head.t for head in new], np.float64))
+        return len(self) != before
+
+    def _same_file(self, descriptor: int) -> bool:
+        if self._index is None:
+            return False
+        ours, found = os.fstat(self._descriptor), os.fstat(descriptor)
+        return os.path.samestat(ours, found) and found.st_size >= self._index.position
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """``(frames,)``: the last step of each frame's window."""
+        return self._steps
+
+    @property
+    def times(self) -> NDArray[np.float64]:
+        """``(frames,)``: the unix time at each window's end."""
+        return self._times
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the newest frame; 0 of an empty stream."""
+        return self._index.heads[-1].ranks if self._index is not None and self._index.heads else 0
+
+    def frame(self, number: int) -> RankFrame:
+        """The frame at index ``number``; negative ones count from the end. Raises ``IndexError`` beyond it."""
+        index = self._opened()
+        number = range(len(self))[number]
+        head = index.heads[number]
+        unknown = np.full(head.ranks, UNKNOWN, np.int16)
+        columns = {}
+        for place, name in enumerate(RANK_COLUMNS):
+            codes = self._codes(number, place)
+            columns[name] = decode_column(name, unknown if codes is None else codes)
+        return RankFrame(head.step, head.t, head.attempt, head.ranks, columns, head.steps)
+
+    def heat_map(
+        self,
+        column: str,
+        first: int | None = None,
+        last: int | None = None,
+        most_columns: int = 800,
+        most_rows: int = 400,
+    ) -> HeatMap:
+        """Draws the frames of the steps ``first`` to ``last`` (of all without them), in at most so many columns and rows.
+
+        Reads each frame once, and holds one at a time.
+        """
+        chosen, place = self._between(first, last), RANK_COLUMNS.index(column)
+        ranks = max((self._opened().heads[number].ranks for number in chosen), default=0)
+        frame_groups, rank_groups = _groups(len(chosen), most_columns), _groups(ranks, most_rows)
+        values = np.full((len(rank_groups), len(frame_groups)), UNKNOWN, np.int16)
+        ends = [chosen[group[-1]] for group in frame_groups]
+        for number, group in enumerate(frame_groups):
+            most = np.full(ranks, UNKNOWN, np.int16)
+            for codes in self._each([chosen[one] for one in group], place):
+                np.maximum(most[: len(codes)], codes, out=most[: len(codes)])
+            if ranks:
+                values[:, number] = np.maximum.reduceat(most, [rows.start for rows in rank_groups])
+        return HeatMap(
+            values=decode_column(column, values),
+            row_ranks=np.array([rows.start for rows in rank_groups], np.int64),
+            column_steps=self._steps[ends],
+            column_times=self._times[ends],
+            ranks=ranks,
+            reduced=len(rank_groups) < ranks or len(frame_groups) < len(chosen),
+        )
+
+    def rank(
+        self, column: str, rank: int, first: int | None = None, last: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The history of one rank: steps and values ``(frames,)``, of the frames in which there was such a rank."""
+        place = RANK_COLUMNS.index(column)
+        chosen = [
+            number for number in self._between(first, last) if 0 <= rank < self._opened().heads[number].ranks
+        ]
+        found = (self._one(number, place, rank) for number in chosen)
+        codes = np.fromiter(found, np.int16, len(chosen))
+        return self._steps[chosen], decode_column(column, codes)
+
+    def close(self) -> None:
+        """Closes the file, and forgets what was in it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._index = -1, None
+        self._verified.clear()
+        self._steps, self._times = self._steps[:0], self._times[:0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _opened(self) -> FrameIndex:
+        if self._index is None:
+            raise IndexError(f"there is no frame in {self.path}")
+        return self._index
+
+    def _between(self, first: int | None, last: int | None) -> list[int]:
+        """The numbers of the frames of the steps from ``first`` to ``last``."""
+        lowest, highest = -1 if first is None else first, np.inf if last is None else last
+        found: list[int] = np.flatnonzero((self._steps >= lowest) & (self._steps <= highest)).tolist()
+        return found
+
+    def _each(self, numbers: list[int], place: int) -> Iterator[Codes]:
+        """One column of each of these frames that is whole."""
+        for number in numbers:
+            codes = self._codes(number, place)
+            if codes is not None:
+                yield codes
+
+    def _codes(self, number: int, place: int) -> Codes | None:
+        """One column of a frame as it is in the file; ``None`` if it is damaged."""
+        key = number, place
+        try:
+            codes = self._opened().codes(number, place, verified=key in self._verified)
+        except OSError as error:
+            raise RankStreamError(f"cannot read {self.path}: {error.strerror}") from error
+        if codes is not None:
+            self._verified.add(key)
+        return codes
+
+    def _one(self, number: int, place: int, rank: int) -> int:
+        """One number as it is in the file. The column around it is read only the first time, to be verified."""
+        if (number, place) not in self._verified:
+            codes = self._codes(number, place)
+            return UNKNOWN if codes is None else int(codes[rank])
+        index = self._opened()
+        offset = index.offsets[number] + index.heads[number].column_at(place) + 2 * rank
+        found = os.pread(self._descriptor, 2, offset)
+        return int.from_bytes(found, "little", signed=True) if len(found) == 2 else UNKNOWN
+
+
+def _groups(count: int, most: int) -> list[range]:
+    """``count`` things in at most ``most`` groups of neighbors, as even as can be."""
+    parts = min(count, max(1, most))
+    bounds = [part * count // parts for part in range(parts + 1)] if parts else []
+    return [range(start, stop) for start, stop in pairwise(bounds)]
