@@ -75,10 +75,13 @@ def on_layout(spec: RunSpec, sharding: str, shard_ranks: int) -> RunSpec:
     return dataclasses.replace(spec, parallel=parallel)
 
 
-def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> dict[str, Any] | None:
+def train_on_this_rank(
+    spec: RunSpec, stop_before_step: int | None = None, guardian: Any = None
+) -> dict[str, Any] | None:
     """Runs ``spec`` as one rank of the current process group, in its run directory; as a worker process does.
 
     ``stop_before_step`` breaks the run off without saving, as a crash would: whatever is not durable is lost.
+    ``guardian`` watches over this rank, and is told of what was assembled.
     """
     import os
     import time
@@ -88,8 +91,10 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
 
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger import Ledger
+    from phalanx.observe.rank_file.recorder import RankRecorder
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.train.lifecycle.assemble import EpochInputs, assemble
+    from phalanx.train.lifecycle.guardian import NoGuardian
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
@@ -104,10 +109,16 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
         opened = [next_attempt(run.directory.events)]
     dist.broadcast_object_list(opened, src=0)
     directory = RunDirectory(Path(spec.run_dir))
-    reporter = Reporter(EventLog(directory.events, opened[0]) if dist.get_rank() == 0 else None)
+    reporter = Reporter(None)
+    if dist.get_rank() == 0:
+        reporter = Reporter(EventLog(directory.events, opened[0]), RankRecorder(directory.ranks))
     device = torch.device("cpu")
     ledger = Ledger(time.monotonic_ns())
-    training = assemble(EpochInputs(spec, directory, opened[0], device, ledger, StopRequest()), reporter)
+    inputs = EpochInputs(
+        spec, directory, opened[0], device, ledger, StopRequest(), guardian=guardian or NoGuardian()
+    )
+    training = assemble(inputs, reporter)
+    inputs.guardian.assembled(training.built, training.saver)
     if stop_before_step is not None:
         broken = Crashing(training.built.model, stop_before_step, len(training.built.rounds), training)
         runner = dataclasses.replace(training.built.runner, model=broken)  # type: ignore[type-var]

@@ -6,6 +6,12 @@ host runs ahead of, a current device for each thread of the host, and an allocat
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -54,6 +60,29 @@ def answers(device: torch.device) -> bool:
 def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory that this process's tensors have taken on a GPU; ``None`` on a CPU."""
     return torch.cuda.max_memory_allocated(device) if on_gpu(device) else None
+
+
+def held_memory_bytes(device: torch.device) -> int:
+    """The memory that this process has: on a GPU the most that its tensors have taken so far, on a CPU what is resident now."""
+    on_device = peak_memory_bytes(device)
+    if on_device is not None:
+        return on_device
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def temperature_c(device: torch.device) -> float | None:
+    """The temperature of a GPU; ``None`` of a CPU, and where NVML is missing (package ``nvidia-ml-py``, optional) or does not know it."""
+    if not on_gpu(device):
+        return None
+    try:
+        return float(torch.cuda.temperature(device))
+    except (
+        Exception
+    ):  # pynvml's errors have names only where it is installed; and no trouble with it is worth a step
+        return None
 
 
 def device_name(device: torch.device) -> str | None:

@@ -487,6 +487,9 @@ class ObserveSpec:
     """Steps between logged steps in the event stream."""
     memory_at_step: Annotated[int, FLEET, NOT_NEGATIVE] = 2
     """Step of each attempt in which memory is measured by kind; 0 means never."""
+    ranks_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 10
+    """Steps after which what each rank measured of itself (its computing time, its waiting for data, its memory, its temperature) is appended
+    to the run's ranks.bin; 0 means never. Stragglers are looked for in the same exchange, so a shorter fleet.straggler_window_steps counts too."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], FLEET] = ()
     """Experiment trackers that get a copy of every metric; each needs its optional extra to be installed."""
 

@@ -26,6 +26,7 @@ from phalanx.fleet.health.straggler_watch import StragglerWatch
 from phalanx.fleet.node import worker_link as link
 from phalanx.fleet.node.hooks import Hooks, NoHooks
 from phalanx.fleet.node.worker_orders import Orders, ParkedError
+from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts
 from phalanx.parallel.process_group.abort import Connections
@@ -243,12 +244,11 @@ class RankGuardian(Guardian):
         return self._orders.leaving(self.epoch)
 
     def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
-        window_steps = self._spec.fleet.straggler_window_steps
-        self._watch = StragglerWatch(stepper, window_steps) if window_steps else None
+        mesh = stepper.built.model.mesh
+        self._watch = StragglerWatch(mesh.layout, self.window_steps())
         every = self._spec.fleet.audit_every_steps
         if every == 0:
             return None
-        mesh = stepper.built.model.mesh
         deal = mesh.deal(self._spec.train.slots)
         seed = self._spec.runtime.seed
         audit = LiveAudit(
@@ -277,7 +277,6 @@ class RankGuardian(Guardian):
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
         self._orders.check(self.epoch)
         self._send(link.StepEnded(self.epoch, step))
-        self._look_for_stragglers(step)
         safe, leave = not report.flags.unsafe, report.flags.leave
         if self._every and safe and (leave or step % self._every == 0):
             self._take(step, shards, extra)
@@ -285,6 +284,14 @@ class RankGuardian(Guardian):
         if leave and (safe or not self._every):
             self._writer.wait()
             raise ParkedError
+
+    def window_steps(self) -> int:
+        return self._spec.fleet.straggler_window_steps
+
+    def measured(self, frame: RankFrame) -> None:
+        for straggler in self._watch.look(frame) if self._watch is not None else ():
+            if straggler.rank == self._bound().rank:
+                self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
 
     def saved(self, step: int) -> None:
         self._send(link.CheckpointCommitted(step))
@@ -298,11 +305,6 @@ class RankGuardian(Guardian):
         self._writer.take(step, shards, extra)
         self._hooks.at("snapshot")
         self._newest = step
-
-    def _look_for_stragglers(self, step: int) -> None:
-        for straggler in self._watch.step_ended(step) if self._watch is not None else ():
-            if straggler.rank == self._bound().rank:
-                self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
 
     def _complete(self, taken: TakenSnapshot) -> None:
         key = taken.key

@@ -37,8 +37,11 @@ MOST_BYTES = 1 << 30
 """Size from which the file is coarsened: of 100,000 ranks some 1,340 frames, a day and a half of windows of 100 s."""
 MOST_FRAMES = 20_000
 """The same as a number of frames, for the readers' sake: a run of eight ranks would need months to fill the bytes."""
-_WORTH_IT = 0.75
+_WORTH_IT = 0.875
 """A coarsened file has at most this part of the bound, if need be without the oldest frames, so that it is not coarsened again soon."""
+
+_MOST_STEPS = (1 << 32) - 1
+"""What a head can say."""
 
 
 class RankStreamWriter:
@@ -172,7 +175,7 @@ class RankStreamWriter:
                 return False
             last = index.heads[group[-1]]
             columns = [_largest(index, group, place) for place in range(len(RANK_COLUMNS))]
-            steps = sum(index.heads[number].steps for number in group)
+            steps = min(_MOST_STEPS, sum(index.heads[number].steps for number in group))
             file.write(join_frame(last.ranks, last.attempt, steps, last.step, last.t, columns))
         return True
 
@@ -182,9 +185,9 @@ def coarser(heads: Sequence[FrameHead], most_bytes: float, most_frames: float) -
 
     The oldest are left out if there would still be more than ``most_bytes`` or ``most_frames``; the newest never.
     """
-    groups, number = list[range](), 0
+    groups, number, half = list[range](), 0, len(heads) // 2
     while number < len(heads):
-        pair = number + 1 < len(heads) // 2 and _alike(heads[number], heads[number + 1])
+        pair = number < half and _alike(*heads[number : number + 2])
         groups.append(range(number, number + 1 + pair))
         number = groups[-1].stop
     sizes = list(accumulate(heads[group[-1]].nbytes for group in reversed(groups)))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.data.dataset import RunData
+from phalanx.observe.rank_stream import RankFrame
 from phalanx.train.step.built import Built
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
@@ -66,6 +67,14 @@ class Guardian(Protocol):
         """Called after each step, with the same ``report`` on all ranks but for times. May raise, to end the epoch."""
 
     @abstractmethod
+    def window_steps(self) -> int:
+        """The steps after which it wants to see the numbers of all ranks; 0 means never."""
+
+    @abstractmethod
+    def measured(self, frame: RankFrame) -> None:
+        """Called after a step that ends a window, with the same numbers of all ranks on all of them; before ``ended``."""
+
+    @abstractmethod
     def saved(self, step: int) -> None:
         """Called on rank 0 when the checkpoint of ``step`` is committed on disk."""
 
@@ -102,6 +111,12 @@ class NoGuardian(Guardian):
         pass
 
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
+        pass
+
+    def window_steps(self) -> int:
+        return 0
+
+    def measured(self, frame: RankFrame) -> None:
         pass
 
     def saved(self, step: int) -> None:

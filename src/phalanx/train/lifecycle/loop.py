@@ -43,6 +43,7 @@ from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
+from phalanx.train.step.rank_times import RankTimes
 from phalanx.train.step.step import Audit, Stepper, StepReport
 from phalanx.train.step.weights_hash import weights_sha256
 
@@ -75,6 +76,9 @@ def train(training: Training) -> RunResult | None:
     guardian.reads(training.data)
     with _prefetch(training, begun, samples) as batches:
         stepper = Stepper(training.built, batches, ledger, progress.updates)
+        ranks = RankTimes(
+            stepper, training.inputs.attempt, (spec.observe.ranks_every_steps, guardian.window_steps())
+        )
         audit = guardian.audit(stepper, samples)
         guardian.begins(progress.step, training.shards, extra_of(training, progress))
         own = training.restored is not None and not training.restored.taken_over
@@ -97,11 +101,16 @@ def train(training: Training) -> RunResult | None:
                 _skip_or_raise(training, progress, report)
             progress.advance(report, stepper.updates, spec.train.batch_size)
             _log_step(training, progress, report, recent_s)
+            last = progress.step == spec.train.steps
+            ending = last or report.flags.stop or report.flags.leave
+            frame = ranks.step_ended(progress.step, last=ending)
+            if frame is not None:
+                training.reporter.measured(frame)
+                guardian.measured(frame)
             if report.flags.leave and spec.fleet.snapshot_every_steps == 0:
                 save(training, progress)  # no snapshot holds this step for the next epoch
                 settle(training)
             guardian.ended(progress.step, training.shards, extra_of(training, progress), report)
-            last = progress.step == spec.train.steps
             if not last and due(progress.step, spec.evaluation.every_steps):
                 _evaluate(training, progress.step, spec.evaluation.sequences)
             if not last and (report.flags.stop or report.flags.save or save_due(spec, progress.step)):

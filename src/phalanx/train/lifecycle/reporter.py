@@ -14,6 +14,8 @@ from phalanx.checkpoint.save.mirror import CopyOutcome
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Known, Message
+from phalanx.observe.rank_file.recorder import RankRecorder
+from phalanx.observe.rank_stream import RankFrame
 from phalanx.observe.sinks.background import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
 
 
@@ -22,6 +24,8 @@ class Reporter:
     """Appends events to the run's stream and passes them on to the sinks; without a log, does nothing."""
 
     log: EventLog | None
+    ranks: RankRecorder | None = None
+    """Writes the ranks' own numbers, on rank 0 if they are kept."""
     sinks: Sequence[Background] = ()
     _complained: bool = field(default=False, init=False)
 
@@ -67,6 +71,11 @@ class Reporter:
             if outcome.retention_error is not None:
                 self.warn(f"expired checkpoints in {url} could not be deleted: {outcome.retention_error}")
 
+    def measured(self, frame: RankFrame) -> None:
+        """Records what all ranks measured of themselves in a window of steps."""
+        if self.ranks is not None and (trouble := self.ranks.record(frame)):
+            self.warn(trouble)
+
     def close(self, *, ended: bool = False) -> None:
         """Flushes the sinks, within a bounded time, and closes the stream.
 
@@ -81,6 +90,8 @@ class Reporter:
                     f"sink {health.name} missed {missed} events: {health.last_error}; to send them again when the run is over: "
                     f"phalanx sinks fill {self.log.path.parent} --sink {health.name}"
                 )
+        if self.ranks is not None and (trouble := self.ranks.close()):
+            self.warn(trouble)
         if self.log is not None:
             self.log.close()
             self.log = None

@@ -78,6 +78,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     import torch.distributed as dist
 
     from phalanx.observe.event_log import EventLog
+    from phalanx.observe.rank_file.recorder import RankRecorder
     from phalanx.observe.sinks.registry import open_sinks
     from phalanx.train.lifecycle.assemble import assemble
     from phalanx.train.lifecycle.loop import train
@@ -85,6 +86,8 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
 
     first, directory = dist.get_rank() == 0, inputs.directory
     reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
+    if first and inputs.spec.observe.ranks_every_steps:
+        reporter.ranks = RankRecorder(directory.ranks)
     if first:
         with inputs.guardian.outside():
             reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)

@@ -1,0 +1,56 @@
+"""The ranks' numbers are written beside training: no disk holds a step up, and trouble is told once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from observe.rank_frames import drawn_frame, read, same
+from phalanx.observe.rank_file import recorder as module
+from phalanx.observe.rank_file.recorder import RankRecorder
+
+
+def test_all_that_was_recorded_is_in_the_file_once_it_is_closed(tmp_path: Path) -> None:
+    frames = [drawn_frame(1, step, 3) for step in range(20)]
+    recorder = RankRecorder(tmp_path / "ranks.bin")
+    assert [recorder.record(frame) for frame in frames] == [""] * 20
+    assert recorder.close() == ""
+    assert all(map(same, read(tmp_path / "ranks.bin"), frames))
+
+
+def test_nothing_is_made_if_nothing_is_recorded(tmp_path: Path) -> None:
+    assert RankRecorder(tmp_path / "ranks.bin").close() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trouble_is_told_once_and_names_the_file(tmp_path: Path) -> None:
+    recorder = RankRecorder(tmp_path / "no such folder" / "ranks.bin")
+    told = [recorder.record(drawn_frame(1, step, 3)) for step in range(5)]
+    told.append(recorder.close())
+    (one,) = [text for text in told if text]
+    assert "no such folder" in one
+    assert "training goes on" in one
+
+
+def test_a_disk_that_hangs_holds_nobody_up_and_the_frames_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
+    recorder = RankRecorder(tmp_path / "ranks.bin")
+    hanging = threading.Event()
+    recorder._work = hanging.wait  # type: ignore[method-assign]  a write that does not come back
+    told = [recorder.record(drawn_frame(1, step, 3)) for step in range(2 * module._QUEUE_FRAMES)]
+    assert [text for text in told if text] == [
+        f"{tmp_path}/ranks.bin is written too slowly; training goes on, and some of the ranks' numbers will be missing"
+    ]
+    assert recorder.close(timeout_s=0.05) == ""
+    hanging.set()
+
+
+def test_a_thread_of_its_own_goes_on_after_a_disk_was_full_for_a_while(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "ranks.bin"
+    recorder = RankRecorder(path)
+    while not recorder.record(drawn_frame(1, 1, 3)):
+        pass
+    os.mkdir(path.parent)
+    recorder.record(drawn_frame(1, 2, 3))
+    recorder.close()
+    assert [frame.step for frame in read(path)][-1] == 2

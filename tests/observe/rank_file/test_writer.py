@@ -1,0 +1,154 @@
+"""The file of ranks' numbers keeps its bounds and its history, over writers, coarsening, full disks and strangers."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observe.rank_frames import drawn_frame, read, same, write
+from phalanx.observe.rank_file.format import FrameHead, encode_frame
+from phalanx.observe.rank_file.writer import coarser
+from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError, RankStreamWriter
+
+RANKS = 8
+FRAME_BYTES = len(encode_frame(drawn_frame(0, 0, RANKS)))
+
+
+@pytest.mark.parametrize("bound", ["most_bytes", "most_frames"])
+def test_a_file_never_grows_far_beyond_its_bound_and_keeps_its_whole_history(
+    tmp_path: Path, bound: str
+) -> None:
+    path, steps = tmp_path / "ranks.bin", 400
+    limits = {bound: 40 if bound == "most_frames" else 40 * FRAME_BYTES}
+    frames = [drawn_frame(1, step, RANKS) for step in range(steps)]
+    with RankStreamWriter(path, **limits) as writer:
+        for frame in frames:
+            writer.append(frame)
+            assert path.stat().st_size <= 42 * FRAME_BYTES
+    found = read(path)
+    assert sum(one.steps for one in found) == sum(frame.steps for frame in frames)
+    assert same(found[-1], frames[-1])
+    sizes = [one.steps for one in found]
+    assert sizes == sorted(sizes, reverse=True)  # the newer, the finer
+    assert len(found) > 20
+
+
+def test_a_heat_map_of_a_coarsened_file_has_the_peaks_of_the_whole(tmp_path: Path) -> None:
+    frames = [drawn_frame(2, step, RANKS) for step in range(100)]
+    write(tmp_path / "whole", *frames)
+    with RankStreamWriter(tmp_path / "coarse", most_frames=30) as writer:
+        for frame in frames:
+            writer.append(frame)
+    with RankStream(tmp_path / "whole") as whole, RankStream(tmp_path / "coarse") as coarse:
+        assert len(coarse) < len(whole)
+        for column in RANK_COLUMNS:
+            peaks = [stream.heat_map(column, most_columns=1).values for stream in (whole, coarse)]
+            np.testing.assert_array_equal(*peaks)
+
+
+def test_a_reader_follows_a_file_through_its_coarsening(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.bin"
+    with RankStreamWriter(path, most_frames=10) as writer, RankStream(path) as stream:
+        for step in range(60):
+            writer.append(drawn_frame(3, step, RANKS))
+            assert stream.refresh()
+            assert same(stream.frame(-1), drawn_frame(3, step, RANKS))
+            assert (np.diff(stream.steps) > 0).all()
+
+
+HEADS = st.lists(
+    st.builds(
+        lambda ranks, attempt: FrameHead(ranks, attempt, 1, 0, 0.0, (0,) * 4),
+        st.integers(1, 2),
+        st.integers(0, 1),
+    )
+)
+
+
+@given(HEADS, st.integers(0, 3000), st.integers(1, 12))
+def test_coarsening_merges_only_what_is_alike_and_drops_only_the_oldest(
+    heads: list[FrameHead], most_bytes: int, most_frames: int
+) -> None:
+    groups = coarser(heads, most_bytes, most_frames)
+    kept = [number for group in groups for number in group]
+    assert kept == list(range(len(heads) - len(kept), len(heads)))
+    assert len(groups) <= most_frames
+    for group in groups:
+        assert len({(heads[n].ranks, heads[n].attempt) for n in group}) == 1
+        assert len(group) == 1 or group.start < len(heads) // 2
+    if len(groups) > 1:
+        assert sum(heads[group[-1]].nbytes for group in groups) <= most_bytes
+    assert bool(groups) == bool(heads)
+
+
+def test_frames_go_on_over_restarts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    frames = [drawn_frame(1, 10, 4, 0), drawn_frame(1, 20, 4, 0), drawn_frame(1, 20, 2, 1)]
+    write(tmp_path / "ranks.bin", *frames[:2])
+    write(tmp_path / "ranks.bin", frames[2])
+    with RankStream(tmp_path / "ranks.bin") as stream:
+        assert stream.steps.tolist() == [10, 20, 20]
+        assert [stream.frame(n).ranks for n in range(3)] == [4, 4, 2]
+        assert np.isnan(stream.heat_map("compute_s").values[2:, 2]).all()
+
+
+def test_two_writers_at_once_lose_no_frame(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.bin"
+    with RankStreamWriter(path) as old, RankStreamWriter(path) as new:
+        for step in range(0, 10, 2):
+            old.append(drawn_frame(1, step, 3))
+            new.append(drawn_frame(2, step + 1, 5))
+    with RankStream(path) as stream:
+        assert stream.steps.tolist() == list(range(10))
+
+
+def test_a_file_that_was_removed_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.bin"
+    with RankStreamWriter(path) as writer:
+        writer.append(drawn_frame(1, 1, 3))
+        path.unlink()
+        writer.append(drawn_frame(1, 2, 3))
+    assert [frame.step for frame in read(path)] == [2]
+
+
+def test_what_is_no_stream_is_moved_aside_and_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.bin"
+    path.write_text("my notes on ranks\n" * 20)
+    write(path, drawn_frame(1, 1, 3))
+    assert [frame.step for frame in read(path)] == [1]
+    assert "my notes" in (tmp_path / "ranks.bin.damaged").read_text()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 3 * FRAME_BYTES), min_size=1, max_size=4))
+def test_a_full_disk_costs_only_the_frames_that_did_not_fit(
+    tmp_path_factory: pytest.TempPathFactory, rooms: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("full") / "ranks.bin"
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    kept: list[int] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    step = 0
+    try:
+        with RankStreamWriter(path) as writer:
+            for room in rooms:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
+                for _ in range(2):
+                    step += 1
+                    try:
+                        writer.append(drawn_frame(4, step, RANKS))
+                        kept.append(step)
+                    except RankStreamError:
+                        pass
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            writer.append(drawn_frame(4, 1000, RANKS))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found = read(path)
+    whole = [one.step for one in found if same(one, drawn_frame(4, one.step, RANKS))]
+    assert whole == [*kept, 1000]

@@ -1,0 +1,132 @@
+"""What ranks measure of themselves: the same table on all of them, the slow one's own time, and one stream over restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from observe.rank_frames import read
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.fleet.health.straggler_watch import StragglerWatch
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Message
+from phalanx.observe.ledger import Bucket
+from phalanx.observe.rank_stream import RankFrame
+from phalanx.run.spec import ObserveSpec, RunSpec
+from phalanx.train.lifecycle.guardian import NoGuardian, Samples
+from phalanx.train.step.built import Built
+from phalanx.train.step.step import Audit, Stepper
+from ranks import Ranks
+from tiny_runs import on_layout, tiny_run, train_on_this_rank
+
+SLOW_S = 0.03
+"""By so much longer a planted slow rank computes at each slot: several times what a tiny slot takes."""
+
+
+class Watching(NoGuardian):
+    """Compares what all ranks were told, and may slow its rank down."""
+
+    def __init__(self, window: int, slow_rank: int = -1, accused: Path = Path()) -> None:
+        """``accused`` is made once the straggler watch names the slow rank."""
+        self._window, self._slow_rank, self._accused = window, slow_rank, accused
+
+    def assembled(self, built: Built, saver: AsyncSaver) -> None:  # noqa: ARG002
+        self._watch = StragglerWatch(built.model.mesh.layout, self._window)
+        if dist.get_rank() == self._slow_rank:
+            end = built.model.end
+            vars(built.model)["end"] = lambda *args: (time.sleep(SLOW_S), end(*args))[1]
+
+    def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:  # noqa: ARG002
+        self._ledger = stepper.ledger
+        return None
+
+    def window_steps(self) -> int:
+        return self._window
+
+    def measured(self, frame: RankFrame) -> None:
+        mine = frame.step, frame.steps, {name: values.tobytes() for name, values in frame.columns.items()}
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        assert all(one == mine for one in told)
+        if self._slow_rank in {straggler.rank for straggler in self._watch.look(frame)}:
+            self._accused.touch()
+        spent: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(spent, self._ledger.seconds()[Bucket.COMM_EXPOSED_DP])
+        if self._slow_rank >= 0:
+            self._accused.with_name("least communication").write_text(str(np.argmin(spent)))
+
+
+def every(spec: RunSpec, steps: int) -> RunSpec:
+    return dataclasses.replace(spec, observe=ObserveSpec(ranks_every_steps=steps))
+
+
+def test_a_planted_slow_rank_stands_out_in_every_frame_and_is_named_by_the_straggler_watch(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = every(tiny_run(dataset, tmp_path / "run", steps=7), 1)
+    ranks.run(2, train_on_this_rank, spec, None, Watching(1, 1, tmp_path / "accused"))
+    frames = read(tmp_path / "run" / "ranks.bin")
+    assert [frame.step for frame in frames] == [1, 2, 3, 4, 5, 6, 7]
+    for frame in frames:
+        assert frame.columns["compute_s"][1] > SLOW_S
+    typical = np.median([frame.columns["compute_s"] for frame in frames], axis=0)
+    assert typical.argmax() == 1
+    assert (tmp_path / "accused").exists()
+    # Whoever waits for it communicates longer, so by communication the others would be accused.
+    assert (tmp_path / "least communication").read_text() == "1"
+
+
+@pytest.mark.parametrize("layout", [("none", 0), ("zero3", 2)])
+def test_all_ranks_are_told_the_same_numbers(
+    ranks: Ranks, dataset: Path, tmp_path: Path, layout: tuple[str, int]
+) -> None:
+    spec = on_layout(every(tiny_run(dataset, tmp_path / "run"), 2), *layout)
+    ranks.run(2, train_on_this_rank, spec, None, Watching(3))
+    frames = read(tmp_path / "run" / "ranks.bin")
+    assert [(frame.step, frame.steps) for frame in frames] == [(2, 2), (3, 1), (4, 1), (6, 2)]
+    for frame in frames:
+        assert frame.ranks == 2
+        assert (frame.columns["compute_s"] > 0).all()
+        assert (frame.columns["data_wait_s"] >= 0).all()
+        assert (frame.columns["memory_bytes"] > 1 << 20).all()
+        assert np.isnan(frame.columns["temperature_c"]).all()  # of a CPU
+
+
+def test_a_run_that_crashed_and_goes_on_with_more_ranks_goes_on_in_the_same_file(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = every(tiny_run(dataset, tmp_path / "run"), 2)
+    ranks.run(2, train_on_this_rank, spec, 6)
+    ranks.run(3, train_on_this_rank, spec)
+    frames = read(tmp_path / "run" / "ranks.bin")
+    assert [(frame.attempt, frame.ranks) for frame in frames][:2] == [(0, 2), (0, 2)]
+    assert {(frame.attempt, frame.ranks) for frame in frames[2:]} == {(1, 3)}
+    assert [frame.step for frame in frames if frame.attempt == 0] == [2, 4]
+    assert frames[-1].step == 6
+
+
+def test_nothing_is_written_or_exchanged_if_nobody_wants_it(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = every(tiny_run(dataset, tmp_path / "run", steps=2), 0)
+    ranks.run(2, train_on_this_rank, spec)
+    assert not (tmp_path / "run" / "ranks.bin").exists()
+
+
+def test_a_stream_that_cannot_be_written_costs_one_warning_and_no_step(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = every(tiny_run(dataset, tmp_path / "run"), 1)
+    (tmp_path / "run" / "ranks.bin").mkdir(parents=True)
+    result, *_ = ranks.run(2, train_on_this_rank, spec)
+    assert result["step"] == 6
+    events = [event.body for event in read_events(tmp_path / "run" / "events.jsonl")]
+    told = [one.text for one in events if isinstance(one, Message) and "ranks.bin" in one.text]
+    assert len(told) == 1
+    assert "training goes on" in told[0]
