@@ -13,6 +13,9 @@ import pytest
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import RunStarted
 from phalanx.observe.goodput import goodput
+from phalanx.observe.rank_stream import RankStream
+from phalanx.run.layout import Layout
+from phalanx.watch.ranks.slowest import newest_windows, slowest, values_of
 from phalanx_process import last_json, run
 from tiny_runs import make_dataset
 
@@ -48,7 +51,7 @@ def test_a_fleet_loses_a_node_a_worker_and_its_coordinator_and_keeps_the_bits(
         "kill coordinator at step 13",
         "stop rank 0 at step 15",
     )
-    result = fleet_run(run_file, tmp_path, *with_faults(*faults))
+    result = fleet_run(run_file, tmp_path, "--set", "observe.ranks_every_steps=2", *with_faults(*faults))
     assert result["weights_sha256"] == undisturbed
     assert result["faults"] == list(faults)
     assert len(result["recoveries"]) >= 2, "faults that fall together are one recovery, but not all do"
@@ -58,6 +61,10 @@ def test_a_fleet_loses_a_node_a_worker_and_its_coordinator_and_keeps_the_bits(
     assert account.buckets_ns.get("unattributed", 0) < 0.001 * account.held_ns
     committed = {fault.name for fault in (tmp_path / "run" / "faults").iterdir()}
     assert committed == {"0", "1", "2", "3"}, "every fault was committed"
+    with RankStream(tmp_path / "run" / "ranks.bin") as stream:
+        attempts = {stream.head(number).attempt for number in range(len(stream))}
+        assert len(attempts) >= 3, "each epoch goes on in the same file, whichever process is its rank 0"
+        assert stream.steps[-1] == result["step"]
 
 
 def test_a_fleet_that_draws_from_several_sources_keeps_the_bits_through_faults_and_a_change_of_stage(
@@ -180,6 +187,10 @@ def test_a_slow_rank_is_replaced_by_a_spare_and_no_step_is_lost(
     assert any(recovery["lost_steps"] == 0 for recovery in result["recoveries"])
     fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert any(member["role"] == "quarantined" for member in fleet["members"])
+    with RankStream(tmp_path / "run" / "ranks.bin") as stream:
+        first = newest_windows(stream, 100, attempt=0)
+        found = slowest("compute_s", values_of(stream, "compute_s", first), Layout(replicate=3), 1)
+    assert found[0].rank == 1
 
 
 @pytest.mark.slow

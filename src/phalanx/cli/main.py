@@ -29,6 +29,7 @@ _COMMANDS = {
     "simulate": ("fleet", "A fleet under failures, by the code that keeps a real one alive."),
     "goodput": ("watch", "Where every second of a run went."),
     "status": ("watch", "How far a run is, and its fleet's members, spares and happenings."),
+    "ranks": ("watch", "The ranks side by side: which are slower than their peers, and where they sit."),
     "diff": ("watch", "Where two runs part: field, step, tensor, and by a replay the module and rank."),
     "runs": ("watch", "The runs in a folder, and which goes on from which."),
     "fleet": ("fleet", "Drain, add or stop: ask something of a running fleet."),

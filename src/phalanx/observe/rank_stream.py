@@ -23,7 +23,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.rank_file.format import RANK_COLUMNS, UNKNOWN, Codes, RankFrame, decode_column
+from phalanx.observe.rank_file.format import RANK_COLUMNS, UNKNOWN, Codes, FrameHead, RankFrame, decode_column
 from phalanx.observe.rank_file.index import FrameIndex, RankStreamError, open_for_reading
 from phalanx.observe.rank_file.writer import RankStreamWriter
 
@@ -113,16 +113,20 @@ class RankStream:
         """The number of ranks of the newest frame; 0 of an empty stream."""
         return self._index.heads[-1].ranks if self._index is not None and self._index.heads else 0
 
+    def head(self, number: int) -> FrameHead:
+        """Attempt, step, time and ranks of the frame at index ``number``; negative ones count from the end. Raises ``IndexError``."""
+        return self._opened().heads[number]
+
+    def column(self, number: int, column: str) -> NDArray[np.float32]:
+        """One column of the frame at index ``number``, ``(ranks,)``. Raises ``IndexError``."""
+        codes = self._codes(range(len(self))[number], RANK_COLUMNS.index(column))
+        unknown = np.full(self.head(number).ranks, UNKNOWN, np.int16)
+        return decode_column(column, unknown if codes is None else codes)
+
     def frame(self, number: int) -> RankFrame:
         """The frame at index ``number``; negative ones count from the end. Raises ``IndexError`` beyond it."""
-        index = self._opened()
-        number = range(len(self))[number]
-        head = index.heads[number]
-        unknown = np.full(head.ranks, UNKNOWN, np.int16)
-        columns = {}
-        for place, name in enumerate(RANK_COLUMNS):
-            codes = self._codes(number, place)
-            columns[name] = decode_column(name, unknown if codes is None else codes)
+        head = self.head(number)
+        columns = {name: self.column(number, name) for name in RANK_COLUMNS}
         return RankFrame(head.step, head.t, head.attempt, head.ranks, columns, head.steps)
 
     def heat_map(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from phalanx.fleet.health.stragglers import History, StragglerRule, judge_window, roles, window_time_s
+from phalanx.fleet.health.stragglers import History, StragglerRule, judge_window, roles
 from phalanx.run.layout import Layout
 
 RANKS, STEPS = 64, 16
@@ -109,10 +109,6 @@ def test_history_survives_json() -> None:
     history, _ = judge_window(History(), {0: 1.0, 1: 1.0, 2: 1.2}, ALIKE, RULE)
     stored = json.loads(json.dumps(dataclasses.asdict(history)))
     assert History(tuple((rank, bits) for rank, bits in stored["flags"])) == history
-
-
-def test_a_hiccup_does_not_move_a_windows_time() -> None:
-    assert window_time_s([1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
 
 
 def test_a_rule_that_could_never_name_anybody_is_refused() -> None:

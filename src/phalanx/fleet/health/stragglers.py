@@ -5,15 +5,17 @@ for others, does. In each window a rank's typical compute time is compared with 
 in units of their median absolute deviation (a scale that a few outliers cannot move; Hampel, "The Influence Curve and its Role
 in Robust Estimation", JASA 1974). One bad window proves nothing: a rank is named when it stood out in most of the last few.
 
-Nothing here knows a clock or a socket. ``window_time_s`` belongs to the rank's node, ``judge_window`` to the coordinator, which
-starts with an empty ``History`` in every epoch, because ranks may have moved.
+Nothing here knows a clock or a socket. Whoever judges starts with an empty ``History`` in every epoch, because ranks may have moved.
+Ranks may be dealt different numbers of slots: all times are those of one slot, not of a step.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.run.layout import Layout
 
@@ -70,14 +72,6 @@ class Straggler:
         )
 
 
-def window_time_s(times_s: Sequence[float]) -> float:
-    """A rank's typical compute time (s) in a window of steps: the median, which a hiccup does not move.
-
-    Ranks may be dealt different numbers of slots: give the time of one slot, not of a step.
-    """
-    return statistics.median(times_s)
-
-
 def roles(layout: Layout) -> tuple[int, ...]:
     """The kind of work of each rank: its pipeline stage, since ranks of one stage do the same work."""
     per_stage = layout.ranks // layout.pipeline
@@ -93,15 +87,13 @@ def judge_window(
     """Takes in one window and names the stragglers, the slowest first.
 
     Args:
-        times_s: By rank, its ``window_time_s``. A rank that did not report is forgotten, not accused.
+        times_s: By rank, its typical computing time in the window, the median, which a hiccup does not move. A rank that did not report is forgotten, not accused.
         roles: By rank, what it does; only ranks of one role are compared. A role with one rank accuses nobody.
     """
     peers: dict[Hashable, dict[int, float]] = {}
     for rank, time_s in times_s.items():
         peers.setdefault(roles[rank], {})[rank] = time_s
-    outstanding = {
-        rank: found for group in peers.values() for rank, found in _outstanding(group, rule).items()
-    }
+    outstanding = {rank: found for group in peers.values() for rank, found in _outstanding(group, rule)}
     flags, named = {}, []
     for rank, bits in {**dict.fromkeys(outstanding, 0), **dict(history.flags)}.items():
         bits = (bits << 1 | (rank in outstanding)) & ((1 << rule.windows) - 1)
@@ -113,16 +105,27 @@ def judge_window(
     return History(tuple(sorted(flags.items()))), tuple(named)
 
 
-def _outstanding(times_s: Mapping[int, float], rule: StragglerRule) -> dict[int, tuple[float, float]]:
-    """The ranks that stand out from their peers: (slowdown, deviations)."""
+def lateness(
+    times_s: NDArray[np.float64], rule: StragglerRule
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How much slower than their peers ranks are that do the same work: by which fraction, and by how many deviations of theirs.
+
+    ``times_s`` is ``(ranks,)``, of at least one rank, as are both results.
+    """
     # The lower median: of two ranks, the faster one is the measure of the slower one.
-    typical_s = statistics.median_low(times_s.values())
-    off = statistics.median(abs(time_s - typical_s) for time_s in times_s.values())
+    middle = (len(times_s) - 1) // 2
+    typical_s = np.partition(times_s, middle)[middle]
     # Of two ranks the deviation is half their difference, which would excuse any.
-    spread_s = max(_MAD_TO_DEVIATION * off if len(times_s) > 2 else 0.0, rule.least_spread * typical_s)
-    found = {}
-    for rank, time_s in times_s.items():
-        slowdown, deviations = time_s / typical_s - 1, (time_s - typical_s) / spread_s
-        if slowdown >= rule.slowdown and deviations >= rule.deviations:
-            found[rank] = (slowdown, deviations)
-    return found
+    off_s = np.median(np.abs(times_s - typical_s)) if len(times_s) > 2 else 0.0
+    spread_s = max(_MAD_TO_DEVIATION * off_s, rule.least_spread * typical_s)
+    return times_s / typical_s - 1, (times_s - typical_s) / spread_s
+
+
+def _outstanding(
+    times_s: Mapping[int, float], rule: StragglerRule
+) -> Iterator[tuple[int, tuple[float, float]]]:
+    """The ranks that stand out from their peers, each with (slowdown, deviations)."""
+    ranks = list(times_s)
+    slowdown, deviations = lateness(np.fromiter(times_s.values(), np.float64, len(ranks)), rule)
+    for place in np.flatnonzero((slowdown >= rule.slowdown) & (deviations >= rule.deviations)):
+        yield ranks[place], (float(slowdown[place]), float(deviations[place]))

@@ -1,0 +1,120 @@
+"""Finds the ranks that are slower than their peers in a stream of ranks' numbers, by the thresholds that replace stragglers in a fleet.
+
+A fleet judges its ranks while it runs, window by window, and a run without one has nobody who does. Here the newest frames of one attempt
+are judged together, for people: a rank is slow if it was slower than its peers in most of the windows, and its median over all of them
+stands out from theirs. That sees more than one window does, where few ranks share a noisy machine. Peers are the ranks of one pipeline
+stage, which do the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.fleet.health.stragglers import StragglerRule, lateness, roles
+from phalanx.observe.rank_stream import RankStream
+from phalanx.run.layout import Layout
+
+_RULE = StragglerRule()
+LEAST: Mapping[str, float] = {
+    "compute_s": 1e-6,
+    "data_wait_s": 1e-3,
+    "memory_bytes": 2.0**20,
+    "temperature_c": 1.0,
+}
+"""What is less is taken for that much: a rank that waits for twice as little as nothing is not late."""
+
+
+@dataclass(frozen=True)
+class RankLateness:
+    """One rank beside its peers, over some windows."""
+
+    rank: int
+    value: float
+    """Its typical number: the median of the windows."""
+    typical: float
+    """The same of its peers: the lower median of theirs."""
+    slowdown: float
+    """Its number over that of its peers, less one."""
+    deviations: float
+    """The same in standard deviations of its peers."""
+    slower: int
+    """The number of windows in which it was slower by more than the rule asks for."""
+    windows: int
+    slow: bool
+    """True if that were most windows, and it stands out."""
+
+
+def newest_windows(stream: RankStream, last: int, attempt: int | None = None) -> range:
+    """The numbers of the newest ``last`` frames of an attempt, by default of the newest one; they have all the same ranks."""
+    end = len(stream)
+    while attempt is not None and end and stream.head(end - 1).attempt != attempt:
+        end -= 1
+    first = end
+    while first and end - first < last and _of_one_epoch(stream, first - 1, end - 1):
+        first -= 1
+    return range(first, end)
+
+
+def _of_one_epoch(stream: RankStream, one: int, other: int) -> bool:
+    heads = stream.head(one), stream.head(other)
+    return heads[0].attempt == heads[1].attempt and heads[0].ranks == heads[1].ranks
+
+
+def slowest(
+    column: str, values: NDArray[np.float32], layout: Layout, most: int, rule: StragglerRule = _RULE
+) -> list[RankLateness]:
+    """The ``most`` ranks whose numbers are above those of their peers by the largest fraction; those that are slow before all others.
+
+    Args:
+        column: What is compared: their computing time, or another of ``RANK_COLUMNS``.
+        values: ``(windows, ranks)``; NaN where a rank did not know. Ranks that never knew are left out.
+    """
+    worth = np.maximum(values, np.float32(LEAST[column]))  # NaN stays
+    found = [one for peers in _peers(values, layout) for one in _latest(worth, peers, most, rule)]
+    found.sort(key=lambda one: (not one.slow, -one.slowdown, one.rank))
+    return found[:most]
+
+
+def _peers(values: NDArray[np.float32], layout: Layout) -> list[NDArray[np.int64]]:
+    """The ranks of each role that know their numbers in every window."""
+    role, known = np.array(roles(layout)), ~np.isnan(values).any(0)
+    return [np.flatnonzero((role == one) & known) for one in np.unique(role[known])]
+
+
+def _latest(
+    values: NDArray[np.float32], peers: NDArray[np.int64], most: int, rule: StragglerRule
+) -> list[RankLateness]:
+    mine = values[:, peers].astype(np.float64)  # (windows, peers)
+    if not mine.size:
+        return []
+    slower = np.array([lateness(window, rule)[0] >= rule.slowdown for window in mine]).sum(0)
+    usual = np.median(mine, axis=0)
+    slowdown, deviations = lateness(usual, rule)
+    mostly = slower * rule.windows >= rule.needed * len(mine)
+    slow = mostly & (slowdown >= rule.slowdown) & (deviations >= rule.deviations)
+    order = np.lexsort((peers, -slowdown, ~slow))[:most]
+    return [
+        RankLateness(
+            rank=int(peers[one]),
+            value=float(usual[one]),
+            typical=float(usual[one] / (1 + slowdown[one])),
+            slowdown=float(slowdown[one]),
+            deviations=float(deviations[one]),
+            slower=int(slower[one]),
+            windows=len(mine),
+            slow=bool(slow[one]),
+        )
+        for one in order
+    ]
+
+
+def values_of(stream: RankStream, column: str, frames: Sequence[int]) -> NDArray[np.float32]:
+    """One column of some frames of equally many ranks, ``(frames, ranks)``."""
+    ranks = stream.head(frames[0]).ranks if frames else 0
+    return np.array([stream.column(number, column) for number in frames], np.float32).reshape(
+        len(frames), ranks
+    )
