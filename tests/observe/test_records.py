@@ -114,14 +114,16 @@ def test_the_age_of_a_process_is_about_how_long_it_has_run() -> None:
     assert process_age_ns() > age
 
 
-def test_nothing_here_imports_torch_or_a_higher_floor() -> None:
-    code = """
+@pytest.mark.parametrize(("ranks", "arrays"), [(False, []), (True, ["numpy"])], ids=["events", "ranks"])
+def test_nothing_here_imports_torch_or_a_higher_floor(ranks: bool, arrays: list[str]) -> None:
+    """Only the stream of the ranks is large enough to need numpy."""
+    code = f"""
 import pkgutil, importlib, sys, phalanx.observe
 for module in pkgutil.walk_packages(phalanx.observe.__path__, "phalanx.observe."):
-    if module.name.rpartition(".")[2] not in ("tensorboard", "wandb", "mlflow"):
+    if module.name.rpartition(".")[2] not in ("tensorboard", "wandb", "mlflow") and ({ranks} or ".rank_" not in module.name):
         importlib.import_module(module.name)
-ours = {name.split(".")[1] for name in sys.modules if name.startswith("phalanx.")}
-print(sorted({"torch", "numpy", "wandb", "tensorboardX"} & set(sys.modules)), sorted(ours - {"run", "version"}))
+ours = {{name.split(".")[1] for name in sys.modules if name.startswith("phalanx.")}}
+print(sorted({{"torch", "numpy", "wandb", "tensorboardX"}} & set(sys.modules)), sorted(ours - {{"run", "version"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] ['observe']"
+    assert done.stdout.strip() == f"{arrays} ['observe']"
