@@ -15,6 +15,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.first_failure import ended_text, first_failure
+from phalanx.observe.logs.line import Level
+from phalanx.observe.logs.order import order_for
+from phalanx.observe.logs.tail import last_lines
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, read_failure, remove_failure
 from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
@@ -23,6 +28,7 @@ from phalanx.train.start.open_run import OpenRun
 
 TRAIN_RANK = "phalanx.train.lifecycle.worker"
 _POLL_S = 0.1
+_LAST_SAID = 200
 _GRACE_S = 10.0
 """Time that the other ranks are given to notice that one has died."""
 
@@ -48,15 +54,19 @@ def run_locally(
     """
     meeting_point = _fresh_meeting_point(run)
     processes: list[subprocess.Popen[bytes]] = []
+    outputs: list[ChildOutput] = []
     orders = StopOrders(tell)
     request = _StopSignal(processes, orders)
+    watcher = _Watcher(processes, request)
+    told: list[str] = []  # a full disk is full for all logs: the user hears of the first
     try:
         with on_stop_signals(request.send):
             for rank in range(ranks):
-                processes.append(_start(run, rank, ranks, meeting_point.as_uri(), program))
+                process, output = _start(run, rank, ranks, meeting_point.as_uri(), program, told.append)
+                processes.append(process)
+                outputs.append(output)
                 if request.sent:  # while the ranks were being started: this one has not got the signal
                     processes[-1].send_signal(signal.SIGTERM)
-            watcher = _Watcher(processes, request)
             try:
                 while_running(watcher.ended)
             except BaseException:
@@ -66,9 +76,13 @@ def run_locally(
                 raise
             watcher.wait()
     finally:
-        _end(processes)
+        watcher.end()
+        for rank, output in enumerate(outputs):
+            output.ended(*watcher.how_it_ended(rank))
         meeting_point.unlink(missing_ok=True)
-    return _ending(run, processes, watcher.first_failure, unsaved=orders.made > 1)
+        for words in told[:1]:
+            tell(words)
+    return _ending(run, processes, _first_to_fail(run, watcher), unsaved=orders.made > 1)
 
 
 def _fresh_meeting_point(run: OpenRun) -> Path:
@@ -78,7 +92,9 @@ def _fresh_meeting_point(run: OpenRun) -> Path:
     return (run.directory.path / f".meeting-point-{run.attempt}").resolve()
 
 
-def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str, program: str) -> subprocess.Popen[bytes]:
+def _start(
+    run: OpenRun, rank: int, ranks: int, meeting_point: str, program: str, complain: Callable[[str], None]
+) -> tuple[subprocess.Popen[bytes], ChildOutput]:
     environment = {
         **os.environ,
         "PHALANX_RANK": str(rank),
@@ -90,8 +106,11 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str, program: str
     }
     log = run.directory.log(run.attempt, rank)
     remove_failure(log)
-    with log.open("wb") as output:
-        return subprocess.Popen(
+    output = ChildOutput(
+        order_for(log, f"rank-{rank:05d}", run.attempt, run.spec.observe), environment, complain
+    )
+    try:
+        process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
@@ -100,13 +119,20 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str, program: str
                 "--attempt",
                 str(run.attempt),
             ],
-            env=environment,
+            env={**environment, **output.environment},
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=output.descriptor,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=[run.lock_fd],  # the directory stays taken until the last rank has ended
+            # The directory stays taken until the last rank has ended.
+            pass_fds=[run.lock_fd, *output.inherited],
         )
+    except BaseException:
+        output.failed()
+        raise
+    output.place.rank = rank
+    output.started()
+    return process, output
 
 
 class _Watcher:
@@ -115,7 +141,10 @@ class _Watcher:
     def __init__(self, processes: list[subprocess.Popen[bytes]], request: _StopSignal) -> None:
         self._processes, self._request = processes, request
         self._deadline_s: float | None = None
+        self._ended_here: set[int] = set()
         self.first_failure: int | None = None
+        self.failed: list[int] = []
+        """The ranks that had failed when the first failure was seen, or did in the time that they were given then."""
 
     def ended(self) -> bool:
         """True once all ranks have exited; ends the others when one has failed."""
@@ -132,8 +161,29 @@ class _Watcher:
                 self.first_failure = _culprit(failed, codes)
                 self._deadline_s = time.monotonic() + _GRACE_S
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
-            _end(self._processes)
+            self.end()
+        elif self.first_failure is not None:
+            self.failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
         return None not in codes
+
+    def end(self) -> None:
+        """Kills the ranks that are left, and reaps all."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is None:
+                self._ended_here.add(rank)
+                process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def how_it_ended(self, rank: int) -> tuple[str, Level]:
+        """The line about the end of a rank that has ended, for its log, and its level; nothing if it ended as it should."""
+        code = self._processes[rank].returncode
+        if code in (0, EXIT_STOPPED):
+            return "", "info"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if rank in self._ended_here or (self._request.sent and code in (-signal.SIGTERM, -signal.SIGKILL)):
+            return ended_text(f"{how} by its launcher"), "info"
+        return ended_text(how), "error"
 
     def wait(self) -> None:
         """Waits until all ranks have exited."""
@@ -144,6 +194,20 @@ class _Watcher:
 def _culprit(failed: list[int], codes: list[int | None]) -> int:
     """The rank that most likely failed first: one killed by a signal, before one that may only have lost its peer."""
     return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
+
+
+def _first_to_fail(run: OpenRun, watcher: _Watcher) -> int | None:
+    """The rank that failed first, by what the ranks said; if they do not tell, by when they ended."""
+    if watcher.first_failure is None:
+        return None
+    said = (
+        line
+        for rank in watcher.failed
+        for line in last_lines(run.directory.log(run.attempt, rank), _LAST_SAID)
+    )
+    found = first_failure(said)
+    rank = found.line.rank if found is not None else None
+    return rank if rank in watcher.failed else watcher.first_failure
 
 
 class _StopSignal:
@@ -165,14 +229,6 @@ class _StopSignal:
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    for process in processes:
-        process.wait()
 
 
 def _ending(

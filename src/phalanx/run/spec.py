@@ -492,6 +492,10 @@ class ObserveSpec:
     to the run's ranks.bin; 0 means never. Stragglers are looked for in the same exchange, so a shorter fleet.straggler_window_steps counts too."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], FLEET] = ()
     """Experiment trackers that get a copy of every metric; each needs its optional extra to be installed."""
+    log_mib: Annotated[int, FLEET, POSITIVE] = 16
+    """Largest size of a log file of a process, in MiB; then it is set aside and another one begun."""
+    log_files: Annotated[int, FLEET, ValueRange(at_least=2)] = 4
+    """Files that are kept of each process's log: the first, which has its start, and the newest."""
 
 
 @dataclass(frozen=True)

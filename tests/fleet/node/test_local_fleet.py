@@ -26,6 +26,8 @@ from phalanx.fleet.node import local_fleet, revival
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session
+from phalanx.observe.logs.order import LogOrder
+from phalanx.observe.logs.tail import last_lines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
@@ -73,9 +75,9 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     start = Session.start
 
     def standing_in(
-        _command: list[str], environment: dict[str, str], log: Path, keep_open: list[int]
+        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int]
     ) -> Session:
-        names.append(log.stem.split("-", 2)[2])
+        names.append(log.process)
         return start(
             ["sleep", "600"] if names[-1] == "coordinator" else ["false"], environment, log, keep_open
         )
@@ -131,7 +133,9 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
 ) -> None:
     start = Session.start
 
-    def asleep(_command: list[str], environment: dict[str, str], log: Path, keep_open: list[int]) -> Session:
+    def asleep(
+        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int]
+    ) -> Session:
         return start(["sleep", "600"], environment, log, keep_open)
 
     monkeypatch.setattr(Session, "start", asleep)
@@ -158,7 +162,9 @@ def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end
 ) -> None:
     start = Session.start
 
-    def asleep(_command: list[str], environment: dict[str, str], log: Path, keep_open: list[int]) -> Session:
+    def asleep(
+        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int]
+    ) -> Session:
         return start(["sleep", "600"], environment, log, keep_open)
 
     monkeypatch.setattr(Session, "start", asleep)
@@ -225,11 +231,15 @@ def test_a_process_is_given_up_only_after_so_many_deaths_at_the_same_place(
 
 
 def test_a_leader_that_has_ended_keeps_its_number_until_its_group_is_killed(tmp_path: Path) -> None:
-    session = Session.start(["sh", "-c", "sleep 600 & echo $!; exit 7"], dict(os.environ), tmp_path / "log")
+    (tmp_path / "logs").mkdir()
+    log = LogOrder(tmp_path / "logs" / "attempt-000-leader.jsonl", "leader", 0)
+    session = Session.start(["sh", "-c", "sleep 600 & echo $!; exit 7"], dict(os.environ), log)
     session.wait(60.0)
     assert session.exit_code() == 7
     assert Path(f"/proc/{session.pid}").exists(), "not reaped: nobody else can be given its number"
-    left = int((tmp_path / "log").read_text())
+    while not (said := last_lines(log.path, 1)):
+        pass
+    left = int(said[0].text)
     assert alive(left)
     assert session.end() == 7
     assert not Path(f"/proc/{session.pid}").exists()

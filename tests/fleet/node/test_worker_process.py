@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.fleet.node.worker_process import WorkerProcess
+from phalanx.observe.logs.order import LogOrder
+from phalanx.observe.logs.tail import last_lines
 
 KEEPS_THE_LOCK = "print('x', flush=True); 7 ** 10 ** 9"
 SLEEPS_WITH_THE_LOCK = "import ctypes; print('x', flush=True); ctypes.PyDLL(None).sleep(600)"
@@ -22,7 +24,7 @@ def started(program: str) -> tuple[WorkerProcess, subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.read(1) == b"x"
-    return WorkerProcess(process, Path("/dev/null")), process
+    return WorkerProcess(process), process
 
 
 def becomes(worker: WorkerProcess, working: bool) -> bool:
@@ -53,7 +55,7 @@ def test_a_worker_never_gets_the_operators_token(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PHALANX_OPERATOR_TOKEN", "secret")
     monkeypatch.setenv("PHALANX_RUN_TOKEN", "known")
     program = "import os; print(*(name for name in os.environ if name.endswith('TOKEN')))"
-    log = tmp_path / "logs" / "worker.log"
+    log = LogOrder(tmp_path / "logs" / "attempt-000-node-0-0.jsonl", "node-0-0", 0, "node-0")
 
     async def run() -> None:
         ended = asyncio.Event()
@@ -62,4 +64,4 @@ def test_a_worker_never_gets_the_operators_token(tmp_path: Path, monkeypatch: py
         await ended.wait()
 
     asyncio.run(run())
-    assert log.read_text().split() == ["PHALANX_RUN_TOKEN"]
+    assert [line.text for line in last_lines(log.path, 9)] == ["PHALANX_RUN_TOKEN"]

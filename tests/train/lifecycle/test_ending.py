@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.observe.logs.line import LogLine, encode
 from phalanx.train.lifecycle.ending import (
     Failure,
     RunFailedError,
@@ -19,8 +20,10 @@ from phalanx.train.lifecycle.ending import (
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    path = tmp_path / "attempt-002-rank-00003.log"
-    path.write_text("error: a line of a library that is not our error\nworking\n")
+    path = tmp_path / "attempt-002-rank-00003.jsonl"
+    for number, text in enumerate(("error: a line of a library that is not our error", "working")):
+        with path.open("ab") as file:
+            file.write(encode(LogLine(float(number), "info", "host", 3, None, 2, None, text)))
     return path
 
 

@@ -38,6 +38,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.succession import Candidacy, Claim, succeeding
+from phalanx.observe.logs.capture import capture_output
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
@@ -234,6 +235,7 @@ async def _stand_and_lead(
 def main() -> int:
     """Entry point of the process that an agent starts."""
     die_with_parent()
+    capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="phalanx.fleet.control.candidate")
     parser.add_argument("--run-dir", type=Path, required=True)

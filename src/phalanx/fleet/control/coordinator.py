@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -58,6 +59,7 @@ from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import formation_of, settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.fleet.core.succession import is_due, renewed
+from phalanx.observe.logs.capture import capture_output
 from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.spec import RunSpec
@@ -613,6 +615,7 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
 def main() -> int:
     """Entry point of the process that a launcher starts."""
     die_with_parent()
+    capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     parser = argparse.ArgumentParser(prog="phalanx.fleet.control.coordinator")
     parser.add_argument("--run-dir", type=Path, required=True)

@@ -59,6 +59,8 @@ from phalanx.fleet.node.successor import Successor
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.launch.foreign import in_slurm_step
+from phalanx.observe.logs.capture import capture_output
+from phalanx.observe.logs.order import order_for
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
@@ -170,6 +172,7 @@ class Agent:
             self._certificates,
             args.may_lead,
             self.log,
+            spec.observe,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
@@ -466,7 +469,9 @@ class Agent:
             "--segments",
             *map(str, segments),
         ]
-        log = RunDirectory(self._args.run_dir).named_log(self._args.attempt, f"{self._args.node}-{index}")
+        attempt, name = self._args.attempt, f"{self._args.node}-{index}"
+        path = RunDirectory(self._args.run_dir).named_log(attempt, name)
+        log = order_for(path, name, attempt, self._spec.observe, self._args.node)
         self._state.on_started(index, time.monotonic())
         try:
             self._workers[index] = await WorkerProcess.start(
@@ -600,6 +605,7 @@ def leave(code: int) -> NoReturn:
 def main() -> NoReturn:
     """The process that a launcher starts for each node of a local fleet."""
     die_with_parent()
+    capture_output(os.environ)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
     parser = argparse.ArgumentParser(prog="phalanx.fleet.node.agent")
     parser.add_argument("--run-dir", type=Path, required=True)

@@ -41,6 +41,7 @@ from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session, ending
+from phalanx.observe.logs.order import order_for
 from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
@@ -482,7 +483,9 @@ class _Processes:
     def _process(self, name: str, module: str, *arguments: str) -> Session:
         run = self.run
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
-        log = self.log(name)
+        log, observe = self.log(name), run.spec.observe
+        lead = self.fleet.lead
+        node = name if name != "coordinator" else lead.node if lead is not None else None
         inherited = {key: value for key, value in os.environ.items() if key not in self.operator}
         self._read_tokens()
         own = self.operator if name == "coordinator" else {}
@@ -490,7 +493,7 @@ class _Processes:
         return Session.start(
             [*command, "--attempt", str(run.attempt), *arguments],
             {**inherited, "PHALANX_LAUNCHER": str(os.getpid()), **self.environment, **own},
-            log,
+            order_for(log, name, run.attempt, observe, node),
             keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
         )
 

@@ -11,9 +11,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.first_failure import ended_text
+from phalanx.observe.logs.order import LogOrder
 
 _POLL_S = 0.02
 
@@ -21,28 +25,39 @@ _POLL_S = 0.02
 class Session:
     """A started process, the leader of its session and process group."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._reaped = False
+    def __init__(self, process: subprocess.Popen[bytes], output: ChildOutput) -> None:
+        self._process, self._output = process, output
+        self._reaped = self._meant = False
 
     @classmethod
     def start(
-        cls, command: Sequence[str], environment: Mapping[str, str], log: Path, keep_open: Sequence[int] = ()
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: LogOrder,
+        keep_open: Sequence[int] = (),
+        tell: Callable[[str], None] = lambda _words: None,
     ) -> Session:
-        """Starts ``command``; its output is appended to ``log``, and it inherits the descriptors ``keep_open``. Raises OSError."""
-        log.parent.mkdir(exist_ok=True)  # somebody may have removed it
-        with log.open("ab") as output:
-            return cls(
-                subprocess.Popen(
-                    list(command),
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=list(keep_open),
-                )
+        """Starts ``command`` with a log; it inherits the descriptors ``keep_open``.
+
+        ``tell`` is told, from another thread, if the log cannot be written. Raises OSError.
+        """
+        output = ChildOutput(log, environment, tell)
+        try:
+            process = subprocess.Popen(
+                list(command),
+                env={**environment, **output.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output.descriptor,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[*keep_open, *output.inherited],
             )
+        except BaseException:
+            output.failed()
+            raise
+        output.started()
+        return cls(process, output)
 
     @property
     def pid(self) -> int:
@@ -67,6 +82,7 @@ class Session:
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the leader; one that has ended does not mind."""
         if not self._reaped:
+            self._meant = self._meant or number in (signal.SIGTERM, signal.SIGKILL)
             os.kill(self.pid, number)
 
     def wait(self, timeout_s: float) -> None:
@@ -78,10 +94,12 @@ class Session:
     def end(self) -> int:
         """Kills whatever is left of the group, and reaps the leader; returns its exit code."""
         if not self._reaped:
+            by_itself = self.exit_code() is not None and not self._meant
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+            code = self._process.wait()
             self._reaped = True
+            self._output.ended(ended_text(ending(code)) if code and by_itself else "")
         return self._process.returncode
 
 

@@ -19,7 +19,10 @@ from phalanx.fleet.control.claims import ClaimError, ClaimRegister
 from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, EXIT_SUPERSEDED
 from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.revival import Revival
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.order import order_for
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import ObserveSpec
 
 _GOODBYE_S = 20.0
 _LOOK_S = 5.0
@@ -41,6 +44,7 @@ class Successor:
     certificates: Path | None
     may_lead: bool
     log: Callable[[str], None]
+    observe: ObserveSpec = field(default_factory=ObserveSpec)
     alone_since_s: float | None = None
     """Since when the agent has had no coordinator, by the monotonic clock."""
     _claim: Claim | None = None
@@ -101,23 +105,37 @@ class Successor:
     async def _start(self) -> None:
         self._due_s = 0.0
         shown = ["--certificates", str(self.certificates)] if self.certificates else []
-        path = RunDirectory(self.run_dir).named_log(self.attempt, f"coordinator-{self.node}")
+        name = f"coordinator-{self.node}"
+        path = RunDirectory(self.run_dir).named_log(self.attempt, name)
         self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
         try:
-            with path.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "phalanx.fleet.control.candidate"),
-                    *("--run-dir", str(self.run_dir), "--attempt", str(self.attempt)),
-                    *("--host", self.host, "--listen", self.listen, "--node", self.node, *shown),
-                    *("--term", str(self._claim.term if self._claim else 0)),
-                    env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid())},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
+            output = ChildOutput(
+                order_for(path, name, self.attempt, self.observe, self.node), os.environ, self.log
+            )
         except OSError as error:
-            self.log(f"the candidate cannot be started: {error}")
-            self._has_ended(1, time.monotonic())
+            self._cannot_start(error)
+            return
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "phalanx.fleet.control.candidate"),
+                *("--run-dir", str(self.run_dir), "--attempt", str(self.attempt)),
+                *("--host", self.host, "--listen", self.listen, "--node", self.node, *shown),
+                *("--term", str(self._claim.term if self._claim else 0)),
+                env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid()), **output.environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.descriptor,
+                stderr=output.descriptor,
+                pass_fds=output.inherited,
+            )
+        except OSError as error:
+            output.failed()
+            self._cannot_start(error)
+        else:
+            output.started()
+
+    def _cannot_start(self, error: OSError) -> None:
+        self.log(f"the candidate cannot be started: {error}")
+        self._has_ended(1, time.monotonic())
 
     def _has_ended(self, code: int, now_s: float) -> None:
         """Handles the end of the process. One that was the coordinator and died is started again; else the node waits its turn anew."""

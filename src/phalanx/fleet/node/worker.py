@@ -57,6 +57,7 @@ from phalanx.hardware.device import answers, give_back_memory, make_current
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.goodput import ledger_of
 from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
+from phalanx.observe.logs.capture import place_of_process
 from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
@@ -229,6 +230,8 @@ class Worker:
             return EpochBroken(bind.epoch, text)
 
     def _train(self, bind: JoinEpoch) -> RunResult | None:
+        place = place_of_process()
+        place.rank, place.epoch, place.step = bind.rank, bind.epoch, None
         ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
         self._guardian.enters(bind, self._hooks(), self._connections)
         self._store = meet(

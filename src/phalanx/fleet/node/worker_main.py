@@ -15,6 +15,7 @@ from pathlib import Path
 
 from phalanx.fleet.node.worker_link import LinkError, RunFailed, Unfit, WorkerEnd
 from phalanx.hardware.environment import set_for_rank
+from phalanx.observe.logs.capture import capture_output
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, without_gc
 
@@ -22,6 +23,7 @@ from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_e
 def main() -> None:
     """The process that an agent starts."""
     die_with_parent()
+    capture_output(os.environ)
     # Its agent tells it what to do. Slurm sends SIGTERM to every process of a job that it is about to end, and then the fleet still saves.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -15,11 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.fleet.control.security import TOKEN_VARIABLES
+from phalanx.fleet.node.session import ending
 from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_for_agent, frame, length_of
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.first_failure import ended_text
+from phalanx.observe.logs.order import LogOrder
+from phalanx.observe.logs.tail import last_text
 
 _HEAD_BYTES = 4
 _LAST_READ_S = 0.5
-_TAIL_BYTES = 4096
+_TAIL_LINES, _TAIL_CHARACTERS = 5, 4096
 RECORDED_COLLECTIVES = "2000"
 """Entries of PyTorch's flight recorder; it allocates them as they come, some hundred bytes each."""
 
@@ -27,8 +32,9 @@ RECORDED_COLLECTIVES = "2000"
 class WorkerProcess:
     """A running worker. Make it in an event loop, by ``start``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process, self._log = process, log
+    def __init__(self, process: subprocess.Popen[bytes], output: ChildOutput | None = None) -> None:
+        self._process, self._output, self._killed = process, output, False
+        self._log: Path | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._processor_ticks = 0
         self._watch: asyncio.Task[None] | None = None
@@ -39,7 +45,7 @@ class WorkerProcess:
         command: Sequence[str],
         descriptors: Sequence[int],
         threads: int,
-        log: Path,
+        log: LogOrder,
         on_message: Callable[[ToAgent], None],
         on_exit: Callable[[int, str], None],
     ) -> WorkerProcess:
@@ -49,14 +55,14 @@ class WorkerProcess:
             command: The worker's program and arguments.
             descriptors: This process's descriptors that it inherits.
             threads: For OMP_NUM_THREADS.
-            log: The file to which its output is appended.
+            log: Its log.
             on_message: Called with each of its messages.
             on_exit: Called once, with its exit code (below 0: the signal) and the end of its log.
 
         Raises:
             OSError: It cannot be started.
         """
-        log.parent.mkdir(exist_ok=True)  # somebody may have removed it
+        output = ChildOutput(log, os.environ, lambda words: print(f"warning: {words}", flush=True))
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -68,19 +74,22 @@ class WorkerProcess:
         # A worker runs the user's code, which has no need of this token.
         environment.pop(TOKEN_VARIABLES["operate"], None)
         try:
-            with theirs, log.open("ab") as output:
+            with theirs:
                 process = subprocess.Popen(
                     [*command, "--link", str(theirs.fileno())],
-                    env=environment,
+                    env={**environment, **output.environment},
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
+                    stdout=output.descriptor,
                     stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno(), *descriptors],
+                    pass_fds=[theirs.fileno(), *descriptors, *output.inherited],
                 )
         except OSError:
             ours.close()
+            output.failed()
             raise
-        worker = cls(process, log)
+        output.started()
+        worker = cls(process, output)
+        worker._log = log.path
         reader, worker._writer = await asyncio.open_connection(sock=ours)
         worker._watch = asyncio.create_task(worker._follow(reader, on_message, on_exit))
         return worker
@@ -116,6 +125,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL: works on a stopped or hanging process too."""
         if self._process.poll() is None:
+            self._killed = True
             self._process.kill()
 
     async def gone(self) -> None:
@@ -136,7 +146,13 @@ class WorkerProcess:
         if self._writer is not None:
             self._writer.close()
         code = self._process.wait()
-        on_exit(code, self._last_words())
+        if self._output is not None:
+            how = f"{ending(code)}{' by its agent' if self._killed else ''}" if code else ""
+            # In a thread: what it left may be much, and the disk slow.
+            await asyncio.to_thread(
+                self._output.ended, how and ended_text(how), "info" if self._killed else "error"
+            )
+        on_exit(code, await asyncio.to_thread(self._last_words))
 
     async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[ToAgent], None]) -> None:
         try:
@@ -161,8 +177,5 @@ class WorkerProcess:
             os.close(fd)
 
     def _last_words(self) -> str:
-        with suppress(OSError), self._log.open("rb") as file:
-            file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-            return "\n".join(lines[-5:])
-        return ""
+        lines = last_text(self._log, _TAIL_LINES) if self._log is not None else []
+        return "\n".join(lines)[-_TAIL_CHARACTERS:]

@@ -8,7 +8,7 @@
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
         tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
         published/        of an imported model: its publisher's files, without the weights
-        logs/             what each rank printed, and why it failed
+        logs/             what each process printed and logged, as lines of JSON, and why it failed
         loss.svg, result.json
 
 A step is committed if and only if its folder has an index, ``checkpoint.json``: the folder gets its name by one rename, as
@@ -170,8 +170,8 @@ class RunDirectory:
         return self.named_log(attempt, f"rank-{rank:05d}")
 
     def named_log(self, attempt: int, name: str) -> Path:
-        """The log of the process ``name`` in one attempt."""
-        return self.logs / f"attempt-{attempt:03d}-{name}.log"
+        """The log of the process ``name`` in one attempt, as ``phalanx.observe.logs`` writes it."""
+        return self.logs / f"attempt-{attempt:03d}-{name}.jsonl"
 
     def committed_steps(self) -> list[int]:
         """The steps with a committed checkpoint, oldest first. Raises ``OSError``."""

@@ -23,6 +23,8 @@ from phalanx.hardware.device import device_name, on_gpu
 from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.observe.logs.capture import place_of_process
+from phalanx.observe.logs.place import Place
 from phalanx.parallel.mesh.machines import count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.directory.paths import RunDirectory
@@ -77,6 +79,8 @@ class EpochInputs:
     guardian: Guardian = field(default_factory=NoGuardian)
     warm: WarmState | None = None
     """``None``: this process lives for one epoch, and all ranks make their warm state together."""
+    place: Place = field(default_factory=place_of_process)
+    """What the lines of this process's log say of where it is."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ leave no record.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from phalanx.observe.logs.masking import Mask
+from phalanx.observe.logs.tail import last_text
 from phalanx.run.directory.durable import write_atomically
 
 
@@ -68,11 +71,13 @@ def report_failure(error: Exception, log: Path, attempt: int, rank: int | None =
     """Prints the error of this process, for people, and leaves its record beside ``log``, for the launcher.
 
     If the disk is full there is only the log. Lone surrogates, which stand for the bytes of a path that is not UTF-8, are
-    escaped in the record.
+    escaped in the record, and secrets are masked.
     """
     print(f"error: {error}", file=sys.stderr, flush=True)
     remedy = error.remedy if isinstance(error, RunFailedError) else ""
-    failure = Failure(type(error).__name__, _escaped(str(error)), attempt, rank, _escaped(remedy))
+    mask = Mask.of_environment(os.environ)
+    message, remedy = (mask(_escaped(text)) for text in (str(error), remedy))
+    failure = Failure(type(error).__name__, message, attempt, rank, remedy)
     with suppress(OSError):
         write_atomically(failure_file(log), msgspec.json.encode(failure))
 
@@ -102,5 +107,4 @@ def last_words(log: Path, ended: str, *, prefix: str = "", lines: int = 15) -> s
     failure = read_failure(log)
     if failure is not None:
         return f"{prefix}{failure.message}"
-    written = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([f"{ended}; the end of {log}:", *written[-lines:]])
+    return "\n".join([f"{ended}; the end of {log}:", *last_text(log, lines)])

@@ -69,7 +69,7 @@ def train(training: Training) -> RunResult | None:
         UnsavedError: The last checkpoint failed; the run can be started again from an older one.
     """
     spec, ledger, guardian = training.inputs.spec, training.inputs.ledger, training.inputs.guardian
-    progress = _begin(training)
+    progress, place = _begin(training), training.inputs.place
     begun = replace(progress)
     samples = partial(_samples, training, begun)
     recent_s: list[float] = []
@@ -88,7 +88,7 @@ def train(training: Training) -> RunResult | None:
             save(training, progress)
         ledger.switch(Bucket.STEP_HOST_GAP)
         while progress.step < spec.train.steps:
-            begin = time.perf_counter()
+            begin, place.step = time.perf_counter(), progress.step + 1
             if len(recent_s) + 1 == spec.observe.memory_at_step:
                 report = _measured_step(training, stepper, progress.step + 1, audit)
             else:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.hardware.environment import set_for_rank
+from phalanx.observe.logs.capture import capture_output
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopRequest
 
@@ -179,6 +180,7 @@ def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> 
     ``work`` is what it does once it has joined the others, given the run directory and the attempt; ``None`` says that it was stopped.
     """
     die_with_parent()
+    said_at = capture_output(os.environ)
     stop = StopRequest((signal.SIGTERM, signal.SIGINT))
     stop.end_at_once()
     set_for_rank()
@@ -196,7 +198,7 @@ def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> 
     try:
         place = rank_from_environment(os.environ)
         assert place is not None, "started without a place"
-        rank = place.rank
+        rank = said_at.rank = place.rank
         spec = read_resolved(directory)
         join(place, device_for(spec.runtime.device, place.local_rank), group_timeout_s(spec))
         result = work(arguments.run_dir, arguments.attempt, stop)

@@ -1,0 +1,214 @@
+"""Makes records of what a process writes: a line each, but for what belongs together, such as a traceback.
+
+Text comes in pieces of any length, with or without newlines. What belongs together and ends by itself (a traceback, by the line that names
+the exception) is handed out as soon as it has ended; what only ends when something else begins (native stack frames, a crash report of
+``faulthandler``) also by ``settle``, which the caller calls at a pause. Nothing grows without bound: a long line is cut.
+
+Colors are removed and other control characters escaped, so that a log can be shown on a terminal whatever a program has printed; of a line
+that was drawn over and over (a progress bar) the last drawing counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.observe.logs.line import Level, level_of
+
+MOST = 32 << 10
+"""Most characters of a record."""
+_COLOR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+_RANKED = re.compile(r"\[rank\d+\]:\s?")
+_TIME = re.compile(r"(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d(?:[.,]\d+)? ")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_TRACE, _CRASH, _FRAMES, _KEY = "trace", "crash", "frames", "key"
+_CRASH_LINES = (
+    "Thread 0x",
+    "Current thread",
+    "Extension modules",
+    "Python runtime state",
+    "Current thread's C stack",
+    "Stack (most recent",
+)
+_FRAME_LINES = ("Exception raised from", "frame #", "C++ CapturedTraceback", "#")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was said at once."""
+
+    text: str
+    level: Level
+    goes_on: bool = False
+
+
+class Assembler:
+    """Turns pieces of text into records. ``add`` and ``settle`` return those that are complete."""
+
+    def __init__(self) -> None:
+        self._partial = ""
+        self._cut = False
+        """The record of a line that has not ended was handed out; the rest of it goes on."""
+        self._skipping = False
+        """The rest of a line that was too long is left out."""
+        self._kind = ""
+        self._held: list[str] = []
+        self._held_characters = 0
+        self._held_goes_on = False
+        self._after_trace = False
+
+    @property
+    def waits(self) -> bool:
+        """True if ``settle`` has something to hand out."""
+        return bool(self._partial or self._held)
+
+    def add(self, text: str) -> list[Record]:
+        """Takes a piece of text."""
+        found: list[Record] = []
+        *ended, rest = text.split("\n")
+        for line in ended:
+            self._end_line(self._partial + line, found)
+            self._partial = ""
+        self._partial += rest
+        if len(self._partial) > MOST:
+            self._give_partial(found)
+            self._skipping = True
+        elif self._skipping:
+            self._partial = ""
+        return found
+
+    def release(self) -> list[Record]:
+        """Hands out what is complete but might go on."""
+        found: list[Record] = []
+        self._close(found)
+        return found
+
+    def settle(self) -> list[Record]:
+        """Hands out what waits, also a line that has not ended: nothing more may come."""
+        found = self.release()
+        if self._partial:
+            self._give_partial(found)
+        return found
+
+    def take_partial(self) -> str:
+        """Takes away the line that has not ended; its rest is nobody's business here."""
+        partial, self._partial = self._partial, ""
+        return partial
+
+    def _give_partial(self, found: list[Record]) -> None:
+        self._close(found)
+        self._give(self._partial, found, goes_on=self._cut)
+        self._partial, self._cut = "", True
+
+    def _end_line(self, line: str, found: list[Record]) -> None:
+        skipped, cut = self._skipping, self._cut
+        self._skipping = self._cut = False
+        if skipped:
+            return
+        if cut:
+            if line.strip():
+                self._give(line, found, goes_on=True)
+            return
+        self._line(clean(line), found)
+
+    def _line(self, line: str, found: list[Record]) -> None:
+        bare = _RANKED.sub("", line, count=1) if line.startswith("[rank") else line
+        if self._kind and self._belongs(bare):
+            self._hold(line)
+            if self._ends(bare):
+                self._close(found)
+            return
+        self._close(found)
+        after, self._after_trace = self._after_trace, False
+        if bare.startswith(("Traceback (most recent call last)", "  + Exception Group Traceback")):
+            self._begin(_TRACE, line)
+        elif after and bare in _CHAINED:
+            self._begin(_TRACE, line, goes_on=True)
+        elif after and not bare:
+            self._after_trace = True  # a blank line between two exceptions of a chain
+        elif after and bare.startswith(_FRAME_LINES):
+            self._begin(_FRAMES, line, goes_on=True)
+        elif bare.startswith(("Fatal Python error:", "Windows fatal exception:")):
+            self._begin(_CRASH, line)
+        elif bare.startswith("-----BEGIN ") and "PRIVATE KEY" in bare:
+            self._begin(_KEY, line)
+        elif bare.strip():
+            self._give(line, found)
+
+    def _belongs(self, line: str) -> bool:
+        if self._kind == _KEY:
+            return True
+        if self._kind == _FRAMES:
+            return line.startswith(_FRAME_LINES)
+        if self._kind == _CRASH:
+            return not line or line[0].isspace() or line.startswith(_CRASH_LINES)
+        return (
+            not line
+            or line[0].isspace()
+            or line.startswith(("Traceback (most", *_CHAINED))
+            or self._ends(line)
+        )
+
+    def _ends(self, line: str) -> bool:
+        if self._kind == _KEY:
+            return line.startswith("-----END")
+        return (
+            self._kind == _TRACE
+            and bool(line)
+            and _EXCEPTION.match(line) is not None
+            and line not in _CHAINED
+        )
+
+    def _begin(self, kind: str, line: str, *, goes_on: bool = False) -> None:
+        self._kind, self._held_goes_on = kind, goes_on
+        self._hold(line)
+
+    def _hold(self, line: str) -> None:
+        # The innermost frames come last and say most: of what is too long the middle is left out when it is given.
+        self._held.append(line)
+        self._held_characters += len(line) + 1
+        if self._held_characters > 4 * MOST:
+            half = len(self._held) // 2
+            self._held_characters -= sum(len(line) + 1 for line in self._held[1:half])
+            del self._held[1:half]
+            self._held[1:1] = ["  ..."]
+
+    def _close(self, found: list[Record]) -> None:
+        if not self._held:
+            return
+        text, kind = "\n".join(self._held).rstrip("\n"), self._kind
+        self._held, self._held_characters, self._kind = [], 0, ""
+        self._after_trace = kind in (_TRACE, _FRAMES)
+        level: Level = "info" if kind == _KEY else "error"
+        found.append(Record(shortened(text), level, self._held_goes_on))
+
+    def _give(self, line: str, found: list[Record], *, goes_on: bool = False) -> None:
+        text = shortened(clean(line))
+        if match := _TIME.match(text):
+            text = text[match.end() :]  # the record has its own
+        if text.strip():
+            found.append(Record(text, level_of(text), goes_on))
+
+
+def clean(line: str) -> str:
+    """A line without colors, with other control characters escaped, as it was last drawn."""
+    if line.isprintable():
+        return line
+    line = line.rstrip("\r")
+    if "\r" in line:
+        line = line.rpartition("\r")[2]
+    line = _COLOR.sub("", line)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), line)
+
+
+def shortened(text: str) -> str:
+    """A text of at most about ``MOST`` characters: its beginning and its end."""
+    if len(text) <= MOST:
+        return text
+    head, tail = text[: MOST // 4], text[-3 * MOST // 4 :]
+    return f"{head}\n... {len(text) - len(head) - len(tail)} characters are left out here ...\n{tail}"

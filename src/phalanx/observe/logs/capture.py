@@ -1,0 +1,265 @@
+"""Catches what this process prints and logs, and writes it into its log: ``sys.stdout`` and ``sys.stderr``, ``logging``, ``warnings``, uncaught errors.
+
+Each line is one ``write`` into the process's own file, with the level, rank, epoch and step that only the process knows. So nothing waits for
+another process, and what was said before a kill is kept. What goes past Python, into descriptors 1 and 2 (native code, programs that it starts,
+``faulthandler``), the parent reads from a pipe (``child_output``); so does the beginning of a line that is flushed before it has ended, since
+the rest may never come.
+
+A process whose output somebody else reads (a rank of ``torchrun``, an agent on a terminal) keeps it, and only adds its log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import suppress
+from types import TracebackType
+from typing import BinaryIO, TextIO
+
+from phalanx.observe.logs.assemble import Assembler, Record, clean, shortened
+from phalanx.observe.logs.line import Level
+from phalanx.observe.logs.masking import Mask
+from phalanx.observe.logs.order import LogOrder, taken_from
+from phalanx.observe.logs.place import Place
+from phalanx.observe.logs.recorder import Recorder
+
+_TALKATIVE = "phalanx"
+"""Loggers below this one tell information too; those of libraries only what Python shows by itself, warnings and errors."""
+
+
+class Capture:
+    """The log of this process."""
+
+    def __init__(self, order: LogOrder, *, tee: bool) -> None:
+        """``tee``: what is caught is also written where it would have gone."""
+        self.place = Place()
+        if order.place is not None:
+            with suppress(OSError, ValueError):
+                self.place = Place(order.place)
+        self._recorder = Recorder(
+            order, order.path, Mask.of_environment(os.environ), self.place, self._complain
+        )
+        self._lock = threading.RLock()
+        self._forked, self._tee = False, tee
+
+    def install(self) -> None:
+        """Catches everything from now on."""
+        out, err = sys.stdout, sys.stderr
+        for stream in (out, err):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        sys.stdout = CaughtStream(self, 1, out if self._tee else None)
+        sys.stderr = CaughtStream(self, 2, err if self._tee else None)
+        root = logging.getLogger()
+        root.addHandler(RecordHandler(self))
+        if self._tee:
+            shown = logging.StreamHandler(err)
+            shown.setLevel(logging.WARNING)
+            root.addHandler(shown)
+        logging.getLogger(_TALKATIVE).setLevel(logging.INFO)
+        logging.captureWarnings(capture=True)
+        sys.excepthook, threading.excepthook = (
+            self._uncaught(sys.excepthook),
+            self._uncaught_in_thread(threading.excepthook),
+        )
+        with suppress(OSError, ValueError, RuntimeError):
+            faulthandler.enable(file=2, all_threads=True)
+        os.register_at_fork(after_in_child=self._after_fork)
+        self.put(f"process {os.getpid()} begins: {' '.join(sys.orig_argv)}", "info")
+
+    def put(self, text: str, level: Level) -> None:
+        """Writes a text of a known level as one record."""
+        text = shortened("\n".join(clean(line) for line in text.rstrip().split("\n")))
+        self.write([Record(text, level)])
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Writes records; in a process that was forked from this one, into its standard error."""
+        with self._lock:
+            for record in records:
+                if self._forked:
+                    pass_on(2, record.text + "\n")
+                else:
+                    self._recorder.put(record)
+
+    @property
+    def passes_on(self) -> bool:
+        """True if the parent reads what goes to descriptors 1 and 2."""
+        return not self._tee
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while a stream is written, so that its lines stay whole."""
+        return self._lock
+
+    def _complain(self, words: str) -> None:
+        if self.passes_on:
+            pass_on(2, f"warning: {words}\n")
+        elif sys.__stderr__ is not None:
+            with suppress(OSError, ValueError):
+                print(f"warning: {words}", file=sys.__stderr__, flush=True)
+
+    def _after_fork(self) -> None:
+        # Two processes would set the file aside, each by its own count. Another thread may have held the lock.
+        self._forked, self._lock = True, threading.RLock()
+
+    def _uncaught(
+        self, shown: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+    ) -> Callable[[type[BaseException], BaseException, TracebackType | None], object]:
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.put("".join(traceback.format_exception(kind, error, trace)), "error")
+            if self._tee:
+                shown(kind, error, trace)
+
+        return hook
+
+    def _uncaught_in_thread(
+        self, shown: Callable[[threading.ExceptHookArgs], object]
+    ) -> Callable[[threading.ExceptHookArgs], object]:
+        def hook(args: threading.ExceptHookArgs) -> None:
+            if args.exc_type is SystemExit:
+                return
+            said = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+            self.put(f"{said.rstrip()}\n(in thread {args.thread.name if args.thread else '?'})", "error")
+            if self._tee:
+                shown(args)
+
+        return hook
+
+
+class RecordHandler(logging.Handler):
+    """Takes what is logged by ``logging``; with it goes the place of the process."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+        self.place = capture.place
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, a traceback included."""
+        with suppress(Exception):  # a record whose arguments do not fit its text
+            own = record.name.partition(".")[0] in (_TALKATIVE, "py", "root")
+            text = self.format(record)
+            self._capture.put(text if own else f"{record.name}: {text}", _level(record.levelno))
+
+
+class CaughtStream(io.TextIOBase):
+    """Stands in for ``sys.stdout`` or ``sys.stderr``."""
+
+    def __init__(self, capture: Capture, descriptor: int, shown: TextIO | None) -> None:
+        super().__init__()
+        self._capture, self._descriptor, self._shown = capture, descriptor, shown
+        self._assembler = Assembler()
+        self._passing_on = False
+        """The rest of the line goes where its beginning went."""
+        self._buffer: BinaryIO | None = None
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """UTF-8."""
+        return "utf-8"
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        """No text is refused."""
+        return "backslashreplace"
+
+    @property
+    def buffer(self) -> BinaryIO:
+        """For bytes, which go to the descriptor."""
+        if self._shown is not None:
+            return self._shown.buffer
+        if self._buffer is None:
+            self._buffer = os.fdopen(self._descriptor, "wb", buffering=0, closefd=False)
+        return self._buffer
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def isatty(self) -> bool:
+        """As the stream that it stands in for, if that is written too; a file is no terminal."""
+        return self._shown is not None and self._shown.isatty()
+
+    def fileno(self) -> int:
+        """The descriptor, for native code and programs that this process starts."""
+        return self._descriptor if self._shown is None else self._shown.fileno()
+
+    def reconfigure(self, **_options: object) -> None:
+        """Every line is written at once already."""
+
+    def write(self, text: str) -> int:
+        """Takes text; each line that ends in it is in the log when this returns."""
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if self._shown is not None:
+            with suppress(OSError, ValueError):
+                self._shown.write(text)
+        with self._capture.lock:
+            rest = self._pass_on(text) if self._passing_on else text
+            if rest:
+                self._capture.write(self._assembler.add(rest))
+        return len(text)
+
+    def flush(self) -> None:
+        """Lets a line that has not ended survive this process."""
+        if self._shown is not None:
+            with suppress(OSError, ValueError):
+                self._shown.flush()
+        with self._capture.lock:
+            self._capture.write(self._assembler.release())
+            if self._capture.passes_on and (begun := self._assembler.take_partial()):
+                self._passing_on = True
+                pass_on(self._descriptor, begun)
+
+    def _pass_on(self, text: str) -> str:
+        """Passes the rest of a line on; returns what comes after it."""
+        line, newline, rest = text.partition("\n")
+        pass_on(self._descriptor, line + newline)
+        self._passing_on = not newline
+        return rest
+
+
+def pass_on(descriptor: int, text: str) -> None:
+    """Writes to a descriptor, which nobody may read any more."""
+    with suppress(OSError):
+        os.write(descriptor, text.encode(errors="backslashreplace"))
+
+
+def _level(number: int) -> Level:
+    if number >= logging.ERROR:
+        return "error"
+    if number >= logging.WARNING:
+        return "warning"
+    return "info" if number >= logging.INFO else "debug"
+
+
+def capture_output(environment: MutableMapping[str, str]) -> Place:
+    """Catches this process's output if its parent has ordered so; returns its place, which is to be kept up to date."""
+    order = taken_from(environment)
+    if order is None:
+        return Place()
+    if order.place is not None:
+        with suppress(OSError):
+            os.set_inheritable(order.place, False)
+    capture = Capture(order, tee=False)
+    capture.install()
+    return capture.place
+
+
+def also_log(order: LogOrder) -> Place:
+    """Writes what this process says into a log too; it is still said where it was. Returns its place."""
+    capture = Capture(order, tee=True)
+    capture.install()
+    return capture.place
+
+
+def place_of_process() -> Place:
+    """The place that the lines of this process carry; one that nobody reads if its output is not caught."""
+    handlers = logging.getLogger().handlers
+    return next((one.place for one in handlers if isinstance(one, RecordHandler)), Place())

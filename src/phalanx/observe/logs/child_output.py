@@ -1,0 +1,179 @@
+"""Reads what a child process writes to its descriptors 1 and 2, and makes a log of it; a thread for each child.
+
+The descriptors are a pipe. What a child wrote last is in it when the child is dead, however it died, and is read then. A child that floods
+the pipe is read at full speed and mostly thrown away: its last words are kept. The thread reads on until nobody has the pipe open, also after
+the child's end, so that what the child has started is not killed by writing. If this process is killed, so is the child, by the kernel; what
+the child says in Python goes into its own file all the while (``capture``), and does not wait for anybody.
+"""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import os
+import re
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from phalanx.observe.logs.assemble import Assembler, Record
+from phalanx.observe.logs.flood import PER_LINE
+from phalanx.observe.logs.line import Level
+from phalanx.observe.logs.masking import Mask
+from phalanx.observe.logs.order import VARIABLE, LogOrder
+from phalanx.observe.logs.place import Place
+from phalanx.observe.logs.recorder import Recorder
+
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
+_PAUSE_MS = 500
+"""After a pause of so long, a line that has not ended is a record."""
+_DRAIN_S = 2.0
+_TAIL_BYTES = 8 << 10
+"""Of what is thrown away, so much of the end is kept."""
+_LOUD = re.compile(rb"Traceback|Fatal|FATAL|[Ee]rror|ERROR|[Aa]bort|NCCL WARN")
+
+
+class ChildOutput:
+    """The output of one child. Give ``descriptor``, ``environment`` and ``inherited`` to its start, then call ``started``, at its end ``ended``."""
+
+    def __init__(
+        self,
+        order: LogOrder,
+        secrets: Mapping[str, str],
+        on_trouble: Callable[[str], None] = lambda _words: None,
+    ) -> None:
+        """
+        Args:
+            order: The child's log.
+            secrets: Its environment: values of secret variables are masked.
+            on_trouble: Told once, from another thread, if the log cannot be written.
+
+        Raises:
+            OSError: There is no run directory any more, or there are no descriptors left.
+        """
+        with suppress(FileExistsError):
+            order.path.parent.mkdir()  # somebody may have removed it
+        self._reading, self.descriptor = os.pipe()
+        try:
+            self.place, self._place_descriptor = Place.shared()
+        except OSError:
+            os.close(self._reading)
+            os.close(self.descriptor)
+            raise
+        with suppress(OSError, AttributeError):  # the user has too many large pipes, or no Linux
+            fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(self._reading, False)
+        self._order = order
+        self._recorder = Recorder(
+            order, order.raw, Mask.of_environment({**os.environ, **secrets}), self.place, on_trouble
+        )
+        self._assembler = Assembler()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._lock, self._drained, self._over = threading.Lock(), threading.Event(), False
+        self._wake_reading, self._wake = os.pipe()
+        self._thrown = b""
+        self._thread = threading.Thread(target=self._read, name=f"output of {order.process}", daemon=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the child's environment has besides."""
+        return {VARIABLE: self._order.to_text(self._place_descriptor)}
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """Descriptors that the child inherits besides."""
+        return (self._place_descriptor,)
+
+    def started(self) -> None:
+        """Begins to read: the child has its ends."""
+        self._let_go()
+        self._thread.start()
+
+    def failed(self) -> None:
+        """Gives everything up: the child could not be started."""
+        self._let_go()
+        for descriptor in (self._reading, self._wake, self._wake_reading):
+            os.close(descriptor)
+
+    def ended(self, how: str = "", level: Level = "error") -> None:
+        """Returns once what the child has left in the pipe is in its log, and ``how`` it ended behind it; waits no longer than two seconds."""
+        self._over = True
+        os.write(self._wake, b".")
+        self._drained.wait(_DRAIN_S)
+        with self._lock:
+            if how:
+                self._recorder.write(Record(how, level))
+            self._recorder.close()
+        os.close(self._wake)
+        os.close(self._wake_reading)
+
+    def _let_go(self) -> None:
+        os.close(self.descriptor)
+        os.close(self._place_descriptor)
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        poll.register(self._wake_reading, select.POLLIN)
+        while self._read_what_is_there():
+            if self._over and not self._drained.is_set():
+                self._settle()
+                poll.unregister(self._wake_reading)
+                self._drained.set()
+            if not poll.poll(_PAUSE_MS if self._assembler.waits or self._thrown else None):
+                self._settle()
+        self._settle()
+        with self._lock:
+            self._recorder.close()
+        os.close(self._reading)
+        self._drained.set()
+
+    def _read_what_is_there(self) -> bool:
+        """Reads until the pipe is empty; false if nobody has it open any more."""
+        until_s = time.monotonic() + _DRAIN_S
+        while True:
+            try:
+                piece = os.read(self._reading, _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not piece:
+                return False
+            with self._lock:
+                self._take(piece)
+            if self._over and not self._drained.is_set() and time.monotonic() > until_s:
+                return True  # something that the child has started writes for ever
+
+    def _take(self, piece: bytes) -> None:
+        lines = piece.count(b"\n")
+        if self._recorder.has_room(len(piece) + PER_LINE * lines):
+            self._rescue()
+            self._write(self._assembler.add(self._decoder.decode(piece)))
+        elif _LOUD.search(piece) and self._recorder.has_room(len(piece), loud=True):
+            self._write(self._assembler.add(self._decoder.decode(piece)))
+        else:
+            if not self._thrown:
+                self._write(self._assembler.settle())
+            self._recorder.leave_out(max(1, lines), len(piece))
+            self._thrown = (self._thrown + piece)[-_TAIL_BYTES:]
+
+    def _rescue(self) -> None:
+        """Takes in the end of what was thrown away."""
+        thrown, self._thrown = self._thrown, b""
+        if thrown:
+            self._decoder.reset()
+            begin = thrown.find(b"\n") + 1 if len(thrown) == _TAIL_BYTES else 0
+            self._write(self._assembler.add(self._decoder.decode(thrown[begin:])))
+
+    def _settle(self) -> None:
+        with self._lock:
+            self._rescue()
+            self._write(self._assembler.settle())
+
+    def _write(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._recorder.write(record)

@@ -1,0 +1,134 @@
+"""Keeps secrets out of logs: values that are known to be secret, and what looks like a credential.
+
+Known values are those of environment variables whose names say so (``AWS_SECRET_ACCESS_KEY``, ``HF_TOKEN``, ``PHALANX_RUN_TOKEN``) and the run's
+own tokens; they are masked wherever they stand, also quoted for a URL. Shapes are masked without being known: ``user:password@`` of a URL,
+``password=...``, ``Authorization: Bearer ...``, signatures of presigned URLs, private keys, and the tokens whose prefix tells whose they are.
+
+A masked line costs a few microseconds. Most lines hold no word that a credential could stand beside, and are let through after one look.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Iterable, Mapping
+
+MASKED = "***"
+_SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|ACCOUNT_?KEY|PRIVATE_?KEY|AUTHORIZATION|CONNECTION_?STRING|SAS_?KEY|SIGNATURE",
+    re.IGNORECASE,
+)
+_SHORTEST = 8
+"""A shorter value would mask parts of harmless words."""
+_HARMLESS = re.compile(r"(?:true|false|none|null|yes|no|auto|default|[\d.]+)", re.IGNORECASE)
+_HINTS = (
+    *(
+        "://",
+        "secret",
+        "token",
+        "passw",
+        "passphrase",
+        "key",
+        "credential",
+        "signature",
+        "sig=",
+        "bearer",
+        "authoriz",
+    ),
+    *(
+        "akia",
+        "asia",
+        "ghp_",
+        "gho_",
+        "ghu_",
+        "ghs_",
+        "ghr_",
+        "github_pat_",
+        "hf_",
+        "sk-",
+        "xox",
+        "eyj",
+        "aiza",
+        "private",
+    ),
+)
+"""What a text that holds a credential of a known shape holds in lower case."""
+_VALUE = r"[^\s\"'&,;)\]}<>]"
+_SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}-----|\Z)", re.DOTALL),
+        MASKED,
+    ),
+    (re.compile(r"(://)[^\s/'\"@:]{0,256}:[^\s/'\"]{1,512}@"), rf"\1{MASKED}@"),
+    (re.compile(r"(://)[^\s/'\"@:]{16,512}@"), rf"\1{MASKED}@"),
+    (
+        re.compile(
+            r"(authorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:[A-Za-z0-9-]{1,20}\s)?)[^\s\"']{4,}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASKED}",
+    ),
+    (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE), rf"\1{MASKED}"),
+    (
+        re.compile(
+            r"((?:secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|account[_-]?key|private[_-]?key|credential|signature)[\w.-]{0,40}"
+            rf"[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?){_VALUE}{{4,}}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASKED}",
+    ),
+    # A number of tokens, or a tokenizer, is none of them.
+    (
+        re.compile(
+            rf"(token(?![a-z])[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?)(?![-+\d.,eE]+(?![\w])){_VALUE}{{8,}}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASKED}",
+    ),
+    (re.compile(rf"([?&](?:sig|key|x-amz-[a-z-]{{1,30}})=){_VALUE}{{4,}}", re.IGNORECASE), rf"\1{MASKED}"),
+    (
+        re.compile(
+            r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|xox[abeprs]-[\w-]{10,}"
+            r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|AIza[\w-]{30,})"
+        ),
+        MASKED,
+    ),
+)
+
+
+class Mask:
+    """Replaces secrets in a text."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        self._known: set[str] = set()
+        self._pattern: re.Pattern[str] | None = None
+        self.add(*secrets)
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> Mask:
+        """One that knows the values of the variables whose names say that they are secret."""
+        return cls(
+            value
+            for name, value in environment.items()
+            if _SECRET_NAME.search(name) and not value.startswith("/")
+        )
+
+    def add(self, *secrets: str) -> None:
+        """Lets it know further secrets; those that are too short or too common to be any are left out."""
+        for secret in secrets:
+            for part in {secret, *(line for line in secret.split("\n") if len(line) > 2 * _SHORTEST)}:
+                if len(part) >= _SHORTEST and not _HARMLESS.fullmatch(part):
+                    self._known |= {part, urllib.parse.quote(part, safe=""), repr(part)[1:-1]}
+        if self._known:
+            longest_first = sorted(self._known, key=len, reverse=True)
+            self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+    def __call__(self, text: str) -> str:
+        """The text without secrets."""
+        if self._pattern is not None:
+            text = self._pattern.sub(MASKED, text)
+        lowered = text.lower()
+        if any(hint in lowered for hint in _HINTS):
+            for shape, instead in _SHAPES:
+                text = shape.sub(instead, text)
+        return text
