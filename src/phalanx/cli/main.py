@@ -36,7 +36,7 @@ _COMMANDS = {
     "place": ("launch", "Where in a network a run's nodes should lie, and what that costs a step."),
     "submit": ("launch", "Start a run on a cluster."),
     "cancel": ("launch", "End a submitted run, saved."),
-    "logs": ("launch", "What the job of a submitted run has printed."),
+    "logs": ("launch", "What the processes of a run have said: merged, filtered, grouped, followed."),
     "agent": ("fleet", "Take part in a run with this node of a cluster."),
     "pod": ("fleet", "Take part in a run as a pod of a Kubernetes job."),
     "sinks": ("watch", "Send a run's trackers what they missed."),

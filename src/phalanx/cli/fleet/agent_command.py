@@ -126,7 +126,7 @@ class NodePart:
 def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
     """Takes part in a run to its end, or to that of this node's part; the exit code, and whether this node led."""
     from phalanx.launch.foreign import in_slurm_step
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
     run = part.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
@@ -151,6 +151,8 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
         _refuse_too_far(folder, part.node, part.domain)
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.node.agent import AgentArgs, AgentError, own_host, run_agent
+    from phalanx.observe.logs.capture import also_log
+    from phalanx.observe.logs.order import order_for
 
     with explained(RunDirectoryError, SecurityError):
         args = AgentArgs(
@@ -163,6 +165,10 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             started_as_spare=part.spare,
             at_signal="leave" if joins or not in_slurm_step(os.environ) else "wait",
             may_lead=True,
+        )
+        log = RunDirectory(folder).named_log(args.attempt, args.node)
+        also_log(
+            order_for(log, args.node, args.attempt, read_resolved(RunDirectory(folder)).observe, args.node)
         )
         try:
             run_agent(args, part.certificates)

@@ -1,7 +1,8 @@
-"""``phalanx logs``: what the job of a submitted run has printed."""
+"""``phalanx logs``: what the processes of a run have said; of a submitted run also what its job has printed."""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,17 +16,39 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 _ASK_S = 5.0
+_LAST = 50
 
 
 @click.command("logs")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
+@click.option("--rank", "ranks", multiple=True, metavar="N|N-M", help="Only these ranks; may be given again.")
+@click.option("--node", "nodes", multiple=True, help="Only this node; may be given again.")
+@click.option(
+    "--level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Only lines as serious as this, or more.",
+)
+@click.option("--since", metavar="AGO|TIME", help="Only later lines: 90s, 10m, 2h, 1d ago, or an ISO time.")
+@click.option("--until", metavar="AGO|TIME", help="Only earlier lines.")
+@click.option("--grep", metavar="REGEX", help="Only lines in which this is found, in upper or lower case.")
+@click.option("--attempt", type=click.IntRange(min=0), help="Only of this start of the run.")
+@click.option(
+    "--grouped", is_flag=True, help="The same said by many ranks and nodes is one line with a count."
+)
+@click.option("--json", "as_json", is_flag=True, help="Lines of JSON, for programs.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run is complete, or the job has ended.")
 @click.option(
     "--last",
     type=click.IntRange(min=0),
-    default=50,
+    default=_LAST,
     show_default=True,
     help="Begin with so many lines; 0: all.",
+)
+@click.option(
+    "--job/--lines",
+    "job",
+    default=None,
+    help="What the job has printed, or the lines of its processes. By default the job's, of a submitted run for which no other option is given.",
 )
 @click.option(
     "--on",
@@ -40,17 +63,39 @@ _ASK_S = 5.0
     default=0,
     help="With --on kubernetes: the pod of this index; by default that which leads.",
 )
-def command(run_dir: Path, follow: bool, last: int, engine: str | None, namespace: str, index: int) -> None:
-    """Print the log of the job that trains the run in RUN_DIR; under Slurm each line begins with the number of its node in the job.
+def command(
+    run_dir: Path,
+    ranks: tuple[str, ...],
+    nodes: tuple[str, ...],
+    level: str | None,
+    since: str | None,
+    until: str | None,
+    grep: str | None,
+    attempt: int | None,
+    grouped: bool,
+    as_json: bool,
+    follow: bool,
+    last: int,
+    job: bool | None,
+    engine: str | None,
+    namespace: str,
+    index: int,
+) -> None:
+    """Print what the processes of the run in RUN_DIR have said, merged in time: ranks, agents, coordinator, and libraries in them.
 
-    Of a run that was started by ssh it is the log of the host that leads; those of the others lie beside it.
+    If processes failed, the one that failed first is told from those that failed because of it.
+
+    Of a run that phalanx submit has started, it is the job's own log that is printed, unless --lines or one of the options that choose lines
+    is given. Under Slurm each line of it begins with the number of its node in the job; of a run that was started by ssh it is the log of the
+    host that leads, and those of the others lie beside it.
 
     \b
-      phalanx logs runs/big-1f3a9c04 --follow
-      phalanx logs runs/big-1f3a9c04 --last 0 | grep '^3:'
+      phalanx logs runs/quickstart-1f3a9c04 --level warning --since 10m
+      phalanx logs runs/big-1f3a9c04 --rank 3 --rank 8-15 --grep nccl --follow
+      phalanx logs runs/big-1f3a9c04 --level error --grouped
+      phalanx logs runs/big-1f3a9c04 --job --last 0 | grep '^3:'
       phalanx logs big-1f3a9c04 --on kubernetes --index 3
     """
-    from phalanx.launch.engines.standing import log_of, sentence, title
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
@@ -60,11 +105,33 @@ def command(run_dir: Path, follow: bool, last: int, engine: str | None, namespac
         with explained(EngineError):
             code = print_log(str(run_dir), namespace, index=index, follow=follow, last=last)
         raise SystemExit(code)
+    chooses = any((ranks, nodes, level, since, until, grep, attempt is not None, grouped, as_json))
+    if job is None:
+        job = not chooses and (run_dir / "launch").is_dir() and read_record(run_dir) is not None
+    if job:
+        _print_job(run_dir, last, follow=follow)
+        return
+    from phalanx.cli.launch.log_lines import LineOptions, print_lines
+
+    options = LineOptions(
+        ranks, nodes, level or "debug", since, until, grep or "", attempt, last, grouped, as_json, follow
+    )
+    try:
+        print_lines(run_dir, options)
+    except BrokenPipeError:  # its reader has seen enough
+        sys.stderr.close()
+
+
+def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
+    from phalanx.launch.engines.standing import log_of, sentence, title
+    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.tools import EngineError
+
     with explained(EngineError):
         made = read_record(run_dir)
         if made is None:
             raise EngineError(
-                f"{run_dir} holds no run that phalanx submit has started; the logs of its ranks are in {run_dir}/logs"
+                f"{run_dir} holds no run that phalanx submit has started; leave --job out to see what its processes said"
             )
         path = log_of(run_dir, made)
         if not path.exists():

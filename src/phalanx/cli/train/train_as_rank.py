@@ -13,6 +13,8 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from phalanx.hardware.environment import set_for_rank
+from phalanx.observe.logs.capture import also_log
+from phalanx.observe.logs.order import order_for
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
@@ -36,6 +38,8 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         first = place.rank == 0
         join(place, device_for(spec.runtime.device, place.local_rank), group_timeout_s(spec))
         run_dir, attempt = _agree(spec, run_file, first)
+        log = RunDirectory(run_dir).log(attempt, place.rank)
+        also_log(order_for(log, f"rank-{place.rank:05d}", attempt, spec.observe)).rank = place.rank
         follower = _follow(run_dir, attempt, as_json) if first else None
         result = run_rank(run_dir, attempt, stop)
         if follower is not None:

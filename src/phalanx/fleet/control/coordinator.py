@@ -32,6 +32,7 @@ from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.distrust import record_distrust
+from phalanx.fleet.control.failure_inquiry import WAIT_S, FailureInquiry
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.publisher import Publisher
@@ -151,6 +152,8 @@ class Coordinator:
         reign = elected.reign if elected else self._reign_again()
         self._register, self._claim, self._journal = reign.register, reign.claim, reign.journal
         self._state, self._restarts, published_s = reign.restored
+        self._failures = FailureInquiry(self._directory, args.attempt, spec.fleet.workers_per_node)
+        self._inquiring: asyncio.Task[None] | None = None
         self._publisher = Publisher(
             self._directory,
             args.attempt,
@@ -159,6 +162,7 @@ class Coordinator:
             least_pause_s=self._tick_s,
             published_s=published_s,
             leads=lambda: self._register.newest_term() <= self._claim.term,
+            on_epoch_left=self._ask_what_failed,
         )
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
@@ -183,8 +187,20 @@ class Coordinator:
         if isinstance(report, m.Recorded):
             self._take_record(report)
             return
+        self._failures.heard(report)
         self._inbox.append(report)
         self._wake.set()
+
+    def _ask_what_failed(self) -> None:
+        if self._inquiring is None or self._inquiring.done():
+            self._inquiring = asyncio.create_task(self._tell_first_failure())
+
+    async def _tell_first_failure(self) -> None:
+        """Tells which rank failed first, if any did, once the others have said that they failed too."""
+        await asyncio.sleep(WAIT_S)
+        heard = self._failures.taken()
+        if heard and (found := await asyncio.to_thread(self._failures.finding, heard)):
+            self._publisher.warn(found)
 
     def _take_record(self, report: m.Recorded) -> None:
         if self._inquiry is None:

@@ -35,6 +35,7 @@ class Publisher:
         least_pause_s: float,
         published_s: float,
         leads: Callable[[], bool] = lambda: True,
+        on_epoch_left: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -45,8 +46,9 @@ class Publisher:
             least_pause_s: Between two writes of fleet.json.
             published_s: Incidents up to this time were published by an earlier coordinator.
             leads: Asked, in a thread, just before fleet.json is replaced: that of a successor is left alone.
+            on_epoch_left: Called when an epoch has ended.
         """
-        self._leads = leads
+        self._leads, self._on_epoch_left = leads, on_epoch_left
         self._directory, self._attempt, self._content, self._log = directory, attempt, content, log
         self._least_pause_s, self._published_s = least_pause_s, published_s
         self._events: EventLog | None = None
@@ -70,7 +72,17 @@ class Publisher:
     def tell(self, incident: Incident) -> None:
         """Writes an incident into the log and the run's event stream."""
         named = f"node {incident.node}: {incident.what}" if incident.node else incident.what
-        body = EpochLeft(incident.epoch, named) if incident.ended_epoch else Message("warning", named)
+        self._write_event(
+            EpochLeft(incident.epoch, named) if incident.ended_epoch else Message("warning", named)
+        )
+        if incident.ended_epoch:
+            self._on_epoch_left()
+
+    def warn(self, text: str) -> None:
+        """Writes a warning into the log and the run's event stream."""
+        self._write_event(Message("warning", text))
+
+    def _write_event(self, body: EpochLeft | Message) -> None:
         self._log(body.text)
         try:
             if self._events is None:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import BinaryIO, TextIO
 
 from phalanx.observe.logs.assemble import Assembler, Record, clean, shortened
+from phalanx.observe.logs.first_failure import begun_text
 from phalanx.observe.logs.line import Level
 from phalanx.observe.logs.masking import Mask
 from phalanx.observe.logs.order import LogOrder, taken_from
@@ -71,7 +72,7 @@ class Capture:
         with suppress(OSError, ValueError, RuntimeError):
             faulthandler.enable(file=2, all_threads=True)
         os.register_at_fork(after_in_child=self._after_fork)
-        self.put(f"process {os.getpid()} begins: {' '.join(sys.orig_argv)}", "info")
+        self.put(begun_text(os.getpid(), " ".join(sys.orig_argv)), "info")
 
     def put(self, text: str, level: Level) -> None:
         """Writes a text of a known level as one record."""

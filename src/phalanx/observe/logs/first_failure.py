@@ -18,10 +18,11 @@ from phalanx.observe.logs.line import LogLine
 
 _QUIET_S = 60.0
 _INNOCENT = 2
-_ENDED = "ended: "
+_ENDED = "its process "
 """How a launcher begins the line that says how a process ended."""
+_BEGUN = re.compile(r"process \d+ begins: ")
 _FAILURE = re.compile(
-    r"^(?:\[rank\d+\]:\s?)?(?:Traceback |[Ee]rror: |Fatal |ended: |unfit: |(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)(?::|$))"
+    r"^(?:\[rank\d+\]:\s?)?(?:Traceback |[Ee]rror: |Fatal |its process |unfit: |(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)(?::|$))"
 )
 _OF_ANOTHER = re.compile(
     r"[Cc]onnection (?:closed|reset|refused|was (?:closed|reset)|lost|aborted)|[Cc]onnectionReset|[Cc]onnectionRefused|[Bb]roken ?[Pp]ipe|reset by peer"
@@ -83,7 +84,7 @@ def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
         key = line.process or who(line)
         # Of one process its earliest failure, unless that came of another and a later one did not. How it ended only says that it did.
         if key not in own or (
-            _guilt(own[key]) == _INNOCENT and not line.text.startswith(_ENDED) and _guilt(line) < _INNOCENT
+            _guilt(own[key]) == _INNOCENT and not says_its_end(line) and _guilt(line) < _INNOCENT
         ):
             own[key] = line
     ranked = sorted(own.values(), key=lambda line: (_guilt(line), line.t))
@@ -129,5 +130,20 @@ def _named(lines: Sequence[LogLine], most: int = 4) -> str:
 
 
 def ended_text(how: str) -> str:
-    """The text of the line by which a launcher says how a process ended."""
+    """The text of the line by which a launcher says how a process ended; ``how`` begins with "ended with code" or "was killed by"."""
     return f"{_ENDED}{how}"
+
+
+def begun_text(process: int, command: str) -> str:
+    """The text of the first line of a process."""
+    return f"process {process} begins: {command}"
+
+
+def says_its_beginning(line: LogLine) -> bool:
+    """True if the line only says that a process began; those before it are of another one under the same name."""
+    return _BEGUN.match(line.text) is not None
+
+
+def says_its_end(line: LogLine) -> bool:
+    """True if the line only says that, and how, a process ended."""
+    return line.text.startswith(_ENDED)

@@ -28,6 +28,11 @@ _ERROR = re.compile(
     r"|Assertion .{1,200} failed|\bCUDA error\b|\bSIG(?:SEGV|ABRT|BUS|KILL)\b|[Oo]ut of memory"
 )
 _WARNING = re.compile(rf"\bWARN(?:ING)?\b|[Ww]arning\b:?|^{_PREFIX}(?:W\d{{4}} |\[W\d*[: ])")
+_OWN_WARNING = re.compile(
+    r"^(?:warning: |unfit: |cannot |refused |no step for |leave epoch \d|first failure: |worker \d+ ended with code -?[1-9]|no coordinator)"
+    r"|\bexited with code -?[1-9]|; (?:tries|trying) again|until it can$"
+)
+"""As Phalanx's own processes put it."""
 _DEBUG = re.compile(rf"^{_PREFIX}(?:\[?DEBUG\b|D\d{{4}} )|\bNCCL TRACE\b")
 
 
@@ -95,6 +100,8 @@ def severity(level: str) -> int:
 def level_of(text: str) -> Level:
     """The level of a text by what it says, as far as its first line shows."""
     head = text[:_SEEN].partition("\n")[0]
+    if _OWN_WARNING.search(head):
+        return "warning"
     if _ERROR.search(head):
         # A line that calls itself a warning is one, whatever error it warns of.
         own = _WARNING.search(head[:80])

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.observe.logs.first_failure import says_its_beginning, says_its_end
 from phalanx.observe.logs.line import LogLine, decode_lines
 from phalanx.observe.logs.log_file import set_aside
 
@@ -38,5 +39,8 @@ def _last(path: Path) -> list[LogLine]:
 
 
 def last_text(path: Path, lines: int) -> list[str]:
-    """The last lines of text of the process whose log is ``path``, those of tracebacks too."""
-    return [text for line in last_lines(path, lines) for text in line.text.splitlines()][-lines:]
+    """The last lines of text that the process whose log is ``path`` has said, those of tracebacks too."""
+    said = last_lines(path, lines + 2)
+    begun = max((number for number, line in enumerate(said) if says_its_beginning(line)), default=-1)
+    said = [line for line in said[begun + 1 :] if not says_its_end(line)]
+    return [text for line in said for text in line.text.splitlines()][-lines:]

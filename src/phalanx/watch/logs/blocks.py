@@ -1,0 +1,203 @@
+"""Reads one writer's lines in blocks, from the beginning on or from the end back, and of no file more than is asked for.
+
+A line has a *key*: its time, but never before that of the line before it in its file. Clocks are set back and threads overtake each other by
+microseconds; by its key a process's lines keep their order when they are merged with others'.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+from phalanx.observe.logs.assemble import Assembler
+from phalanx.observe.logs.line import LogLine, decode, decode_lines
+from phalanx.watch.logs.files import Stream
+
+BLOCK = 256 << 10
+_LEVEL_STANDS = 96
+_SKEW_S = 120.0
+"""A node's clock may be off that of the file server by so much."""
+_MOST_RAW = 32 << 20
+_CLOCK = re.compile(r"(\d\d):(\d\d):(\d\d) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some lines of a writer, in the direction of reading, with their keys, and the key of the last line that was read for them."""
+
+    keys: Sequence[float]
+    lines: Sequence[LogLine]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """What of the lines is asked for; others may be left out unread."""
+
+    since: float = 0.0
+    until: float = float("inf")
+    at_least: str = ""
+    """Lines of information may be left out if it is ``warning`` or ``error``."""
+
+
+def forward(stream: Stream, span: Span) -> Iterator[Block]:
+    """The writer's lines, oldest first."""
+    key = 0.0
+    for path in stream.files:
+        if _is_older(path, span.since):
+            continue
+        if stream.raw:
+            yield _block(raw_lines(stream, path))
+            continue
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(_first_of(file, span.since))
+            for lines in _pieces(file, span):
+                block = _block(lines, key)
+                key = block.bound
+                yield block
+                if key > span.until:
+                    return
+
+
+def backward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[Block]:
+    """The writer's lines, newest first."""
+    key = float("inf")
+    for path in reversed(stream.files):
+        if _is_older(path, span.since):
+            return
+        with suppress(OSError):
+            pieces = [raw_lines(stream, path)] if stream.raw else _pieces_back(path, span, block_bytes)
+            for lines in pieces:
+                lines = joined(lines)[::-1]
+                keys = list(accumulate((line.t for line in lines), min, initial=key))[1:]
+                key = keys[-1] if keys else key
+                yield Block(keys, lines, key)
+                if key < span.since:
+                    return
+
+
+def joined(lines: Sequence[LogLine]) -> list[LogLine]:
+    """The lines, each with those that go on with it."""
+    found: list[LogLine] = []
+    for line in lines:
+        if line.goes_on is True and found:
+            before = found[-1]
+            found[-1] = LogLine(
+                before.t,
+                before.level,
+                before.node,
+                before.rank,
+                before.epoch,
+                before.attempt,
+                before.step,
+                f"{before.text}\n{line.text}",
+                before.process,
+            )
+        else:
+            found.append(line)
+    return found
+
+
+def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
+    """The records of a file of text. The times that some of its lines begin with are of the day of the file, or the day before."""
+    written = path.stat().st_mtime
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_RAW))
+        text = file.read().decode(errors="backslashreplace")
+    assembler, at, found = Assembler(), 0.0, []
+    for line in text.split("\n"):
+        if match := _CLOCK.match(line):
+            at = _on_the_day(written, *map(int, match.groups()))
+        found += [(at, record) for record in assembler.add(line + "\n")]
+    found += [(at, record) for record in assembler.settle()]
+    rank, node = stream.rank, stream.node
+    return [
+        LogLine(
+            *(t or written, record.level, node, rank, None, stream.attempt, None, record.text),
+            process=stream.process,
+            goes_on=record.goes_on,
+        )
+        for t, record in found
+    ]
+
+
+def _on_the_day(written: float, hours: int, minutes: int, seconds: int) -> float:
+    day = time.localtime(written)
+    at = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, hours, minutes, seconds, 0, 0, -1))
+    return at if at <= written + 1 else at - 86_400
+
+
+def _block(lines: Sequence[LogLine], before: float = 0.0) -> Block:
+    lines = joined(lines)
+    keys = list(accumulate((line.t for line in lines), max, initial=before))
+    return Block(keys[1:], lines, keys[-1])
+
+
+def _is_older(path: Path, since: float) -> bool:
+    if not since:
+        return False
+    try:
+        return path.stat().st_mtime < since - _SKEW_S
+    except OSError:
+        return True
+
+
+def _first_of(file: BinaryIO, since: float) -> int:
+    """The place of a line before ``since``, near the first that is not; lines are in the order of time, or nearly."""
+    low, high = 0, file.seek(0, os.SEEK_END)
+    while since and high - low > BLOCK:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()
+        line = decode(file.readline())
+        if line is not None and line.t < since - 1.0:
+            low = middle
+        else:
+            high = middle
+    if low:
+        file.seek(low)
+        file.readline()
+        low = file.tell()
+    return low
+
+
+def _pieces(file: BinaryIO, span: Span) -> Iterator[list[LogLine]]:
+    rest = b""
+    while piece := file.read(BLOCK):
+        whole, newline, tail = (rest + piece).rpartition(b"\n")
+        rest = tail
+        if newline:
+            yield _decoded(whole, span)
+    if rest:
+        yield _decoded(rest, span)  # torn, or just being written
+
+
+def _pieces_back(path: Path, span: Span, block_bytes: int) -> Iterator[list[LogLine]]:
+    with path.open("rb") as file:
+        end, rest = file.seek(0, os.SEEK_END), b""
+        while end > 0:
+            begin = max(0, end - block_bytes)
+            file.seek(begin)
+            piece, end = file.read(end - begin) + rest, begin
+            if begin:
+                rest, newline, piece = piece.partition(b"\n")
+                if not newline:
+                    rest, piece = rest if len(rest) < 64 * BLOCK else b"", b""
+            if piece:
+                yield _decoded(piece, span)
+
+
+def _decoded(block: bytes, span: Span) -> list[LogLine]:
+    if span.at_least not in ("warning", "error"):
+        return decode_lines(block)
+    *lines, last = block.rstrip(b"\n").split(b"\n")
+    # The last one is kept, whatever its level: it tells how far the block goes.
+    kept = [raw for raw in lines if b'"level":"info"' not in raw[:_LEVEL_STANDS]]
+    return decode_lines(b"\n".join([*kept, last]))

@@ -1,0 +1,188 @@
+"""The lines of all processes of a run, merged in the order of time.
+
+Files are read in blocks, and only as far as asked: the last 500 lines of a run cost one block of each process that said something lately. The
+merge takes whole runs of lines from each process, up to the time to which all of them have been read, and sorts those; so a line costs no
+heap operation, and memory is a block for each process.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from phalanx.observe.logs import first_failure as blame
+from phalanx.observe.logs.line import LogLine, severity
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.logs.blocks import BLOCK, Block, Span, backward, forward, raw_lines
+from phalanx.watch.logs.files import Stream, streams
+from phalanx.watch.logs.groups import LogGroup, grouped
+
+__all__ = [
+    "LogGroup",
+    "LogLine",
+    "LogQuery",
+    "LogQueryError",
+    "first_failure",
+    "grouped",
+    "read_lines",
+    "told_failure",
+]
+
+_MANY = 256
+_SMALL_BLOCK = 16 << 10
+
+
+class LogQueryError(ValueError):
+    """A question about logs that cannot be answered; the message says which part of it."""
+
+
+@dataclass(frozen=True)
+class LogQuery:
+    """Which lines are wanted; what is left empty does not matter."""
+
+    ranks: frozenset[int] = frozenset()
+    nodes: frozenset[str] = frozenset()
+    level: str = "debug"
+    """The least serious level."""
+    since: float | None = None
+    """Unix seconds."""
+    until: float | None = None
+    grep: str = ""
+    """A regular expression that is found in the text, in upper or lower case."""
+    attempt: int | None = None
+    _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.grep:
+            try:
+                object.__setattr__(self, "_pattern", re.compile(self.grep, re.IGNORECASE))
+            except re.error as error:
+                raise LogQueryError(f"{self.grep!r} is no regular expression: {error}") from error
+
+    @property
+    def span(self) -> Span:
+        """What of the files need not be read."""
+        return Span(self.since or 0.0, self.until if self.until is not None else float("inf"), self.level)
+
+    def selects(self, line: LogLine) -> bool:
+        """True if the line is wanted."""
+        return (
+            severity(line.level) >= severity(self.level)
+            and (not self.ranks or line.rank in self.ranks)
+            and (not self.nodes or line.node in self.nodes)
+            and (self.since is None or line.t >= self.since)
+            and (self.until is None or line.t <= self.until)
+            and (self._pattern is None or self._pattern.search(line.text) is not None)
+        )
+
+    @property
+    def everything(self) -> bool:
+        """True if every line is wanted."""
+        return self == LogQuery(attempt=self.attempt)
+
+
+def read_lines(
+    directory: RunDirectory, query: LogQuery = LogQuery(), last: int | None = 500
+) -> list[LogLine]:
+    """The newest ``last`` lines that ``query`` selects (all, if it is ``None``), oldest first; empty if the run has no logs."""
+    if last is None:
+        return list(all_lines(directory, query))
+    return list(islice(newest_lines(directory, query), last))[::-1] if last > 0 else []
+
+
+def all_lines(directory: RunDirectory, query: LogQuery = LogQuery()) -> Iterator[LogLine]:
+    """The lines that ``query`` selects, oldest first."""
+    span = query.span
+    return _merged([forward(stream, span) for stream in streams(directory, query.attempt)], query, sign=1)
+
+
+def newest_lines(directory: RunDirectory, query: LogQuery = LogQuery()) -> Iterator[LogLine]:
+    """The lines that ``query`` selects, newest first."""
+    span, found = query.span, streams(directory, query.attempt)
+    block_bytes = BLOCK if len(found) < _MANY else _SMALL_BLOCK
+    return _merged([backward(stream, span, block_bytes) for stream in found], query, sign=-1)
+
+
+class _Buffer:
+    """The selected lines of one process that were read and not yet handed out."""
+
+    def __init__(self, blocks: Iterator[Block], query: LogQuery, sign: int) -> None:
+        self._blocks, self._query, self._sign = blocks, query, sign
+        self._keys: Sequence[float] = ()
+        self._lines: Sequence[LogLine] = ()
+        self._at = 0
+        self.bound = float("-inf")
+        """All lines up to this key have been read; keys grow in the direction of reading."""
+        self.read()
+
+    def read(self) -> None:
+        """Reads a block; after the last one the bound is infinite."""
+        block = next(self._blocks, None)
+        if block is None:
+            self.bound = float("inf")
+            return
+        keys: Sequence[float] = block.keys if self._sign > 0 else [-key for key in block.keys]
+        lines: Sequence[LogLine] = block.lines
+        self.bound = max(self.bound, self._sign * block.bound)
+        if not self._query.everything:
+            wanted = [number for number, line in enumerate(lines) if self._query.selects(line)]
+            keys, lines = [keys[number] for number in wanted], [lines[number] for number in wanted]
+        self._keys, self._lines = [*self._keys[self._at :], *keys], [*self._lines[self._at :], *lines]
+        self._at = 0
+
+    def take(self, bound: float) -> tuple[Sequence[float], Sequence[LogLine]]:
+        """Takes out the lines up to ``bound``."""
+        begin, self._at = self._at, bisect_right(self._keys, bound, self._at)
+        return self._keys[begin : self._at], self._lines[begin : self._at]
+
+
+def _merged(processes: Iterable[Iterator[Block]], query: LogQuery, sign: int) -> Iterator[LogLine]:
+    """Merges what was read of each process, in the direction of reading."""
+    buffers = deque(_Buffer(blocks, query, sign) for blocks in processes)
+    while buffers:
+        bound = min(buffer.bound for buffer in buffers)
+        keys: list[float] = []
+        lines: list[LogLine] = []
+        for buffer in buffers:
+            some_keys, some_lines = buffer.take(bound)
+            keys += some_keys
+            lines += some_lines
+        # The sort is stable and finds the runs: lines of the same time stay in the order of processes, and of each file.
+        for number in sorted(range(len(lines)), key=keys.__getitem__):
+            yield lines[number]
+        if bound == float("inf"):
+            return
+        for buffer in buffers:
+            if buffer.bound <= bound:
+                buffer.read()
+
+
+def first_failure(directory: RunDirectory) -> LogLine | None:
+    """The line of the process that failed first in the newest burst of failures of the newest attempt; ``None`` if nothing failed."""
+    told = told_failure(directory)
+    return told.line if told is not None else None
+
+
+def told_failure(directory: RunDirectory) -> blame.FirstFailure | None:
+    """As ``first_failure``, with the evidence and what failed because of it."""
+    found = streams(directory)
+    newest = max((stream.attempt for stream in found), default=0)
+    errors: list[LogLine] = []
+    for stream in found:
+        if stream.attempt == newest:
+            errors += (line for line in _end_of(stream) if line.level == "error")
+    return blame.first_failure(errors)
+
+
+def _end_of(stream: Stream, most: int = 400) -> list[LogLine]:
+    try:
+        if stream.raw:
+            return raw_lines(stream, stream.files[-1])[-most:]
+        last = next(backward(stream, Span(at_least="error"), 64 << 10), None)
+    except OSError:
+        return []
+    return list(last.lines[:most]) if last is not None else []
