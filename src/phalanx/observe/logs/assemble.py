@@ -11,7 +11,7 @@ that was drawn over and over (a progress bar) the last drawing counts.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.observe.logs.line import Level, level_of
 
@@ -35,11 +35,12 @@ _CRASH_LINES = (
     "Current thread's C stack",
     "Stack (most recent",
 )
+_BEGINS = frozenset("T[ FW-")
+"""What a line begins with that may begin something of several lines."""
 _FRAME_LINES = ("Exception raised from", "frame #", "C++ CapturedTraceback", "#")
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """What was said at once."""
 
     text: str
@@ -74,12 +75,11 @@ class Assembler:
         for line in ended:
             self._end_line(self._partial + line, found)
             self._partial = ""
-        self._partial += rest
-        if len(self._partial) > MOST:
-            self._give_partial(found)
-            self._skipping = True
-        elif self._skipping:
-            self._partial = ""
+        if not self._skipping:
+            self._partial += rest
+            if len(self._partial) > MOST:
+                self._give_partial(found)
+                self._skipping = True
         return found
 
     def release(self) -> list[Record]:
@@ -117,6 +117,10 @@ class Assembler:
         self._line(clean(line), found)
 
     def _line(self, line: str, found: list[Record]) -> None:
+        if not self._kind and not self._after_trace and line[:1] not in _BEGINS:
+            if line.strip():
+                self._give(line, found)
+            return
         bare = _RANKED.sub("", line, count=1) if line.startswith("[rank") else line
         if self._kind and self._belongs(bare):
             self._hold(line)

@@ -30,6 +30,7 @@ from phalanx.observe.logs.order import LogOrder, taken_from
 from phalanx.observe.logs.place import Place
 from phalanx.observe.logs.recorder import Recorder
 
+_LONG = 4096
 _TALKATIVE = "phalanx"
 """Loggers below this one tell information too; those of libraries only what Python shows by itself, warnings and errors."""
 
@@ -87,6 +88,13 @@ class Capture:
                     pass_on(2, record.text + "\n")
                 else:
                     self._recorder.put(record)
+
+    def leaves_out(self, text: str) -> bool:
+        """True if a long text is left out, and counted: the process says more than its log takes in."""
+        if self._forked or not self._recorder.floods(text):
+            return False
+        self._recorder.leave_out(text.count("\n"), len(text))
+        return True
 
     @property
     def passes_on(self) -> bool:
@@ -203,6 +211,8 @@ class CaughtStream(io.TextIOBase):
                 self._shown.write(text)
         with self._capture.lock:
             rest = self._pass_on(text) if self._passing_on else text
+            if len(rest) > _LONG and not self._assembler.waits and self._capture.leaves_out(rest):
+                rest = rest[rest.rfind("\n") + 1 :][-_LONG:]
             if rest:
                 self._capture.write(self._assembler.add(rest))
         return len(text)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import codecs
 import fcntl
 import os
-import re
 import select
 import threading
 import time
@@ -30,10 +29,11 @@ _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
 _PAUSE_MS = 500
 """After a pause of so long, a line that has not ended is a record."""
-_DRAIN_S = 2.0
+_DRAIN_S = 5.0
 _TAIL_BYTES = 8 << 10
 """Of what is thrown away, so much of the end is kept."""
-_LOUD = re.compile(rb"Traceback|Fatal|FATAL|[Ee]rror|ERROR|[Aa]bort|NCCL WARN")
+_LOUD = (b"Traceback", b"Fatal", b"FATAL", b"Error", b"ERROR", b"error:", b"NCCL WARN")
+"""A piece that holds one of these is not thrown away without a look."""
 
 
 class ChildOutput:
@@ -95,11 +95,12 @@ class ChildOutput:
     def failed(self) -> None:
         """Gives everything up: the child could not be started."""
         self._let_go()
+        self.place.close()
         for descriptor in (self._reading, self._wake, self._wake_reading):
             os.close(descriptor)
 
     def ended(self, how: str = "", level: Level = "error") -> None:
-        """Returns once what the child has left in the pipe is in its log, and ``how`` it ended behind it; waits no longer than two seconds."""
+        """Returns once what the child has left in the pipe is in its log, and ``how`` it ended behind it; waits no longer than five seconds."""
         self._over = True
         os.write(self._wake, b".")
         self._drained.wait(_DRAIN_S)
@@ -153,7 +154,7 @@ class ChildOutput:
         if self._recorder.has_room(len(piece) + PER_LINE * lines):
             self._rescue()
             self._write(self._assembler.add(self._decoder.decode(piece)))
-        elif _LOUD.search(piece) and self._recorder.has_room(len(piece), loud=True):
+        elif any(word in piece for word in _LOUD) and self._recorder.has_room(len(piece), loud=True):
             self._write(self._assembler.add(self._decoder.decode(piece)))
         else:
             if not self._thrown:

@@ -23,11 +23,15 @@ class Bucket:
 
     def takes(self, nbytes: int) -> bool:
         """True if so many bytes may pass; then they are taken out."""
+        if not self.has(nbytes):
+            return False
+        self._left -= nbytes
+        return True
+
+    def has(self, nbytes: int) -> bool:
+        """True if so many bytes might pass now."""
         if self._left < nbytes:
             now_s = self._clock()
             self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_s)
             self._at_s = now_s
-            if self._left < nbytes:
-                return False
-        self._left -= nbytes
-        return True
+        return self._left >= nbytes

@@ -28,6 +28,40 @@ _ERROR = re.compile(
     r"|Assertion .{1,200} failed|\bCUDA error\b|\bSIG(?:SEGV|ABRT|BUS|KILL)\b|[Oo]ut of memory"
 )
 _WARNING = re.compile(rf"\bWARN(?:ING)?\b|[Ww]arning\b:?|^{_PREFIX}(?:W\d{{4}} |\[W\d*[: ])")
+_HINTS = (
+    *(
+        "err",
+        "warn",
+        "fatal",
+        "traceback",
+        "exce",
+        "inter",
+        "crit",
+        "segm",
+        "term",
+        "dump",
+        "asser",
+        "sig",
+        "memory",
+        "debug",
+        "trace",
+    ),
+    *(
+        "unfit",
+        "cannot",
+        "refused",
+        "no step",
+        "leave",
+        "fail",
+        "ended",
+        "coordinator",
+        "again",
+        "exited",
+        "until",
+    ),
+)
+"""What the lower case of any line holds that is more, or less, than information; most lines hold none of it."""
+_GLOG = re.compile(rf"^{_PREFIX}\[?[EWD]\d")
 _OWN_WARNING = re.compile(
     r"^(?:warning: |unfit: |cannot |refused |no step for |leave epoch \d|first failure: |worker \d+ ended with code -?[1-9]|no coordinator)"
     r"|\bexited with code -?[1-9]|; (?:tries|trying) again|until it can$"
@@ -100,6 +134,9 @@ def severity(level: str) -> int:
 def level_of(text: str) -> Level:
     """The level of a text by what it says, as far as its first line shows."""
     head = text[:_SEEN].partition("\n")[0]
+    lowered = head.lower()
+    if not any(hint in lowered for hint in _HINTS) and not _GLOG.match(head):
+        return "info"
     if _OWN_WARNING.search(head):
         return "warning"
     if _ERROR.search(head):

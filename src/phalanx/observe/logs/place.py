@@ -20,8 +20,8 @@ class Place:
 
     def __init__(self, descriptor: int | None = None) -> None:
         """``descriptor``: of a place that another process made; it stays the caller's. Raises ``OSError`` or ``ValueError`` if it is none."""
-        shared = bytearray(_BYTES) if descriptor is None else mmap.mmap(descriptor, _BYTES)
-        self._values = memoryview(shared).cast("q")
+        self._shared = None if descriptor is None else mmap.mmap(descriptor, _BYTES)
+        self._values = memoryview(self._shared or bytearray(_BYTES)).cast("q")
         if descriptor is None:
             self.rank = self.epoch = self.step = None
 
@@ -37,6 +37,12 @@ class Place:
         place = cls(descriptor)
         place.rank = place.epoch = place.step = None
         return place, descriptor
+
+    def close(self) -> None:
+        """Gives the shared memory back; the place is not used any more."""
+        self._values.release()
+        if self._shared is not None:
+            self._shared.close()
 
     def _get(self, index: int) -> int | None:
         value = self._values[index]

@@ -21,6 +21,7 @@ from phalanx.observe.logs.place import Place
 _TOKEN_FILES = ("fleet.token", "fleet.operator-token")
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{16,}")
 _LOOK_S = 5.0
+_LOUD = ("Traceback", "Fatal", "FATAL", "Error", "ERROR", "error:", "WARN")
 
 
 class Recorder:
@@ -51,6 +52,10 @@ class Recorder:
     def has_room(self, nbytes: int, *, loud: bool = False) -> bool:
         """True if so much text may come now; then it is counted as having come. What is ``loud`` has a reserve of its own."""
         return self._bucket.takes(nbytes) or (loud and self._reserve.takes(nbytes))
+
+    def floods(self, text: str) -> bool:
+        """True if a text that says nothing of an error is more than may come now."""
+        return not self._bucket.has(len(text)) and not any(word in text for word in _LOUD)
 
     def write(self, record: Record) -> None:
         """Writes a record, however many there are."""

@@ -1,0 +1,73 @@
+"""Real processes whose output is caught."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.line import LogLine
+from phalanx.observe.logs.log_file import Bounds, set_aside
+from phalanx.observe.logs.order import LogOrder
+from phalanx.observe.logs.tail import last_lines
+
+CAUGHT = "import os, sys; from phalanx.observe.logs.capture import capture_output; place = capture_output(os.environ)\n"
+"""What a process of Phalanx begins with."""
+
+
+@dataclass
+class Said:
+    """What a process has left."""
+
+    code: int
+    order: LogOrder
+    lines: list[LogLine]
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        return [line.text for line in self.lines]
+
+    def bytes_on_disk(self) -> int:
+        logs = (self.order.path, self.order.raw)
+        files = [*logs, *(path for log in logs for _, path in set_aside(log))]
+        return sum(path.stat().st_size for path in files if path.exists())
+
+    def everything(self) -> bytes:
+        return b"".join(path.read_bytes() for path in sorted(self.order.path.parent.iterdir()))
+
+
+def run(
+    folder: Path,
+    program: str,
+    *,
+    caught: bool = True,
+    bounds: Bounds = Bounds(),  # noqa: B008
+    environment: dict[str, str] | None = None,
+    meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda _process: None,
+) -> Said:
+    """Runs Python code as a child; ``caught``: it is one of Phalanx, which catches what it says in Python itself."""
+    import os
+
+    (folder / "logs").mkdir(exist_ok=True)
+    order = LogOrder(folder / "logs" / "attempt-002-rank-00003.jsonl", "rank-00003", 2, "node-1", bounds)
+    told: list[str] = []
+    given = {**os.environ, **(environment or {})}
+    output = ChildOutput(order, given, told.append)
+    process = subprocess.Popen(
+        [sys.executable, "-c", (CAUGHT if caught else "import os, sys\n") + program],
+        env={**given, **output.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=output.descriptor,
+        stderr=subprocess.STDOUT,
+        pass_fds=output.inherited,
+    )
+    output.started()
+    meanwhile(process)
+    code = process.wait(120)
+    output.ended()
+    lines = [line for line in last_lines(order.path, 100_000) if " begins: " not in line.text]
+    return Said(code, order, lines, told)

@@ -1,0 +1,235 @@
+"""What real processes say is in their logs, whatever they say and however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from observe.logs.said import run
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.log_file import Bounds
+from phalanx.observe.logs.order import LogOrder
+from phalanx.observe.logs.tail import last_lines
+
+C = "import ctypes; libc = ctypes.CDLL(None)\n"
+
+
+def test_each_way_to_say_something_has_its_level_and_its_place(tmp_path: Path) -> None:
+    said = run(
+        tmp_path,
+        """
+import logging, warnings
+place.rank, place.epoch, place.step = 3, 1, 17
+print("printed")
+sys.stderr.write("Warning: of a library\\n")
+logging.getLogger("phalanx.x").info("told")
+logging.getLogger("lib").warning("of %s", "logging")
+warnings.warn("of warnings")
+place.step = 18
+raise ValueError("uncaught")
+""",
+    )
+    assert said.code == 1
+    assert [(line.level, line.step) for line in said.lines] == [
+        *(("info", 17), ("warning", 17), ("info", 17), ("warning", 17), ("warning", 17)),
+        ("error", 18),
+    ]
+    assert said.texts[:4] == ["printed", "Warning: of a library", "told", "lib: of logging"]
+    assert said.texts[5].startswith("Traceback")
+    assert said.texts[5].endswith("ValueError: uncaught")
+    assert {(line.node, line.rank, line.epoch, line.attempt, line.process) for line in said.lines} == {
+        ("node-1", 3, 1, 2, "rank-00003")
+    }
+
+
+def test_an_uncaught_error_of_a_thread_is_one_record(tmp_path: Path) -> None:
+    said = run(
+        tmp_path,
+        "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='loader'); t.start(); t.join()",
+    )
+    (line,) = said.lines
+    assert line.level == "error"
+    assert line.text.endswith("ZeroDivisionError: division by zero\n(in thread loader)")
+
+
+def test_native_code_and_other_programs_are_caught_with_the_place_of_the_process(tmp_path: Path) -> None:
+    said = run(
+        tmp_path,
+        C
+        + "place.step = 5; libc.puts(b'from C'); libc.fflush(None); os.system('echo from a shell >&2'); os.write(2, b'NCCL WARN no newline')",
+    )
+    assert [(line.text, line.level, line.step) for line in said.lines] == [
+        ("from C", "info", 5),
+        ("from a shell", "info", 5),
+        ("NCCL WARN no newline", "warning", 5),
+    ]
+
+
+def test_what_a_process_says_before_kill_minus_9_in_the_middle_of_a_line_is_kept(tmp_path: Path) -> None:
+    said = run(
+        tmp_path,
+        "print('whole'); print('begun and flushed', end='', flush=True); os.write(1, b' and C'); os.kill(os.getpid(), 9)",
+    )
+    assert said.code == -signal.SIGKILL
+    assert said.texts == ["whole", "begun and flushed and C"]
+
+
+def test_a_crash_in_native_code_leaves_the_stack(tmp_path: Path) -> None:
+    said = run(tmp_path, C + "place.step = 9\ndef f(): libc.strlen(1)\nf()")
+    assert said.code == -signal.SIGSEGV
+    (line,) = said.lines
+    assert (line.level, line.step) == ("error", 9)
+    assert line.text.startswith("Fatal Python error: Segmentation fault")
+    assert "in f" in line.text
+
+
+@pytest.mark.parametrize("caught", [True, False], ids=["in Python", "past Python"])
+def test_a_process_that_prints_200_mb_is_bounded_and_its_error_and_last_words_are_kept(
+    tmp_path: Path, caught: bool
+) -> None:
+    program = """
+line = "spam " * 20_000 + "\\n" + "x\\n" * 1_000
+for _ in range(2_000):
+    sys.stdout.write(line)
+print("last words", flush=True)
+raise ValueError("bad luck")
+"""
+    said = run(tmp_path, program, caught=caught, bounds=Bounds(1 << 20, 3))
+    assert said.code == 1
+    assert said.bytes_on_disk() <= 2 * 3 << 20
+    assert said.texts[-1].endswith("ValueError: bad luck")
+    if not caught:
+        assert "last words" in said.texts
+    assert any("are left out here" in text for text in said.texts) or said.bytes_on_disk() > 2 << 20
+
+
+def test_a_strangers_binary_output_is_readable_and_bounded(tmp_path: Path) -> None:
+    said = run(
+        tmp_path, "sys.stdout.buffer.write(os.urandom(300_000)); sys.stdout.buffer.write(b'\\nafter\\n')"
+    )
+    assert said.code == 0
+    assert said.texts[-1] == "after"
+    assert all(text.replace("\n", "").isprintable() for text in said.texts)
+
+
+def test_no_planted_secret_reaches_the_disk(tmp_path: Path) -> None:
+    planted = {
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIxK7MDENGbPxRfiCYEXAMPLEKEY",
+        "PHALANX_RUN_TOKEN": "0123456789abcdef" * 4,
+        "SOME_PASSWORD": "tr0ub4dor&3",
+    }
+    (tmp_path / "fleet.operator-token").write_text("feedface" * 8)
+    said = run(
+        tmp_path,
+        """
+secrets = [os.environ[n] for n in ("AWS_SECRET_ACCESS_KEY", "PHALANX_RUN_TOKEN", "SOME_PASSWORD")]
+secrets += ["feedface" * 8, "s3://user:planted-in-a-url@bucket/x"]
+import logging
+for secret in secrets:
+    print("py", secret)
+    logging.warning("log %s", secret)
+    os.write(1, f"fd {secret}\\n".encode())
+    for c in f"piecewise {secret}\\n": os.write(2, c.encode())
+raise ValueError(" ".join(secrets))
+""",
+        environment=planted,
+    )
+    assert len(said.lines) == 21
+    everything = said.everything().decode()
+    for secret in (*planted.values(), "feedface" * 8, "planted-in-a-url"):
+        assert secret not in everything
+    assert everything.count("***") >= 25
+
+
+def test_a_full_disk_costs_lines_and_no_error_in_the_process(tmp_path: Path) -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+    said = run(
+        tmp_path,
+        limited
+        + "for n in range(5_000): print('line', n); sys.stderr.write('and this\\n')\nprint('goes on', flush=True); os._exit(7)",
+    )
+    assert said.code == 7
+    assert 0 < said.order.path.stat().st_size <= 20_000
+    warned = [text for text in said.texts if "cannot be written" in text]
+    assert len(warned) == 1, "by the parent, whose disk is not full"
+
+
+def test_a_parent_whose_disk_is_full_is_told_once_and_the_child_never(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("attempt-002-rank-00003.jsonl", "attempt-002-rank-00003.out.jsonl"):
+        (tmp_path / "logs" / name).symlink_to("/dev/full")
+    said = run(tmp_path, "for n in range(1000): print(n); os.write(1, b'x' * 999 + b'\\n')\nos._exit(3)")
+    assert said.code == 3
+    assert len(said.told) == 1
+    assert "No space left on device" in said.told[0]
+
+
+def test_a_forked_child_does_not_write_into_the_log_of_its_parent(tmp_path: Path) -> None:
+    said = run(
+        tmp_path,
+        "print('before')\nif os.fork() == 0: print('in the child'); os._exit(0)\nos.wait(); print('after')",
+        bounds=Bounds(1 << 20, 2),
+    )
+    assert set(said.texts) == {"before", "in the child", "after"}
+    assert "in the child" in said.order.raw.read_text()
+
+
+def test_what_a_process_has_started_may_outlive_it_and_write_on(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    helper = f"sleep 0.5; echo late; echo $? > {done}"
+    said = run(tmp_path, f"import subprocess; subprocess.Popen(['sh', '-c', {helper!r}]); print('ends')")
+    assert said.texts == ["ends"]
+    while not done.exists():
+        time.sleep(0.02)
+    assert done.read_text() == "0\n"
+    while "late" not in [line.text for line in last_lines(said.order.path, 99)]:
+        time.sleep(0.02)
+
+
+def test_the_environment_of_what_a_process_starts_says_nothing_of_its_log(tmp_path: Path) -> None:
+    said = run(tmp_path, "os.system('env')", environment={"PHALANX_LOG_X": "y"})
+    assert [text for text in said.texts if text.startswith("PHALANX_LOG")] == ["PHALANX_LOG_X=y"]
+
+
+def test_a_stopped_parent_does_not_hold_up_what_is_said_in_python(tmp_path: Path) -> None:
+    order = LogOrder(tmp_path / "logs" / "attempt-000-a.jsonl", "a", 0)
+    program = f"""
+import os, subprocess, sys
+from observe.logs.said import CAUGHT
+from pathlib import Path
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.order import LogOrder
+output = ChildOutput(LogOrder(Path({str(order.path)!r}), "a", 0), {{}})
+child = subprocess.Popen([sys.executable, "-c", CAUGHT + "for n in range(20_000): print('x' * 99)\\nopen('done', 'w')"],
+    env={{**os.environ, **output.environment}}, stdout=output.descriptor, stderr=2, pass_fds=output.inherited)
+output.started()
+os.kill(os.getpid(), 19)
+"""
+    (tmp_path / "logs").mkdir()
+    tests = str(Path(__file__).parents[2])
+    path = os.pathsep.join([tests, *sys.path])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
+    )
+    try:
+        deadline_s = time.monotonic() + 120
+        while not (tmp_path / "done").exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_a_child_that_cannot_be_started_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        ChildOutput(LogOrder(tmp_path / "logs" / "a.jsonl", "a", 0), {}).failed()
+    assert len(os.listdir("/proc/self/fd")) == before
