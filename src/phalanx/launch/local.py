@@ -58,11 +58,12 @@ def run_locally(
     orders = StopOrders(tell)
     request = _StopSignal(processes, orders)
     watcher = _Watcher(processes, request)
-    told: list[str] = []  # a full disk is full for all logs: the user hears of the first
     try:
         with on_stop_signals(request.send):
             for rank in range(ranks):
-                process, output = _start(run, rank, ranks, meeting_point.as_uri(), program, told.append)
+                process, output = _start(
+                    run, rank, ranks, meeting_point.as_uri(), program, orders.troubles.append
+                )
                 processes.append(process)
                 outputs.append(output)
                 if request.sent:  # while the ranks were being started: this one has not got the signal
@@ -80,8 +81,7 @@ def run_locally(
         for rank, output in enumerate(outputs):
             output.ended(*watcher.how_it_ended(rank))
         meeting_point.unlink(missing_ok=True)
-        for words in told[:1]:
-            tell(words)
+        orders.tell_new()
     return _ending(run, processes, _first_to_fail(run, watcher), unsaved=orders.made > 1)
 
 

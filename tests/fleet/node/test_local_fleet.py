@@ -75,7 +75,7 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     start = Session.start
 
     def standing_in(
-        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int]
+        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
     ) -> Session:
         names.append(log.process)
         return start(
@@ -134,7 +134,7 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
     start = Session.start
 
     def asleep(
-        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int]
+        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
     ) -> Session:
         return start(["sleep", "600"], environment, log, keep_open)
 
@@ -163,7 +163,7 @@ def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end
     start = Session.start
 
     def asleep(
-        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int]
+        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
     ) -> Session:
         return start(["sleep", "600"], environment, log, keep_open)
 

@@ -495,6 +495,7 @@ class _Processes:
             {**inherited, "PHALANX_LAUNCHER": str(os.getpid()), **self.environment, **own},
             order_for(log, name, run.attempt, observe, node),
             keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
+            tell=self.orders.troubles.append,
         )
 
     def _read_tokens(self) -> None:

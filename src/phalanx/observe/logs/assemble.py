@@ -18,7 +18,6 @@ from phalanx.observe.logs.line import Level, level_of
 MOST = 32 << 10
 """Most characters of a record."""
 _COLOR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 _RANKED = re.compile(r"\[rank\d+\]:\s?")
 _TIME = re.compile(r"(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d(?:[.,]\d+)? ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
@@ -207,7 +206,7 @@ def clean(line: str) -> str:
     if "\r" in line:
         line = line.rpartition("\r")[2]
     line = _COLOR.sub("", line)
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), line)
+    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
 def shortened(text: str) -> str:

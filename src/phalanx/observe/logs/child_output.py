@@ -151,10 +151,11 @@ class ChildOutput:
 
     def _take(self, piece: bytes) -> None:
         lines = piece.count(b"\n")
-        if self._recorder.has_room(len(piece) + PER_LINE * lines):
+        loud = any(word in piece for word in _LOUD)
+        if self._recorder.has_room(len(piece) + PER_LINE * lines) or (
+            loud and self._recorder.has_room(len(piece), loud=True)
+        ):
             self._rescue()
-            self._write(self._assembler.add(self._decoder.decode(piece)))
-        elif any(word in piece for word in _LOUD) and self._recorder.has_room(len(piece), loud=True):
             self._write(self._assembler.add(self._decoder.decode(piece)))
         else:
             if not self._thrown:

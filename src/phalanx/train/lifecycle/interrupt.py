@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 
@@ -52,9 +52,18 @@ class StopOrders:
     tell: Callable[[str], None]
     made: int = 0
     told: int = 0
+    troubles: list[str] = field(default_factory=list)
+    """What other threads have to tell, such as that logs cannot be written."""
+    _told_trouble: bool = False
 
     def tell_new(self) -> None:
-        """Tells the user of each request that has not been told of. (A signal handler must not print: it may interrupt that.)"""
+        """Tells the user of each request that has not been told of, and of the first trouble: a full disk is full for all logs.
+
+        (A signal handler must not print: it may interrupt that.)
+        """
+        if self.troubles and not self._told_trouble:
+            self._told_trouble = True
+            self.tell(self.troubles[0])
         while self.told < min(self.made, len(_STOP_WORDS)):
             self.told += 1
             self.tell(_STOP_WORDS[self.told - 1])

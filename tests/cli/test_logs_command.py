@@ -1,0 +1,148 @@
+"""The logs of real runs: who failed first, what is shown of it, and a disk that takes no logs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from phalanx.cli.launch.log_lines import moment, ranks_of
+from phalanx.observe.logs.line import LogLine, encode
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.logs.read import LogQuery, read_lines, told_failure
+from phalanx_process import ENVIRONMENT, last_json, run
+
+MODEL = """
+import os
+
+from examples.mixer import GatedConvolution, Mixer
+
+
+class Fails(GatedConvolution):
+    called = 0
+
+    def forward(self, x):
+        self.called += 1
+        if self.called == 9 and os.environ.get("PHALANX_RANK") == "1":
+            raise ValueError("bad luck on one")
+        return super().forward(x)
+
+
+def build(spec):
+    model = Mixer(spec)
+    model.blocks[0] = Fails(spec.dim)
+    return model
+"""
+PROGRAM = """
+import phalanx
+spec = phalanx.read_run_file("tiny.toml", "parallel.ranks=3", "run_dir=failed")
+try:
+    phalanx.train_run(spec, model="failing:build")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def failed(folder: Path) -> tuple[RunDirectory, str]:
+    """A run of three ranks of which rank 1 has raised, and what its user was told."""
+    (folder / "failing.py").write_text(MODEL)
+    path = ":".join([str(folder), str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=folder,
+        env={**ENVIRONMENT, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return RunDirectory(folder / "failed"), done.stdout
+
+
+def test_the_rank_that_raised_is_told_from_those_that_failed_because_of_it(
+    failed: tuple[RunDirectory, str],
+) -> None:
+    directory, told_user = failed
+    assert told_user.startswith("rank 1 ended with exit code 1")
+    assert "ValueError: bad luck on one" in told_user
+    told = told_failure(directory)
+    assert told is not None
+    assert told.line.rank == 1
+    assert told.line.step is not None
+    assert told.line.text.endswith("ValueError: bad luck on one")
+    assert {line.rank for line in told.followers} == {0, 2}
+
+
+def test_it_is_shown_before_the_lines_and_those_can_be_chosen(
+    failed: tuple[RunDirectory, str], folder: Path
+) -> None:
+    shown = run(["logs", "failed", "--level", "error"], folder)
+    assert shown.stderr.startswith("first failure: rank 1 on ")
+    assert "ValueError: bad luck on one" in shown.stdout
+    line = last_json(
+        run(["logs", "failed", "--rank", "1", "--grep", "bad LUCK", "--since", "1d", "--json"], folder)
+    )
+    assert (line["rank"], line["level"], line["process"]) == (1, "error", "rank-00001")
+    groups = run(
+        ["logs", "failed", "--grouped", "--json", "--grep", "its process ended"], folder
+    ).stdout.splitlines()
+    assert [(group["count"], group["place"].partition(" on ")[0]) for group in map(json.loads, groups)] == [
+        (3, "ranks 0-2")
+    ]
+    assert read_lines(failed[0], LogQuery(ranks=frozenset([7]))) == []
+
+
+def test_a_disk_that_takes_no_logs_changes_neither_the_run_nor_its_bits(
+    folder: Path, result: dict[str, Any]
+) -> None:
+    logs = folder / "full" / "logs"
+    logs.mkdir(parents=True)
+    for rank in (0, 1):
+        for name in (f"attempt-000-rank-{rank:05d}.jsonl", f"attempt-000-rank-{rank:05d}.out.jsonl"):
+            (logs / name).symlink_to("/dev/full")
+    done = run(
+        ["train", "tiny.toml", "--ranks", "2", "--set", "train.steps=6", "--set", "run_dir=full", "--json"],
+        folder,
+    )
+    assert last_json(done)["weights_sha256"] == result["weights_sha256"]
+    said = " ".join((done.stdout + done.stderr).split())
+    assert said.count("cannot be written: No space left on device") == 1
+
+
+def test_lines_are_shown_with_their_place_and_cannot_command_the_terminal(folder: Path) -> None:
+    logs = folder / "hostile" / "logs"
+    logs.mkdir(parents=True)
+    line = LogLine(1e9, "warning", "node-1", 3, 2, 0, 117, "\x1b]0;owned\x07two\nlines", "node-1-0")
+    (logs / "attempt-000-node-1-0.jsonl").write_bytes(encode(line))
+    shown = run(["logs", "hostile"], folder).stdout
+    assert "W node-1-0 r3 s117 | two\n    lines\n" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_folder_without_logs_is_named(folder: Path) -> None:
+    done = run(["logs", "nowhere"], folder)
+    assert done.returncode == 1
+    assert "nobody has started a run in nowhere yet" in done.stderr
+
+
+def test_times_and_ranks_are_read_as_people_write_them() -> None:
+    assert [moment(words, 1e6) for words in ("90s", "10m", "1.5h", "1d")] == [
+        999_910,
+        999_400,
+        994_600,
+        913_600,
+    ]
+    assert moment("2026-11-25T07:20:00+00:00", 0) == 1795591200
+    assert list(ranks_of("3,8-10")) == [3, 8, 9, 10]
+    for wrong in ("soon", "10 parsecs"):
+        with pytest.raises(click.BadParameter, match="is no time"):
+            moment(wrong, 0)
+    with pytest.raises(click.BadParameter, match="is no rank"):
+        list(ranks_of("x"))
