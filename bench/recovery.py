@@ -41,6 +41,8 @@ from typing import Any
 
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.logs.read import LogQuery, read_lines
 
 MODEL = {"layers": 4, "dim": 64, "heads": 4, "kv_heads": 4, "ffn_dim": 128, "vocab_size": 4096}
 SEQ_LEN, SEQUENCES, RANKS = 64, 12, 3
@@ -224,9 +226,9 @@ def _fleet_run(folder: Path, name: str, number: str, steps: int, expected: str) 
 
 def hit_node(run_dir: Path) -> str:
     """The node whose worker committed the fault, by its log."""
-    for log in (run_dir / "logs").glob("*-node-*-*.log"):
-        if "fault: " in log.read_text(errors="replace"):
-            return re.sub(r".*(node-\d+)-\d+$", r"\1", log.stem)
+    for line in read_lines(RunDirectory(run_dir), LogQuery(grep="^fault: "), None):
+        if line.node is not None:
+            return line.node
     raise BenchError(f"no worker of {run_dir} says that it was hit")
 
 

@@ -17,8 +17,11 @@ import tomli_w
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import make_token
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
+from phalanx.watch.logs.blocks import Span, forward
+from phalanx.watch.logs.files import streams
 
 PATIENCE_S = 120.0
 STAND_IN = str(Path(__file__).with_name("stand_in_worker.py"))
@@ -141,7 +144,16 @@ class Fleet:
     def logs(self) -> str:
         """The output of all processes."""
         files = sorted((self.run_dir / "logs").glob("*.log"))
-        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
+        texts = [f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files]
+        workers = streams(RunDirectory(self.run_dir))
+        for worker in workers:
+            said = (
+                [line.text for block in forward(worker, Span()) for line in block.lines]
+                if not worker.raw
+                else []
+            )
+            texts.append(f"--- {worker.process}\n" + "\n".join(said))
+        return "\n".join(texts)
 
     def result(self) -> dict[str, object]:
         """The run's result, once it has one."""

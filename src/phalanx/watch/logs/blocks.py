@@ -75,7 +75,7 @@ def backward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[B
         with suppress(OSError):
             pieces = [raw_lines(stream, path)] if stream.raw else _pieces_back(path, span, block_bytes)
             for lines in pieces:
-                lines = joined(lines)[::-1]
+                lines = lines[::-1]
                 keys = list(accumulate((line.t for line in lines), min, initial=key))[1:]
                 key = keys[-1] if keys else key
                 yield Block(keys, lines, key)
@@ -118,7 +118,7 @@ def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
         found += [(at, record) for record in assembler.add(line + "\n")]
     found += [(at, record) for record in assembler.settle()]
     rank, node = stream.rank, stream.node
-    return [
+    lines = [
         LogLine(
             *(t or written, record.level, node, rank, None, stream.attempt, None, record.text),
             process=stream.process,
@@ -126,6 +126,7 @@ def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
         )
         for t, record in found
     ]
+    return joined(lines)
 
 
 def _on_the_day(written: float, hours: int, minutes: int, seconds: int) -> float:
@@ -135,7 +136,6 @@ def _on_the_day(written: float, hours: int, minutes: int, seconds: int) -> float
 
 
 def _block(lines: Sequence[LogLine], before: float = 0.0) -> Block:
-    lines = joined(lines)
     keys = list(accumulate((line.t for line in lines), max, initial=before))
     return Block(keys[1:], lines, keys[-1])
 
@@ -196,8 +196,13 @@ def _pieces_back(path: Path, span: Span, block_bytes: int) -> Iterator[list[LogL
 
 def _decoded(block: bytes, span: Span) -> list[LogLine]:
     if span.at_least not in ("warning", "error"):
-        return decode_lines(block)
+        return _whole(block)
     *lines, last = block.rstrip(b"\n").split(b"\n")
     # The last one is kept, whatever its level: it tells how far the block goes.
     kept = [raw for raw in lines if b'"level":"info"' not in raw[:_LEVEL_STANDS]]
-    return decode_lines(b"\n".join([*kept, last]))
+    return _whole(b"\n".join([*kept, last]))
+
+
+def _whole(block: bytes) -> list[LogLine]:
+    lines = decode_lines(block)
+    return joined(lines) if b'"goes_on":true' in block else lines
