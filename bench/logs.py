@@ -98,7 +98,7 @@ def line_bench(lines: int) -> None:
     for name, say in (
         ("print", lambda: print(LINE)),
         ("logging", lambda: told.warning(LINE)),
-        ("print with a password", lambda: print("GET https://user:hunter2hunter2@host/path")),
+        ("print of a line that is masked", lambda: print("GET https://user:hunter2hunter2@host/path")),
     ):
         time.sleep(4.0)  # the process may say so much again
         began = time.process_time()
