@@ -43,7 +43,7 @@ def test_of_a_node_whose_log_cannot_be_read_its_report_counts(tmp_path: Path) ->
     inquiry.heard(m.Broken("node-0", 1, 4, 0, LOST))
     inquiry.heard(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
     found = inquiry.finding(inquiry.taken())
-    assert found.startswith("first failure: node-9 on node-9: error: no blocks are left (")
+    assert found.startswith("first failure: node-9: error: no blocks are left (")
 
 
 def test_an_epoch_that_is_left_by_plan_has_no_failure(tmp_path: Path) -> None:

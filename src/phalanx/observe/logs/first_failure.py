@@ -48,7 +48,7 @@ class FirstFailure:
 def who(line: LogLine) -> str:
     """The process that said a line, in words."""
     name = f"rank {line.rank}" if line.rank is not None else line.process or "a process"
-    return f"{name} on {line.node}" if line.node else name
+    return f"{name} on {line.node}" if line.node and not name.startswith(line.node) else name
 
 
 def what_happened(text: str) -> str:
