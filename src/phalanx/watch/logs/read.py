@@ -151,7 +151,7 @@ def _merged(processes: Iterable[Iterator[Block]], query: LogQuery, sign: int) ->
             some_keys, some_lines = buffer.take(bound)
             keys += some_keys
             lines += some_lines
-        # The sort is stable and finds the runs: lines of the same time stay in the order of processes, and of each file.
+        # The sort is stable and finds the runs: lines of one process stay in their order.
         for number in sorted(range(len(lines)), key=keys.__getitem__):
             yield lines[number]
         if bound == float("inf"):
