@@ -102,7 +102,7 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
     """
     try:
         with path.open("rb") as file:
-            for line in _lines_from_the_end(file, block_bytes):
+            for line in lines_from_the_end(file, block_bytes):
                 with suppress(ValueError, RecursionError):
                     if counts(event := decode(line)):
                         return event
@@ -111,7 +111,8 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
     return None
 
 
-def _lines_from_the_end(file: BinaryIO, block_bytes: int) -> Iterator[bytes]:
+def lines_from_the_end(file: BinaryIO, block_bytes: int) -> Iterator[bytes]:
+    """The lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is asked for."""
     position, rest = file.seek(0, os.SEEK_END), b""
     while position:
         start = max(0, position - block_bytes)

@@ -67,7 +67,7 @@ def identity(spec: RunSpec) -> str:
 
 def layout_changes(one: RunSpec, other: RunSpec) -> list[str]:
     """Those of the ``differences`` that only change how and where ranks compute what the model is divided into, so that the run can go on."""
-    owners = {path: owner for spec in (one, other) for path, (_, owner) in _all_fields(spec, "")}
+    owners = {path: owner for spec in (one, other) for path, (_, owner) in all_fields(spec)}
     return [line for line in differences(one, other) if owners.get(line.split(":")[0]) == "layout"]
 
 
@@ -94,7 +94,7 @@ class FieldDifference:
 
 def field_differences(one: RunSpec, other: RunSpec) -> list[FieldDifference]:
     """Every field in which two resolved run files differ, the fleet's too; those of the run first, then the layout's."""
-    left, right = dict(_all_fields(one, "")), dict(_all_fields(other, ""))
+    left, right = dict(all_fields(one)), dict(all_fields(other))
     found = []
     for path in left.keys() | right.keys():
         (a, owner), (b, _) = left.get(path) or (None, right[path][1]), right.get(path) or (None, "")
@@ -104,16 +104,16 @@ def field_differences(one: RunSpec, other: RunSpec) -> list[FieldDifference]:
     return sorted(found, key=lambda difference: (order.index(difference.owner), difference.path))
 
 
-def _all_fields(section: Any, prefix: str) -> Iterator[tuple[str, tuple[object, str]]]:
+def all_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, tuple[object, str]]]:
     """The value and owner of each field, by dotted path."""
     owners = field_types(type(section))
     for item in fields(section):
         value = getattr(section, item.name)
         path = f"{prefix}{item.name}"
         if is_dataclass(value):
-            yield from _all_fields(value, f"{path}.")
+            yield from all_fields(value, f"{path}.")
         elif _is_tables(value):
             for table in value:
-                yield from _all_fields(table, f"{path}.{table.name}.")
+                yield from all_fields(table, f"{path}.{table.name}.")
         else:
             yield path, (value, owners[item.name].owner)

@@ -9,6 +9,7 @@
         tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
         published/        of an imported model: its publisher's files, without the weights
         logs/             what each process printed and logged, as lines of JSON, and why it failed
+        labels.json       tags and a note that people gave it
         loss.svg, result.json
 
 A step is committed if and only if its folder has an index, ``checkpoint.json``: the folder gets its name by one rename, as
@@ -153,6 +154,11 @@ class RunDirectory:
         return self.path / "result.json"
 
     @property
+    def labels(self) -> Path:
+        """Tags and a note that people gave the run."""
+        return self.path / "labels.json"
+
+    @property
     def lock(self) -> Path:
         """The file that a start of the run holds locked."""
         return self.path / "lock"
@@ -161,7 +167,7 @@ class RunDirectory:
         """The names of all that a run without a fleet puts here."""
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.ranks, self.checkpoints),
-            *(self.tokenizer, self.published, self.logs, self.curve, self.result),
+            *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.labels),
         )
         return {path.name for path in own}
 

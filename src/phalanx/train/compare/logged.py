@@ -1,6 +1,9 @@
 """What a run has logged, step by step, and the first step at which two runs logged other numbers.
 
 Numbers are compared by their bits: JSON carries a float64 exactly, and a tolerance would hide what is looked for.
+
+A run of 100,000 steps has as many lines, of which a few numbers each are wanted: these are read past everything else in a line, which takes a
+tenth of the time of decoding whole events.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.observe.event_log import read_events
-from phalanx.observe.events import Evaluated, RunStarted, Step, Torn
+import msgspec
+
+from phalanx.observe.event_log import EventLogError
+from phalanx.observe.events import Evaluated, RunStarted, Step, decode
 from phalanx.run.directory.paths import RunDirectory
 
 _OF_STEP = ("lr", "tokens", "loss", "grad_norm", "balance")
@@ -42,23 +47,66 @@ class StepDifference:
     """The numbers of both runs, by name, of those that differ."""
 
 
+class _StepLine(msgspec.Struct, tag_field="kind", tag="Step"):
+    """What is wanted of a step whose numbers are all finite."""
+
+    step: int
+    lr: float
+    tokens: int
+    loss: float
+    grad_norm: float
+    balance: float | None = None
+
+
+class _EvaluatedLine(msgspec.Struct, tag_field="kind", tag="Evaluated"):
+    """What is wanted of an evaluation whose loss is finite."""
+
+    step: int
+    loss: float
+
+
+_DECODER = msgspec.json.Decoder(_StepLine | _EvaluatedLine)
+
+
 def read_logged(directory: RunDirectory) -> Logged:
-    """Reads the events of a run. Raises ``EventLogError`` if it has none."""
+    """Reads the events of a run. Raises ``EventLogError`` if it has none, or they cannot be read."""
     logged, ranks = Logged(), 0
-    for event in read_events(directory.events):
-        match event.body:
-            case RunStarted():
-                logged.started, ranks = event.body, event.body.ranks
-            case Step() as body:
-                _note(logged, body.step, {name: getattr(body, name) for name in _OF_STEP})
-                logged.ranks[body.step] = ranks
-            case Evaluated(step, loss):
-                _note(logged, step, {HELD_OUT: loss})
-            case Torn():
-                logged.torn_lines += 1
-            case _:
-                pass
+    try:
+        with directory.events.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    ranks = _read_line(line, logged, ranks)
+    except FileNotFoundError as error:
+        raise EventLogError(
+            f"there is no event file {directory.events}; is it the directory of a run that has started?"
+        ) from error
+    except OSError as error:
+        raise EventLogError(f"cannot read {directory.events}: {error.strerror}") from error
     return logged
+
+
+def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
+    """Notes what a line says, and returns the number of ranks from there on."""
+    try:
+        body: object = _DECODER.decode(line)
+    except (
+        ValueError,
+        RecursionError,
+    ):  # of another kind; not finite, which has a spelling of its own; or torn
+        try:
+            body = decode(line).body
+        except (ValueError, RecursionError):
+            logged.torn_lines += line.endswith(b"\n")  # the last line may be being written
+            return ranks
+    match body:
+        case RunStarted():
+            logged.started, ranks = body, body.ranks
+        case Step() | _StepLine():
+            _note(logged, body.step, {name: getattr(body, name) for name in _OF_STEP})
+            logged.ranks[body.step] = ranks
+        case Evaluated() | _EvaluatedLine():
+            _note(logged, body.step, {HELD_OUT: body.loss})
+    return ranks
 
 
 def _note(logged: Logged, step: int, numbers: Mapping[str, float | None]) -> None:

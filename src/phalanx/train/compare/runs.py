@@ -127,15 +127,14 @@ def _facts(log: Logged) -> dict[str, object]:
     if log.started is None:
         return {}
     environment = {key: value for key, value in log.started.environment.items() if key != "data_fingerprint"}
-    return dict(_flat({"ranks": log.started.ranks, "device": log.started.device, **environment}))
+    return dict(flat({"ranks": log.started.ranks, "device": log.started.device, **environment}))
 
 
-def _flat(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+def flat(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    """The values of nested tables by dotted name."""
     found: list[tuple[str, object]] = []
     for key, value in table.items():
-        found += (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-        )
+        found += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
     return found
 
 

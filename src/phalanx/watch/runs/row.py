@@ -1,0 +1,220 @@
+"""A run in a list: what its files say, and the state that follows from that, the hour, and whether a process holds its directory.
+
+Only small files are opened whole, and of the event stream its ends (``tail``). A file that is missing or damaged leaves its facts out and is
+named in ``problems``: a list shows all runs, the broken ones too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+from phalanx.observe.events import Finished, Stopped
+from phalanx.run.directory.lineage import Origin, read_lineage
+from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
+from phalanx.watch.runs.labels import read_labels
+from phalanx.watch.runs.tail import Tail, read_tail
+
+State = Literal["running", "finished", "stopped", "failed", "silent", "waiting"]
+_PATIENCE_S = 120.0
+_STEPS_OF_PATIENCE = 20
+"""A run that should go on is silent after so many usual steps without an event, or after ``_PATIENCE_S``, whichever is longer."""
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run, as lists show it. Numbers are ``None``, and texts empty, where the run's files do not say."""
+
+    id: str
+    """A name for URLs, the same as long as the directory stays where it is."""
+    path: str
+    name: str
+    state: State
+    step: int
+    """The newest logged step."""
+    steps: int
+    """The step after which the run is complete."""
+    saved_step: int
+    """The newest step with a checkpoint on disk."""
+    loss: float | None
+    """Training loss of the last logged step, in nats a token."""
+    held_out_loss: float | None
+    bits_per_byte: float | None
+    """Of the held-out text, in the newest evaluation."""
+    tokens: int
+    """Tokens trained on."""
+    tokens_per_s: float | None
+    mfu: float | None
+    goodput: float | None
+    """Of the newest attempt, at its last logged step."""
+    started: float | None
+    """Unix seconds of the run's first start."""
+    updated: float | None
+    """Unix seconds of its newest event."""
+    layout: Mapping[str, int]
+    ranks: int
+    device: str
+    commit: str
+    """The Git commit of the code that the newest attempt ran; ``+`` after it says that files differed from it."""
+    attempts: int
+    tags: tuple[str, ...]
+    note: str
+    weights_sha256: str
+    """Hash of the final weights; empty while the run is not complete."""
+    data_fingerprint: str
+    lineage: tuple[Origin, ...]
+    """The checkpoints that the run descends from, the oldest first."""
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All of a row that follows from files alone."""
+
+    row: RunRow
+    """Its ``state`` means nothing yet."""
+    begun: bool
+    """True if a start has told anything."""
+    ended: Literal["", "finished", "stopped", "failed"]
+    """How the newest attempt ended, as far as it said so."""
+    waits: bool
+    """True if its fleet waits for nodes, or an engine has it in its queue."""
+    pace_s: float
+    """Seconds between the newest events of steps."""
+
+
+def row_of(facts: RunFacts, held: bool | None, now: float) -> RunRow:
+    """The row at the time ``now``; ``held`` says whether a process holds the run directory, ``None`` that nobody here can tell."""
+    return replace(facts.row, state=_state(facts, held, now))
+
+
+def _state(facts: RunFacts, held: bool | None, now: float) -> State:
+    if facts.ended == "finished":
+        return "finished"
+    if held is False:
+        return facts.ended or ("failed" if facts.begun else "waiting")
+    patience_s = max(_PATIENCE_S, _STEPS_OF_PATIENCE * facts.pace_s)
+    fresh = now - (facts.row.updated or 0.0) < patience_s
+    if held is None and facts.ended:
+        return facts.ended
+    if facts.waits or (not facts.begun and (held or fresh)):
+        return "waiting"
+    return "running" if fresh else "silent"
+
+
+def run_id(path: Path) -> str:
+    """A name for URLs of the run in a directory: the folder's name and 8 digits of its place."""
+    place = os.path.abspath(path)
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', os.path.basename(place))[:48]}-{sha256(os.fsencode(place)).hexdigest()[:8]}"
+
+
+def read_facts(path: Path) -> RunFacts:
+    """Reads what the files of a run directory say. Raises nothing but what a defect raises: what cannot be read is a problem of the row."""
+    directory = RunDirectory(path)
+    problems: list[str] = []
+    table = _run_file(directory, problems)
+    record = _record(directory, problems)
+    try:
+        tail = read_tail(directory.events)
+    except OSError as error:
+        problems.append(f"{directory.events}: {error.strerror}")
+        tail = Tail()
+    try:
+        saved = max(directory.committed_steps(), default=0)
+    except OSError as error:
+        problems.append(f"{directory.checkpoints}: {error.strerror}")
+        saved = 0
+    result, step, started = directory.finished_result(), tail.step, tail.started
+    fleet = _json(path / "fleet.json", problems)
+    labels = read_labels(path)
+    environment = started.environment if started else {}
+    evaluated = tail.evaluated
+    bits = result.bits_per_byte if result else evaluated.bits_per_byte if evaluated else None
+    train = table.get("train")
+    steps = train.get("steps") if isinstance(train, dict) else None
+    row = RunRow(
+        id=run_id(path),
+        path=str(path),
+        name=str(table.get("name") or path.name),
+        state="waiting",
+        step=result.step if result else step.step if step else 0,
+        steps=steps if isinstance(steps, int) else started.steps if started else 0,
+        saved_step=saved,
+        loss=result.loss if result else step.loss if step else None,
+        held_out_loss=result.held_out_loss if result else evaluated.loss if evaluated else None,
+        bits_per_byte=bits if bits is not None or step is None else step.bits_per_byte,
+        tokens=result.tokens if result else step.tokens if step else 0,
+        tokens_per_s=result.tokens_per_s if result else step.tokens_per_s if step else None,
+        mfu=result.mfu if result else step.mfu if step else None,
+        goodput=step.goodput if step else None,
+        started=tail.began_s or None,
+        updated=tail.last_s or None,
+        layout=dict(started.layout) if started else {},
+        ranks=started.ranks if started else 0,
+        device=started.device if started else "",
+        commit=_commit(environment.get("code")),
+        attempts=attempts if isinstance(attempts := record.get("attempts"), int) else 0,
+        tags=labels.tags,
+        note=labels.note,
+        weights_sha256=result.weights_sha256 if result else "",
+        data_fingerprint=str(record.get("data_fingerprint", "")),
+        lineage=tuple(read_lineage(record)),
+        problems=tuple(problems),
+    )
+    ended = "finished" if result is not None else _ended(tail, fleet)
+    waits = fleet.get("phase") == "waiting" or (not tail.last_s and not record)
+    pace_s = max(step.logged_s, step.step_s) if step else 0.0
+    return RunFacts(row, bool(tail.last_s), ended, waits, pace_s)
+
+
+def _ended(tail: Tail, fleet: Mapping[str, object]) -> Literal["", "finished", "stopped", "failed"]:
+    if isinstance(tail.ended, Finished) or fleet.get("phase") == "finished":
+        return "finished" if isinstance(tail.ended, Finished) else "stopped"
+    if fleet.get("phase") == "failed":
+        return "failed"
+    return "stopped" if isinstance(tail.ended, Stopped) else ""
+
+
+def _commit(code: object) -> str:
+    if not isinstance(code, dict) or not isinstance(commit := code.get("git_commit"), str):
+        return ""
+    return commit + ("+" if code.get("git_dirty") else "")
+
+
+def _run_file(directory: RunDirectory, problems: list[str]) -> Mapping[str, object]:
+    try:
+        return tomllib.loads(directory.run_file.read_text())
+    except FileNotFoundError:
+        problems.append(f"there is no {directory.run_file}")
+    except (OSError, ValueError) as error:
+        problems.append(f"{directory.run_file} is damaged: {error}")
+    return {}
+
+
+def _record(directory: RunDirectory, problems: list[str]) -> Mapping[str, object]:
+    try:
+        return directory.read_record()
+    except DamagedRecordError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _json(path: Path, problems: list[str]) -> Mapping[str, object]:
+    """A JSON object that need not be there."""
+    try:
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict):
+            return found
+        problems.append(f"{path} is damaged: it is no JSON object")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path} is damaged: {error}")
+    return {}
