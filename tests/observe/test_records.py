@@ -12,11 +12,13 @@ import pytest
 
 from phalanx.observe.records import (
     code_version,
+    command_line,
     cpu_model,
     environment_record,
     package_versions,
     process_age_ns,
     usable_cores,
+    variables,
 )
 
 
@@ -87,7 +89,7 @@ def test_versions_are_those_installed() -> None:
 def test_the_record_is_plain_json() -> None:
     record = environment_record()
     assert json.loads(json.dumps(record)) == record
-    assert set(record) == {"code", "packages", "host"}
+    assert set(record) == {"code", "packages", "host", "command", "variables"}
     assert 1 <= record["host"]["cores"] == usable_cores() <= (os.cpu_count() or 1)
 
 
@@ -127,3 +129,39 @@ print(sorted({{"torch", "numpy", "wandb", "tensorboardX"}} & set(sys.modules)), 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{arrays} ['observe']"
+
+
+def test_the_command_line_is_recorded_without_its_secrets() -> None:
+    words = [
+        "phalanx",
+        "train",
+        "run.toml",
+        "--set",
+        "store.password=correct-horse",
+        "hf_" + "a1B2" * 8,
+        "two words",
+    ]
+    shown = command_line(words)
+    assert shown.startswith("phalanx train run.toml")
+    assert "correct-horse" not in shown
+    assert "a1B2" not in shown
+    assert shown.endswith("'two words'")
+    assert len(command_line(["x" * 100_000])) < 5000
+
+
+def test_variables_that_libraries_act_by_are_recorded_and_secrets_only_named() -> None:
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "NCCL_DEBUG": "INFO",
+        "PHALANX_RUN_TOKEN": "secret-of-the-run",
+        "TORCH_AUTH_KEY": "x",
+        "NCCL_NOTE": "says secret-of-the-run",
+        "HOME": "/root",
+        "HF_TOKEN": "y",
+    }
+    assert variables(environment) == {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_NOTE": "says ***",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_AUTH_KEY": "***",
+    }

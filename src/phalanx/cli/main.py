@@ -7,6 +7,8 @@ of its own name, which is imported when the command is used.
 from __future__ import annotations
 
 import importlib
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,7 +33,8 @@ _COMMANDS = {
     "status": ("watch", "How far a run is, and its fleet's members, spares and happenings."),
     "ranks": ("watch", "The ranks side by side: which are slower than their peers, and where they sit."),
     "diff": ("watch", "Where two runs part: field, step, tensor, and by a replay the module and rank."),
-    "runs": ("watch", "The runs in a folder, and which goes on from which."),
+    "runs": ("watch", "The runs in a folder: list, show, compare, tag and remove them."),
+    "reproduce": ("watch", "Run a run again, or say what differs between then and now."),
     "fleet": ("fleet", "Drain, add or stop: ask something of a running fleet."),
     "place": ("launch", "Where in a network a run's nodes should lie, and what that costs a step."),
     "submit": ("launch", "Start a run on a cluster."),
@@ -99,6 +102,9 @@ def main() -> None:
     written is removed; commands that can stop at a better place install handlers of their own.
     """
     signal.signal(signal.SIGTERM, _end)
+    os.environ["PHALANX_COMMAND"] = shlex.join(
+        ["phalanx", *sys.argv[1:]]
+    )  # for the record of a run: ranks are started by other words
     sys.exit(exit_code(sys.argv[1:]))
 
 

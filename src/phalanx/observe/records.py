@@ -5,42 +5,134 @@ attempt records these facts in its first event. Nothing here imports what it ask
 from the metadata of the installed distributions, so that asking costs milliseconds, not a torch import.
 """
 
+import functools
+import hashlib
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from phalanx.observe.logs.masking import MASKED, Mask
 from phalanx.version import __version__
 
-PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton")
+PACKAGES = (
+    *("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton"),
+    *(
+        f"nvidia-{library}{suffix}"
+        for library in ("nccl", "cudnn", "cublas", "cuda-runtime")
+        for suffix in ("-cu12", "-cu13", "")
+    ),
+)
+DISTRIBUTION = "phalanx-train"
 GIT_TIMEOUT_S = 10.0
 
 
+_VARIABLES = re.compile(
+    r"(PHALANX|OMP|MKL|KMP|GOMP|OPENBLAS|NCCL|TORCH|PYTORCH|CUDA|CUBLAS|HIP|ROCR|GLOO|UCX|XLA)_\w+"
+)
+_OF_ONE_PROCESS = frozenset(
+    f"PHALANX_{name}" for name in ("COMMAND", "LAUNCHER", "MEETING_POINT", "RANK", "RANKS", "RUN_TOKEN")
+)
+"""What a launcher tells each rank: it says nothing about the run."""
+_LONGEST_VALUE = 500
+_MOST_VARIABLES = 200
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
+_LONGEST_COMMAND = 4000
+_SHORTEST_SECRET = 8
+
+
 def environment_record() -> dict[str, object]:
-    """Code, packages and host as plain JSON values: the ``environment`` of ``RunStarted``."""
-    return {"code": code_version(), "packages": package_versions(), "host": host_facts()}
+    """Code, packages, host, command line and variables as plain JSON values: the ``environment`` of ``RunStarted``."""
+    return {
+        "code": dict(own_code()),
+        "packages": package_versions(),
+        "host": host_facts(),
+        "command": command_line(),
+        "variables": variables(),
+    }
 
 
-def code_version(package: Path | None = None) -> dict[str, object]:
+def command_line(words: Sequence[str] | None = None, mask: Mask | None = None) -> str:
+    """The command that a process was started with, as a shell takes it, without secrets.
+
+    A rank was started by a launcher with words of its own: ``PHALANX_COMMAND`` has those that a person typed.
+    """
+    mask = mask or Mask.of_environment(os.environ)
+    given = os.environ.get("PHALANX_COMMAND", "") if words is None else ""
+    shown = mask(given or shlex.join(words or sys.orig_argv))
+    return shown if len(shown) <= _LONGEST_COMMAND else f"{shown[:_LONGEST_COMMAND]} ..."
+
+
+def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment variables that libraries and we act by, sorted; of those whose names speak of a secret, that they are set."""
+    environment = os.environ if environment is None else environment
+    mask = Mask.of_environment(environment)
+    names = sorted(name for name in environment if _VARIABLES.fullmatch(name) and name not in _OF_ONE_PROCESS)
+    return {
+        name: MASKED if _SECRET_NAME.search(name) else mask(environment[name])[:_LONGEST_VALUE]
+        for name in names[:_MOST_VARIABLES]
+    }
+
+
+def secret_values(environment: Mapping[str, str]) -> set[str]:
+    """The values of variables whose names speak of a secret, those long enough to be one."""
+    return {
+        value
+        for name, value in environment.items()
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET and not value.startswith("/")
+    }
+
+
+@functools.cache
+def own_code() -> Mapping[str, object]:
+    """``code_version`` of the code that this process runs: as it was when first asked, which is what has been imported."""
+    return code_version()
+
+
+def code_version(package: Path | None = None, *, dirty: bool = True) -> dict[str, object]:
     """The version of our package, and its git commit where it runs from a checkout.
 
     ``git_dirty`` is True if tracked files differ from the commit or untracked ones lie beside the
-    package: such a run cannot be repeated from the commit alone. An installed package has neither key.
+    package: such a run cannot be repeated from the commit alone. Without ``dirty`` nobody looks, which of many machines on one file
+    system costs less. An installed package has neither key, but the hash of its wheel's list of files.
     """
     package = package or Path(__file__).resolve().parents[1]
     version: dict[str, object] = {"version": __version__}
-    # Tracked, not merely inside: a virtual environment may lie in somebody else's repository.
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+    if not is_checkout(package):
+        return version | installed_from(package)
+    version["git_commit"] = (git(package, "rev-parse", "--verify", "HEAD") or "").strip() or None
+    if not dirty:
         return version
-    version["git_commit"] = (_git(package, "rev-parse", "--verify", "HEAD") or "").strip() or None
-    status = _git(package, "status", "--porcelain", "--", ":/", ":(exclude,top)runs")
+    status = git(package, "status", "--porcelain", "--", ":/", ":(exclude,top)runs")
     version["git_dirty"] = status is None or bool(status.strip())
     return version
 
 
-def _git(directory: Path, *arguments: str) -> str | None:
+def is_checkout(package: Path) -> bool:
+    """True if the package's files are tracked by git. Not merely inside: a virtual environment may lie in somebody else's repository."""
+    return git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+
+
+def installed_from(package: Path, name: str = DISTRIBUTION) -> dict[str, object]:
+    """The hash of an installed wheel's list of files, which has a hash of each: it says which build the package is of."""
+    try:
+        wheel = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return {}
+    installed = Path(str(wheel.locate_file(f"{package.name}/__init__.py")))
+    listed = wheel.read_text("RECORD")
+    if not listed or not installed.exists() or installed.resolve().parent != package.resolve():
+        return {}  # an editable installation, or another copy
+    return {"wheel_record_sha256": hashlib.sha256(listed.encode()).hexdigest()}
+
+
+def git(directory: Path, *arguments: str) -> str | None:
     """The output of git; None if it is not installed, refuses, or takes too long."""
     try:
         done = subprocess.run(

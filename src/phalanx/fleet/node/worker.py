@@ -71,6 +71,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.run_record import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 from phalanx.train.measure.numerics import require_first
 from phalanx.train.start.open_run import check_data
@@ -132,6 +133,8 @@ class Worker:
         self._warm = warm_up(self._spec, self._device)
         # What would end an epoch of which this worker is a rank shows now, while nobody counts on it.
         _check_machine(self._spec, self._directory, self._warm, args.node)
+        if args.local_rank == 0:
+            leave_own_machine(self._directory, args.node)
         if self._spec.model.factory:
             load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 

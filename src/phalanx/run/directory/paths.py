@@ -9,6 +9,8 @@
         tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
         published/        of an imported model: its publisher's files, without the weights
         logs/             what each process printed and logged, as lines of JSON, and why it failed
+        code/             changes of the code against its commit, and the packages that were installed
+        machines/         hardware, driver and libraries of every node
         labels.json       tags and a note that people gave it
         loss.svg, result.json
 
@@ -154,6 +156,16 @@ class RunDirectory:
         return self.path / "result.json"
 
     @property
+    def code(self) -> Path:
+        """The folder of patches against the commit that the code is of, and of lists of installed packages."""
+        return self.path / "code"
+
+    @property
+    def machines(self) -> Path:
+        """The folder of what each node's machine is."""
+        return self.path / "machines"
+
+    @property
     def labels(self) -> Path:
         """Tags and a note that people gave the run."""
         return self.path / "labels.json"
@@ -166,8 +178,9 @@ class RunDirectory:
     def names(self) -> set[str]:
         """The names of all that a run without a fleet puts here."""
         own = (
-            *(self.lock, self.run_file, self.record, self.events, self.ranks, self.checkpoints),
-            *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.labels),
+            *(self.lock, self.run_file, self.record, self.events, self.ranks),
+            *(self.checkpoints, self.tokenizer, self.published, self.logs, self.curve),
+            *(self.result, self.labels, self.code, self.machines),
         )
         return {path.name for path in own}
 

@@ -34,6 +34,7 @@ from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.reporter import Reporter
+from phalanx.train.lifecycle.run_record import first_of_node, leave_own_machine
 from phalanx.train.lifecycle.take_over import take_over
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
 from phalanx.train.start.open_run import check_data
@@ -172,6 +173,8 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     warm = inputs.warm
     if warm is None:
         saver.prepare(shards)
+        if first_of_node():
+            leave_own_machine(inputs.directory)
         warm = _warm_up_together(spec, mesh, ledger)
     if inputs.warm is None:  # a fleet's worker has compared them when it began, and its data are still open
         check_data(inputs.directory, warm.data.fingerprint)

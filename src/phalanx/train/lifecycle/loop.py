@@ -31,13 +31,13 @@ from phalanx.observe.events import (
     Stopped,
 )
 from phalanx.observe.ledger import Bucket
-from phalanx.observe.records import environment_record
 from phalanx.observe.throughput import typical
 from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.lifecycle.run_record import start_record, watch_machines
 from phalanx.train.lifecycle.saving import collect, due, extra_of, save, save_due, settle, settle_copies
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import start_notes
@@ -149,6 +149,7 @@ def _begin(training: Training) -> TrainProgress:
     if reporter.speaks:
         changed = _changed_numerics(training)
         reporter.emit(_started(training))
+        watch_machines(training.inputs.directory, reporter.warn)
         if restored is not None and changed:
             reporter.warn(
                 f"this machine computes {', '.join(changed)} with other bits than that of the start before: from here on, the bits of "
@@ -183,11 +184,9 @@ def _started(training: Training) -> RunStarted:
         peak_flops_per_s=training.peak.flops_per_s,
         peak_source=training.peak.source,
         xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
-        environment={
-            **environment_record(),
-            "data_fingerprint": training.data.fingerprint,
-            "numerics": dict(training.numerics.probes),
-        },
+        environment=start_record(
+            spec, training.inputs.directory, training.data.index, training.numerics.probes
+        ),
     )
 
 
