@@ -20,8 +20,8 @@ from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step,
 _BLOCK_BYTES = 1 << 16
 _MOST_BYTES = 1 << 20
 """How far from the end the newest step is looked for."""
-_KIND = re.compile(rb'"kind":"(\w+)"')
-_ATTEMPT = re.compile(rb'\{"t":[^,]*,"attempt":(\d+),')
+_KIND = re.compile(rb'"kind": ?"(\w+)"')
+_ATTEMPT = re.compile(rb'\{"t":[^,]*, ?"attempt": ?(\d+),')
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:
     """The starts of attempts whose lines begin between two offsets; a line that is cut at ``begin`` is none."""
     file.seek(begin)
     while file.tell() < end and (line := file.readline(_MOST_BYTES)):
-        if b'"kind":"RunStarted"' in line[:200] and (event := _decoded(line)) is not None:
+        kind = _KIND.search(line, 0, 200)
+        if kind and kind[1] == b"RunStarted" and (event := _decoded(line)) is not None:
             yield event
 
 

@@ -1,0 +1,30 @@
+"""Numbers, sizes and ages as tables and pages for people show them."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: what would move its cursor or color it is shown as a question mark."""
+    return _CONTROL.sub("?", text).encode(errors="replace").decode()
+
+
+def age(seconds: float) -> str:
+    """A span of time back from now, to its largest unit."""
+    for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+def size(count: int) -> str:
+    """A number of bytes in the unit in which it has one to three digits before the point."""
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"

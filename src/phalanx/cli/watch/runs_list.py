@@ -1,0 +1,190 @@
+"""``phalanx runs list``: the runs in folders, how far each is, and which goes on from which."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import msgspec
+
+from phalanx.cli.errors import explained
+from phalanx.cli.watch.numbers import age, printable
+from phalanx.watch.runs.index import RunIndex
+from phalanx.watch.runs.row import RunRow
+from phalanx.watch.runs.select import (
+    SelectionError,
+    checked_name,
+    ordered,
+    read_condition,
+    selected,
+    value_of,
+)
+
+_ANY_WIDTH = 10_000
+_SHOWN = (
+    "state",
+    "step",
+    "loss",
+    "bits_per_byte",
+    "tokens_per_s",
+    "mfu",
+    "updated",
+    "weights_sha256",
+    "tags",
+)
+
+
+@click.command("list")
+@click.argument("folders", type=click.Path(path_type=Path), nargs=-1)
+@click.option(
+    "--where", "conditions", multiple=True, metavar="CONDITION", help="Only runs that fit; may be repeated."
+)
+@click.option("--tag", "tags", multiple=True, help="Only runs with this tag; may be repeated.")
+@click.option(
+    "--sort", metavar="COLUMN", default="", help="Order by a column; with - before it, the largest first."
+)
+@click.option("--columns", metavar="A,B,...", default="", help="Show these columns instead.")
+@click.option("--last", type=click.IntRange(min=1), help="Show at most so many, those at the end.")
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(["slurm", "kubernetes"]),
+    help="List the runs that are queued or running there instead.",
+)
+@click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+def list_command(
+    folders: tuple[Path, ...],
+    conditions: tuple[str, ...],
+    tags: tuple[str, ...],
+    sort: str,
+    columns: str,
+    last: int | None,
+    engine: str | None,
+    namespace: str,
+    as_json: bool,
+) -> None:
+    """List the runs in FOLDERS (runs/ if none is given); a folder may be a run directory itself.
+
+    Each has a line: state, losses, speed, weights, tags, and the checkpoint that it goes on from. A condition is NAME OPERATOR VALUE, with
+    < <= > >= = != or ~ (contains); a name is a column, or a field of the run file such as optimizer.lr. With --on: what the cluster does
+    with your runs, and why one waits.
+
+    \b
+      phalanx runs
+      phalanx runs list /data/runs --where "loss<2" --where "optimizer.lr=0.001" --tag good --sort -tokens_per_s
+      phalanx runs --columns state,loss,layout,optimizer.lr
+      phalanx runs --on slurm
+      phalanx runs --on kubernetes --namespace research
+
+    A state is running, finished, stopped (asked to, and saved), failed (its process is gone), silent (held by a process, but without an
+    event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
+    """
+    if engine is not None:
+        _list_jobs(engine, namespace, as_json=as_json)
+        return
+    places = folders or (Path("runs"),)
+    for folder in places:
+        if not folder.is_dir():
+            raise click.ClickException(
+                f"there is no folder {folder}; give the one that holds the run directories"
+            )
+    with explained(SelectionError):
+        demands = [read_condition(text) for text in conditions]
+        shown = [checked_name(name.strip()) for name in columns.split(",") if name.strip()] or list(_SHOWN)
+        rows = selected(RunIndex(places).rows(), demands, tags)
+        if sort:
+            rows = ordered(rows, sort.lstrip("-"), falling=sort.startswith("-"))
+    rows = rows[-last:] if last else rows
+    if as_json:
+        click.echo(msgspec.json.encode([asdict(row) for row in rows]).decode())
+        return
+    _print(rows, shown)
+    for row in rows:
+        for problem in row.problems:
+            click.echo(f"note: {problem}", err=True)
+
+
+def _print(rows: list[RunRow], shown: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", *shown, "goes on from"):
+        table.add_column(_HEADS.get(name, name), overflow="fold")
+    now = time.time()
+    for row in rows:
+        cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
+        table.add_row(*(Text(printable(cell)) for cell in cells))  # a folder's name may look like markup
+    console.print(table)
+
+
+_HEADS = {
+    "bits_per_byte": "bits/byte",
+    "tokens_per_s": "tokens/s",
+    "updated": "last event",
+    "weights_sha256": "weights",
+    "held_out_loss": "held out",
+}
+
+
+def _cell(row: RunRow, name: str, now: float) -> str:
+    value = value_of(row, name)
+    if value is None:
+        return ""
+    match name:
+        case "step":
+            return f"{row.step:,}/{row.steps:,}"
+        case "updated" | "started":
+            return age(now - float(str(value)))
+        case "weights_sha256" | "data_fingerprint" | "commit":
+            return str(value)[:12]
+        case "mfu" | "goodput":
+            return f"{float(str(value)):.1%}"
+        case "tokens_per_s":
+            return f"{float(str(value)):,.0f}"
+        case "layout":
+            return " ".join(f"{axis}={degree}" for axis, degree in row.layout.items())
+        case "lineage":
+            return origin(row)
+    if isinstance(value, float):
+        return f"{value:.4f}" if "." not in name else f"{value:g}"
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def origin(row: RunRow) -> str:
+    """The checkpoint that a run goes on from; of a parent beside it, the name suffices."""
+    if not row.lineage:
+        return ""
+    parent = Path(row.lineage[-1].run_dir)
+    near = parent.resolve().parent == Path(row.path).resolve().parent
+    return f"step {row.lineage[-1].step} of {parent.name if near else parent}"
+
+
+def _list_jobs(engine: str, namespace: str, *, as_json: bool) -> None:
+    from phalanx.launch.engines.tools import EngineError
+
+    if engine == "kubernetes":
+        from phalanx.cli.launch.on_kubernetes import list_jobs
+
+        with explained(EngineError):
+            list_jobs(namespace, as_json=as_json)
+        return
+    from phalanx.launch.engines import slurm
+
+    with explained(EngineError):
+        found = slurm.jobs()
+    if as_json:
+        click.echo(json.dumps([asdict(job) for job in found]))
+        return
+    for job in found:
+        click.echo(f"job {job.id}  {job.name}: {job.sentence}\n  {job.run_dir}")
+    if not found:
+        click.echo("no run is queued or running")

@@ -1,0 +1,124 @@
+"""Which runs of a list are shown, and in which order: conditions such as ``loss<2``, on a row's columns and on fields of the run file.
+
+A condition is NAME OPERATOR VALUE. A name with a dot is a field of the run file, any other one a column. ``=`` and ``!=`` compare numbers as
+numbers and everything else as text, ``~`` asks whether the text contains the value. A run that lacks what is asked for does not fit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.runs.row import RunRow
+
+COLUMNS = tuple(field.name for field in fields(RunRow))
+_CONDITION = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|!=|<|>|=|~)\s*(.*?)\s*", re.DOTALL)
+_NUMERIC: Mapping[str, Callable[[float, float], bool]] = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "=": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+}
+
+
+class SelectionError(ValueError):
+    """A condition or the name of a column cannot be read; the message says what there is."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A demand on a run."""
+
+    name: str
+    operator: str
+    value: str
+
+    def holds(self, row: RunRow) -> bool:
+        """True if the run fits."""
+        found = value_of(row, self.name)
+        if found is None:
+            return False
+        if self.operator == "~":
+            return self.value.lower() in _text(found).lower()
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            try:
+                return _NUMERIC[self.operator](float(found), float(self.value))
+            except ValueError:
+                return self.operator == "!="
+        if self.operator not in ("=", "!="):
+            return False
+        equal = _text(found).lower() == self.value.lower()
+        return equal if self.operator == "=" else not equal
+
+
+def read_condition(text: str) -> Condition:
+    """Reads a condition. Raises ``SelectionError``."""
+    match = _CONDITION.fullmatch(text)
+    if match is None or not match[3]:
+        raise SelectionError(f"{text!r} is no condition: write NAME<VALUE, with one of < <= > >= = != ~")
+    return Condition(checked_name(match[1]), match[2], match[3])
+
+
+def checked_name(name: str) -> str:
+    """The name, if it is a column or may be a field of a run file. Raises ``SelectionError``."""
+    if "." in name or name in COLUMNS:
+        return name
+    near = difflib.get_close_matches(name, COLUMNS, 1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    raise SelectionError(
+        f"there is no column {name!r}{meant}; there are {', '.join(COLUMNS)}, and fields of the run file such as optimizer.lr"
+    )
+
+
+def value_of(row: RunRow, name: str) -> object:
+    """The value of a column, or of a field of the run file, of a run; ``None`` if it has none."""
+    return _field(Path(row.path), name) if "." in name else getattr(row, name)
+
+
+def selected(rows: Iterable[RunRow], conditions: Sequence[Condition], tags: Sequence[str]) -> list[RunRow]:
+    """The runs that fit all conditions and have all tags."""
+    return [
+        row
+        for row in rows
+        if set(tags) <= set(row.tags) and all(condition.holds(row) for condition in conditions)
+    ]
+
+
+def ordered(rows: Sequence[RunRow], name: str, *, falling: bool) -> list[RunRow]:
+    """The runs by a column, or by a field of the run file; those without a value come last. Raises ``SelectionError``."""
+    checked_name(name)
+    having = [
+        (value, row) for row in rows if (value := value_of(row, name)) not in (None, "") and value == value
+    ]
+    shown = {row.path for _, row in having}
+    numbers = all(isinstance(value, int | float) for value, _ in having)
+
+    def key(one: tuple[object, RunRow]) -> tuple[float, str]:
+        value = one[0]
+        return (float(value), "") if numbers and isinstance(value, int | float) else (0.0, _text(value))
+
+    in_order = [row for _, row in sorted(having, key=key, reverse=falling)]
+    return in_order + [row for row in rows if row.path not in shown]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={item}" for key, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def _field(path: Path, name: str) -> object:
+    try:
+        table: object = tomllib.loads(RunDirectory(path).run_file.read_text())
+    except (OSError, ValueError):
+        return None
+    for part in name.split("."):
+        table = table.get(part) if isinstance(table, dict) else None
+    return table

@@ -1,0 +1,59 @@
+"""Conditions on runs, and their order."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.watch.runs.index import RunIndex, RunRow
+from phalanx.watch.runs.labels import Labels, write_labels
+from phalanx.watch.runs.select import SelectionError, ordered, read_condition, selected
+from watch.runs.some_runs import make_run
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[RunRow]:
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "short", steps=3, of=6, ending="stopped")
+    make_run(folder / "long", steps=6, lr=2e-3)
+    make_run(folder / "empty", steps=0, of=6, ending="")
+    write_labels(folder / "long", Labels(("good", "base"), "for the paper"))
+    return RunIndex([folder], folder / "cache").rows()
+
+
+@pytest.mark.parametrize(
+    ("condition", "names"),
+    [
+        ("loss<3.5", ["long"]),
+        ("loss >= 3.5", ["short"]),
+        ("step=3", ["short"]),
+        ("state!=finished", ["empty", "short"]),
+        ("state = FINISHED", ["long"]),
+        ("note~paper", ["long"]),
+        ("name~o", ["long", "short"]),
+        ("optimizer.lr=0.002", ["long"]),
+        ("optimizer.lr<2e-3", ["empty", "short"]),
+        ("no.such.field=1", []),
+        ("name<3", []),
+    ],
+)
+def test_a_condition_chooses_runs(rows: list[RunRow], condition: str, names: list[str]) -> None:
+    assert sorted(row.name for row in selected(rows, [read_condition(condition)], [])) == names
+
+
+def test_all_tags_must_be_there(rows: list[RunRow]) -> None:
+    assert [row.name for row in selected(rows, [], ["good", "base"])] == ["long"]
+    assert selected(rows, [], ["good", "other"]) == []
+
+
+def test_runs_are_ordered_by_a_column_and_those_without_a_value_come_last(rows: list[RunRow]) -> None:
+    assert [row.name for row in ordered(rows, "loss", falling=False)] == ["long", "short", "empty"]
+    assert [row.name for row in ordered(rows, "loss", falling=True)] == ["short", "long", "empty"]
+    assert next(row.name for row in ordered(rows, "optimizer.lr", falling=True)) == "long"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("loss", "is no condition"), ("los<2", "did you mean loss"), ("<2", "no condition")]
+)
+def test_what_cannot_be_read_says_what_there_is(text: str, says: str) -> None:
+    with pytest.raises(SelectionError, match=says):
+        read_condition(text)

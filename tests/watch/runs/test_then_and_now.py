@@ -1,0 +1,71 @@
+"""What differs between then and now, and whether it can change a bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from phalanx.watch.runs.then_and_now import Changed, Surroundings, changes, parse_packages, requirements
+
+THEN = Surroundings(
+    code={"version": "0.1.0", "git_commit": "c0ffee", "git_dirty": True, "patch_sha256": "ab" * 32},
+    packages={"python": "3.11.7", "torch": "2.13.0", "rich": "15.0"},
+    processor="Abacus",
+    accelerators=("H100",) * 8,
+    driver="570.1",
+    variables={"OMP_NUM_THREADS": "1", "PHALANX_ONLY_THEN": "x"},
+    data_fingerprint="da7a" * 16,
+    probes={"sum": "01", "exp": "02"},
+)
+
+
+def now(**changed: object) -> Surroundings:
+    return dataclasses.replace(THEN, **changed)  # type: ignore[arg-type]
+
+
+def found(**changed: object) -> list[tuple[str, str]]:
+    return [(one.what, one.weight) for one in changes(THEN, now(**changed))]
+
+
+def test_where_nothing_has_changed_nothing_is_said() -> None:
+    assert changes(THEN, THEN) == []
+
+
+def test_another_number_of_the_same_accelerators_is_no_difference() -> None:
+    assert found(accelerators=("H100",)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"data_fingerprint": "not to be had: gone"}, [("data", "bits")]),
+        ({"probes": {"sum": "01", "exp": "99"}}, [("kernels", "bits")]),
+        ({"packages": {**THEN.packages, "torch": "2.14.0"}}, [("torch", "perhaps")]),
+        ({"packages": {**THEN.packages, "rich": "16.0"}}, [("other packages", "no")]),
+        ({"code": {**THEN.code, "git_commit": "beef"}}, [("commit", "perhaps")]),
+        ({"code": {**THEN.code, "patch_sha256": "cd" * 32}}, [("changes against the commit", "perhaps")]),
+        ({"variables": {"OMP_NUM_THREADS": "2"}}, [("OMP_NUM_THREADS", "no")]),
+    ],
+)
+def test_each_difference_is_named_and_weighed(
+    changed: dict[str, object], says: list[tuple[str, str]]
+) -> None:
+    assert found(**changed) == says
+
+
+def test_another_machine_may_change_bits_unless_its_probes_are_equal() -> None:
+    assert found(processor="Slide rule", probes={}) == [("processor", "perhaps")]
+    assert found(processor="Slide rule") == [("processor", "no")]
+
+
+def test_what_surely_changes_bits_comes_first_and_says_how_it_was() -> None:
+    listed = changes(THEN, now(driver="560", data_fingerprint="x", code={**THEN.code, "git_commit": "beef"}))
+    assert [one.weight for one in listed] == ["bits", "perhaps", "no"]
+    assert listed[1] == Changed("commit", "c0ffee", "beef", "perhaps", "git checkout c0ffee")
+
+
+def test_requirements_are_the_recorded_ones_without_what_every_environment_has() -> None:
+    listed = "numpy==2.4.6\nphalanx-train==0.1.0\npip==26.0\ntorch==2.13.0+cpu\n"
+    assert requirements(listed) == "numpy==2.4.6\ntorch==2.13.0+cpu\n"
+    assert parse_packages(listed)["torch"] == "2.13.0+cpu"
