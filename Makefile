@@ -8,7 +8,7 @@ DEV := requirements/dev.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-all test-torch-2.11 servers lint bench gpu env env-dev clean
+.PHONY: quickstart test test-all test-torch-2.11 test-trackers servers lint bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -36,6 +36,10 @@ bench: env-dev  ## ratios to peers and physical limits, taken in one run each
 gpu: env  ## bits and speed of the GPUs here, in ten minutes: gpu-report.json and gpu-report.md
 	$(BIN)/python -m bench.gpu
 
+test-trackers:  ## what trackers get of a run, by the real W&B, MLflow, TensorBoard and Trackio, in an environment of their own
+	$(MAKE) VENV=$(VENV)-trackers DEV=requirements/trackers.txt env-dev
+	OMP_NUM_THREADS=1 $(VENV)-trackers/bin/python -m pytest tests/observe/sinks
+
 test-torch-2.11:  ## the suite on the oldest PyTorch that is supported, in an environment of its own
 	$(MAKE) VENV=$(VENV)-torch-2.11 DEV=requirements/dev-torch-2.11.txt BASE=requirements/base-torch-2.11.txt test
 
@@ -54,4 +58,4 @@ $(VENV)/.dev: $(VENV)/.base $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch-2.11 .cache runs
+	rm -rf $(VENV) $(VENV)-torch-2.11 $(VENV)-trackers .cache runs

@@ -1,17 +1,52 @@
-"""The adapters, against the real packages where they are installed."""
+"""The adapters, against the real packages where they are installed (``make test-trackers``).
+
+Each tracker gets the same recorded run, with a crash in it, and what it then holds is read back by its own reader.
+"""
+
+from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from observe.recorded import crashed_run
-from phalanx.observe.events import Event, Message, Step
+from phalanx.observe.events import Event, Finished, Message, RunStarted, Step, encode
 from phalanx.observe.sinks.background import close_sinks
 from phalanx.observe.sinks.registry import open_sinks
+
+COMMIT = "c0ffee" * 6
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skips, and says how to get what is missing."""
+    missing = [name for name in modules if find_spec(name) is None]
+    return pytest.mark.skipif(
+        bool(missing), reason=f"NOT TESTED: {', '.join(missing)} not installed; run make test-trackers"
+    )
+
+
+def recorded_run() -> list[Event]:
+    """The recorded run, each start of which says what it ran, and whose end says where the time went."""
+    events = []
+    for event in crashed_run():
+        body = event.body
+        if isinstance(body, RunStarted):
+            body = RunStarted(**{**vars(body), "environment": {"code": {"git_commit": COMMIT}}})
+        if isinstance(body, Finished):
+            body = Finished(body.result, {"start.process": 4.0, "step.compute": 20.0, "ckpt.blocking": 1.0})
+        events.append(Event(event.t, event.attempt, body))
+    return events
 
 
 def send(name: str, directory: Path, events: list[Event]) -> None:
@@ -21,75 +56,264 @@ def send(name: str, directory: Path, events: list[Event]) -> None:
     assert (health.last_error, health.written) == ("", len(events))
 
 
-def with_run_file(directory: Path) -> Path:
+def run_directory(directory: Path) -> Path:
+    """A run directory with a run file and the events of the recorded run."""
     (directory / "run.toml").write_text('name = "tiny"\n[optimizer]\nlr = 0.1\n')
+    (directory / "events.jsonl").write_bytes(b"".join(map(encode, recorded_run())))
     return directory
 
 
+def losses(events: list[Event]) -> list[tuple[int, float]]:
+    return [(event.body.step, event.body.loss) for event in events if isinstance(event.body, Step)]
+
+
+# --- TensorBoard ----------------------------------------------------------------------------------
+
+
+@needs("tensorboardX", "tensorboard")
 def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = [*crashed_run(), Event(1.9e9, 1, Message("warning", "disk nearly full"))]
-    send("tensorboard", tmp_path, events)
-    read = accumulators.EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = [*recorded_run(), Event(1.9e9, 1, Message("warning", "disk nearly full"))]
+    send("tensorboard", run_directory(tmp_path), events)
+    read = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
     read.Reload()
-    losses = [(event.body.step, event.body.loss) for event in events if isinstance(event.body, Step)]
     found = [(scalar.step, scalar.value) for scalar in read.Scalars("train/loss")]
-    assert [at for at, _ in found] == [at for at, _ in losses]
-    assert [value for _, value in found] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    assert [at for at, _ in found] == [at for at, _ in losses(events)]
+    assert [value for _, value in found] == pytest.approx([loss for _, loss in losses(events)], rel=1e-6)
     assert len(read.Scalars("eval/bits_per_byte")) == 4
     assert any("messages" in tag for tag in read.Tags()["tensors"])
 
 
+@needs("tensorboardX", "tensorboard")
+def test_tensorboard_shows_the_record_of_each_start_and_where_the_time_went(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    send("tensorboard", run_directory(tmp_path), recorded_run())
+    read = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
+    read.Reload()
+    texts = {
+        tag.split("/")[0]: [event.tensor_proto.string_val[0].decode() for event in read.Tensors(tag)]
+        for tag in read.Tags()["tensors"]
+    }
+    assert len(texts["record"]) == 2
+    assert all(COMMIT in text for text in texts["record"])
+    (table,) = texts["goodput"]
+    assert "| ckpt.blocking |" in table
+
+
+@needs("tensorboardX", "tensorboard")
 def test_tensorboard_has_the_run_file_as_hyperparameters(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
-    send("tensorboard", with_run_file(tmp_path), crashed_run())
-    read = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    send("tensorboard", run_directory(tmp_path), recorded_run())
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     content = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    started = plugin.HParamsPluginData.FromString(content).session_start_info
+    started = HParamsPluginData.FromString(content).session_start_info
     assert started.hparams["optimizer.lr"].number_value == 0.1
     assert started.hparams["name"].string_value == "tiny"
 
 
+# --- W&B ------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-def test_wandb_offline_keeps_a_run_on_disk(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    send_in_a_process("wandb", with_run_file(tmp_path))
+@needs("wandb")
+def test_wandb_offline_keeps_configuration_record_curves_and_goodput_on_disk(tmp_path: Path) -> None:
+    send_in_a_process("wandb", run_directory(tmp_path))
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    assert b"optimizer.lr" in file.read_bytes()
+    content = file.read_bytes()
+    for text in ("optimizer.lr", COMMIT, "train/loss", "eval/bits_per_byte", "goodput/ckpt.blocking_s"):
+        assert text.encode() in content, text
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/goodput*.json")
+    assert "ckpt.blocking" in [row[0] for row in json.loads(table.read_text())["data"]]
+
+
+# --- MLflow ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
+@needs("mlflow")
 def test_mlflow_keeps_a_run_in_its_file(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    send_in_a_process("mlflow", with_run_file(tmp_path))
+    from mlflow import MlflowClient
+
+    send_in_a_process("mlflow", run_directory(tmp_path))
     send_in_a_process("mlflow", tmp_path)  # sent again, as by `phalanx sinks fill`
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("phalanx").experiment_id])
-    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 45
+    require_whole(MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs("mlflow")
+def test_an_mlflow_server_that_is_killed_costs_the_run_nothing_and_has_everything_after_a_fill(
+    tmp_path: Path,
+) -> None:
+    from mlflow import MlflowClient
+
+    directory = tmp_path / "run"
+    directory.mkdir()
+    run_directory(directory)
+    port = free_port()
+    with mlflow_server(tmp_path, port) as server:
+        send_in_a_process("mlflow", directory, f"http://127.0.0.1:{port}", first=20)
+        end(server)
+        done = in_a_process("mlflow", directory, f"http://127.0.0.1:{port}", offers=True)
+        assert "offered within a second, then: " in done.stdout, done.stderr[-2000:]
+        assert "could not be opened" in done.stdout
+    with mlflow_server(tmp_path, port):
+        done = phalanx(["sinks", "fill", str(directory), "--sink", "mlflow"], f"http://127.0.0.1:{port}")
+        assert done.returncode == 0, done.stderr[-2000:]
+        require_whole(MlflowClient(tracking_uri=f"http://127.0.0.1:{port}"))
+
+
+def require_whole(client: object) -> None:
+    """Everything of the recorded run is in MLflow, once."""
+    found = client.search_runs([client.get_experiment_by_name("phalanx").experiment_id])  # type: ignore[attr-defined]
+    (run,) = found
+    history = client.get_metric_history(run.info.run_id, "train/loss")  # type: ignore[attr-defined]
+    assert sorted((one.step, one.value) for one in history) == sorted(losses(recorded_run()))
     assert run.data.tags["weights_sha256"] == "ab" * 32
-    assert run.data.params == {"name": "tiny", "optimizer.lr": "0.1"}
+    assert run.data.params["optimizer.lr"] == "0.1"
+    assert run.data.metrics["goodput/ckpt.blocking_s"] > 0
+    listed = client.list_artifacts(run.info.run_id, "record")  # type: ignore[attr-defined]
+    assert [one.path for one in listed] == ["record/attempt-000.json", "record/attempt-001.json"]
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "goodput.json")).read_text())  # type: ignore[attr-defined]
+    assert "ckpt.blocking" in [row[0] for row in table["data"]]
 
 
-def send_in_a_process(name: str, directory: Path) -> None:
-    """These two keep services and exit handlers of their own: they get a process of their own."""
+# --- Trackio --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs("trackio")
+def test_trackio_keeps_configuration_record_curves_and_goodput(tmp_path: Path) -> None:
+    send_in_a_process("trackio", run_directory(tmp_path))
     code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from observe.recorded import crashed_run; from observe.sinks.test_vendors import send\n"
-        "send(sys.argv[2], Path(sys.argv[3]), crashed_run())\n"
+        "import json; from trackio.sqlite_storage import SQLiteStorage as S\n"
+        "(run,) = S.get_runs('phalanx')\n"
+        "print(json.dumps([S.get_logs('phalanx', run), S.get_run_config('phalanx', run)], default=str))\n"
     )
-    tests = str(Path(__file__).parents[2])
-    environment = {**os.environ, "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": ""}
-    del environment["MLFLOW_TRACKING_URI"]
     done = subprocess.run(
-        [sys.executable, "-c", code, tests, name, str(directory)],
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")},
+    )
+    logs, config = json.loads(done.stdout.splitlines()[-1])
+    assert [(log["step"], log["train/loss"]) for log in logs if "train/loss" in log] == losses(recorded_run())
+    assert len([log for log in logs if "eval/bits_per_byte" in log]) == 4
+    assert config["optimizer.lr"] == 0.1
+    assert config["environment"]["code"]["git_commit"] == COMMIT
+    (table,) = [log["goodput"] for log in logs if "goodput" in log]
+    assert "ckpt.blocking" in json.dumps(table)
+
+
+# --- processes of their own -----------------------------------------------------------------------
+
+SEND = """
+import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])
+from observe.sinks.test_vendors import recorded_run, send
+send(sys.argv[2], Path(sys.argv[3]), recorded_run()[:int(sys.argv[4]) or None])
+"""
+OFFER = """
+import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])
+from observe.sinks.test_vendors import recorded_run
+from phalanx.observe.sinks.background import close_sinks
+from phalanx.observe.sinks.registry import open_sinks
+(sink,) = open_sinks([sys.argv[2]], Path(sys.argv[3]), "tiny")
+began = time.monotonic()
+for event in recorded_run(): sink.offer(event)
+offered = "offered within a second" if time.monotonic() - began < 1 else "slow"
+print(f"{offered}, then: {close_sinks([sink], 60)}")
+"""
+
+
+def send_in_a_process(name: str, directory: Path, uri: str = "", first: int = 0) -> None:
+    """These keep services and exit handlers of their own: they get a process of their own."""
+    done = in_a_process(name, directory, uri, first=first)
+    assert done.returncode == 0, json.dumps(done.stderr[-2000:])
+
+
+def in_a_process(
+    name: str, directory: Path, uri: str = "", *, first: int = 0, offers: bool = False
+) -> subprocess.CompletedProcess[str]:
+    tests = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", OFFER if offers else SEND, tests, name, str(directory), str(first)],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
-        env=environment,
+        env=environment(uri),
     )
-    assert done.returncode == 0, json.dumps(done.stderr[-2000:])
+
+
+def phalanx(words: list[str], uri: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment(uri),
+    )
+
+
+def environment(uri: str = "") -> dict[str, str]:
+    found = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRACKIO_"))
+    }
+    found |= {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1"}
+    return found | ({"MLFLOW_TRACKING_URI": uri} if uri else {})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A server of MLflow on an SQLite file, in one process."""
+    words = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    store = [
+        "--backend-store-uri",
+        f"sqlite:///{folder / 'server.db'}",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
+    with (folder / "server.log").open("ab") as log:
+        server = subprocess.Popen(
+            [sys.executable, *words, *store],
+            stdout=log,
+            stderr=log,
+            env=environment(),
+            start_new_session=True,
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", server, folder / "server.log")
+        yield server
+    finally:
+        end(server)
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    """Kills a server with its workers."""
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        assert server.poll() is None, log.read_text()[-2000:]
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(f"no answer from {url}: {log.read_text()[-2000:]}")

@@ -1,15 +1,20 @@
 """The interface of an outside tracker, and the numbers that every tracker draws under the same tags.
 
-A vendor's adapter (``tensorboard``, ``wandb``, ``mlflow``) imports this module only; ``registry`` knows the vendors and
+A vendor's adapter (``tensorboard``, ``wandb``, ``mlflow``, ``trackio``) imports this module only; ``registry`` knows the vendors and
 imports each when it is opened.
 """
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.observe.events import Evaluated, Event, Step
+from phalanx.observe.event_log import EventLogError, read_events
+from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped
+from phalanx.observe.goodput import goodput
+from phalanx.observe.ledger import NS_PER_S
 from phalanx.run.read import RUN_FILE
 
 Setting = bool | int | float | str
@@ -68,6 +73,40 @@ def _settings(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, S
             yield from _settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def record(started: RunStarted, attempt: int) -> dict[str, object]:
+    """What an attempt recorded of itself, as plain values: code, packages, machine, command, data, layout."""
+    plain: dict[str, object] = json.loads(json.dumps({"attempt": attempt, **asdict(started)}, default=str))
+    return plain
+
+
+GOODPUT_COLUMNS = ("part", "seconds", "share")
+
+
+def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, float]]:
+    """Where the run's time went over all of its attempts, when ``event`` ends one: part, seconds, share of the time it held machines.
+
+    First the buckets, whose shares sum to 1; then what became of the steps. Read from the run's own events, since a tracker may have been
+    opened in a later attempt. Empty for other events, and where there are none to read.
+    """
+    if not isinstance(event.body, Finished | Stopped):
+        return []
+    try:
+        found = goodput(read_events(run_directory / "events.jsonl"))
+    except EventLogError:
+        return []
+    outcomes = {
+        "committed steps": found.committed_ns,
+        "pending steps": found.pending_ns,
+        "rolled back steps": found.rollback_ns,
+        "skipped steps": found.nonfinite_ns,
+    }
+    held_ns = found.held_ns or 1
+    return [
+        (name, spent_ns / NS_PER_S, spent_ns / held_ns)
+        for name, spent_ns in {**found.buckets_ns, **outcomes}.items()
+    ]
 
 
 def step_of(event: Event) -> int | None:

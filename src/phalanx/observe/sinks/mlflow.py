@@ -1,10 +1,12 @@
-"""MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags.
+"""MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags; the record of each start and where the time
+went as artifacts.
 
 One MLflow run a run: later attempts go on in it, found by a tag. A parameter cannot change in MLflow; a field that differs in a
 later attempt, such as the number of ranks, becomes a tag of its name.
 
 Goes to MLFLOW_TRACKING_URI, or else to a SQLite file in the run directory. MLflow takes tens of
-milliseconds a call, so steps are gathered and sent a hundred at a time.
+milliseconds a call, so steps are gathered and sent a hundred at a time. What could not be sent is sent with what follows. A server that does not
+answer is asked a few times and not, as MLflow has it, for minutes.
 """
 
 import hashlib
@@ -14,26 +16,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.events import Event, Finished, RunStarted
-from phalanx.observe.sinks.base import Setting, hyperparameters, scalars, step_of
+from phalanx.observe.events import Event, Finished, RunStarted, Stopped
+from phalanx.observe.sinks.base import (
+    GOODPUT_COLUMNS,
+    Setting,
+    goodput_rows,
+    hyperparameters,
+    record,
+    scalars,
+    step_of,
+)
 
 BATCH = 900
 """Metrics a call; MLflow refuses more than 1000."""
 PARAMETERS = 100
 """Parameters a call; MLflow refuses more."""
 _TAG = "phalanx.run_directory"
+_PATIENCE = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+"""For those that the user has not set."""
 
 
 class MlflowSink:
     def __init__(self, run_directory: Path, run: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
+        self._directory = run_directory
         mlflow: Any = importlib.import_module("mlflow")
         entities: Any = importlib.import_module("mlflow.entities")
         self._metric, self._parameter = entities.Metric, entities.Param
-        uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_directory.resolve() / 'mlflow.db'}")
+        own = run_directory.resolve()
+        given = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = given or f"sqlite:///{own / 'mlflow.db'}"
+        # A server has a place for artifacts; without one MLflow would take the working directory.
+        place = {} if given else {"artifact_location": (own / "mlartifacts").as_uri()}
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name("phalanx")
-        experiment = found.experiment_id if found else self._client.create_experiment("phalanx")
+        experiment = found.experiment_id if found else self._client.create_experiment("phalanx", **place)
         self._run_id = self._found_or_made(experiment, run_directory.resolve(), run)
         self._set_parameters(hyperparameters(run_directory))
         self._metrics: list[Any] = []
@@ -62,17 +85,30 @@ class MlflowSink:
         step = step_of(event)
         for tag, value in scalars(event).items():
             self._metrics.append(self._metric(tag, value, round(1000 * event.t), step))
-        if len(self._metrics) >= BATCH or isinstance(event.body, RunStarted | Finished):
+        ends = isinstance(event.body, Finished | Stopped)
+        if len(self._metrics) >= BATCH or ends or isinstance(event.body, RunStarted):
             self._flush()
-        if isinstance(event.body, Finished):
-            for name, value in event.body.result.items():
-                self._client.set_tag(self._run_id, name, str(value))
+        match event.body:
+            case RunStarted() as body:
+                kept = record(body, event.attempt)
+                self._client.log_dict(self._run_id, kept, f"record/attempt-{event.attempt:03d}.json")
+            case Finished(result=result):
+                for name, value in result.items():
+                    self._client.set_tag(self._run_id, name, str(value))
+        if rows := goodput_rows(event, self._directory):
+            # As MLflow's own tables are written, which its page shows as one.
+            self._client.log_dict(self._run_id, {"columns": GOODPUT_COLUMNS, "data": rows}, "goodput.json")
+            at_ms = round(1000 * event.t)
+            self._metrics += [
+                self._metric(f"goodput/{part}_s", seconds, at_ms, 0) for part, seconds, _ in rows
+            ]
+            self._flush()
 
     def close(self) -> None:
         self._flush()
         self._client.set_terminated(self._run_id)
 
     def _flush(self) -> None:
-        batch, self._metrics = self._metrics, []
-        for first in range(0, len(batch), BATCH):
-            self._client.log_batch(self._run_id, metrics=batch[first : first + BATCH])
+        while self._metrics:
+            self._client.log_batch(self._run_id, metrics=self._metrics[:BATCH])
+            del self._metrics[:BATCH]  # once they are there

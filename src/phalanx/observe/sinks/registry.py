@@ -50,10 +50,17 @@ def _open_mlflow(run_directory: Path, run: str) -> Sink:
     return MlflowSink(run_directory, run)
 
 
+def _open_trackio(run_directory: Path, run: str) -> Sink:
+    from phalanx.observe.sinks.trackio import TrackioSink
+
+    return TrackioSink(run_directory, run)
+
+
 VENDORS: Mapping[str, Vendor] = {
     "tensorboard": Vendor("tensorboardX", _open_tensorboard, "tensorboard"),
     "wandb": Vendor("wandb", _open_wandb),
     "mlflow": Vendor("mlflow", _open_mlflow),
+    "trackio": Vendor("trackio", _open_trackio, "trackio"),
 }
 
 

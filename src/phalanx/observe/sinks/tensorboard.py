@@ -1,24 +1,32 @@
-"""TensorBoard event files, written by tensorboardX: scalars by step, messages as text, the resolved run
-file as hyperparameters.
+"""TensorBoard event files, written by tensorboardX: scalars by step, the resolved run file as hyperparameters, and as text the messages, the
+record of each start, and where the time went.
 
 ``tensorboard --logdir RUN_DIRECTORY`` shows them. A step done again after a restart is written again
 with the same number; the value is the same, so TensorBoard's curve is too.
 """
 
+import json
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
 
-from phalanx.observe.events import EpochLeft, Event, Message
-from phalanx.observe.sinks.base import hyperparameters, scalars, step_of
+from phalanx.observe.events import EpochLeft, Event, Message, RunStarted
+from phalanx.observe.sinks.base import (
+    GOODPUT_COLUMNS,
+    goodput_rows,
+    hyperparameters,
+    record,
+    scalars,
+    step_of,
+)
 
 
 class TensorBoardSink:
     def __init__(self, run_directory: Path) -> None:
         """Writes into the folder ``tensorboard`` of the run directory."""
         self._writer = SummaryWriter(logdir=str(run_directory / "tensorboard"))
-        self._step = 0
+        self._step, self._directory = 0, run_directory
         settings = hyperparameters(run_directory)
         if settings:
             # Not add_hparams, which would make a second, empty run of them.
@@ -29,7 +37,13 @@ class TensorBoardSink:
         self._step = step_of(event) or self._step
         for tag, value in scalars(event).items():
             self._writer.add_scalar(tag, value, self._step, walltime=event.t)
+        rows = goodput_rows(event, self._directory)
+        if rows:
+            self._writer.add_text("goodput", _table(rows), self._step, walltime=event.t)
         match event.body:
+            case RunStarted() as body:
+                text = json.dumps(record(body, event.attempt), indent=1)
+                self._writer.add_text("record", f"```\n{text}\n```", self._step, walltime=event.t)
             case Message(level=level, text=text):
                 self._writer.add_text("messages", f"{level}: {text}", self._step, walltime=event.t)
             case EpochLeft(text=text):
@@ -37,3 +51,11 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _table(rows: list[tuple[str, float, float]]) -> str:
+    """A table in Markdown, which TensorBoard shows as one."""
+    lines = [f"| {' | '.join(GOODPUT_COLUMNS)} |", "|---|---:|---:|"]
+    return "\n".join(
+        [*lines, *(f"| {part} | {seconds:.3f} | {share:.2%} |" for part, seconds, share in rows)]
+    )
