@@ -100,7 +100,8 @@ def list_command(
             rows = ordered(rows, sort.lstrip("-"), falling=sort.startswith("-"))
     rows = rows[-last:] if last else rows
     if as_json:
-        click.echo(msgspec.json.encode([asdict(row) for row in rows]).decode())
+        found = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
+        click.echo(msgspec.json.encode(found).decode())
         return
     _print(rows, shown)
     for row in rows:

@@ -1,0 +1,60 @@
+"""What a start records beside its run, and what it tells of machines that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phalanx.observe.machines import leave_machine, read_machines
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.train.lifecycle.run_record import leave_own_machine, tell_differences
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """A run directory in which three nodes have left what they are."""
+    directory = RunDirectory(tmp_path)
+    for name in ("node-0", "node-1", "node-2"):
+        leave_machine(directory, name, 0)
+    return directory
+
+
+def change(directory: RunDirectory, node: str, **changes: object) -> None:
+    (machine,) = (one for one in read_machines(directory) if one.node == node)
+    changed = dataclasses.replace(machine, **changes)  # type: ignore[arg-type]
+    (directory.machines / f"{node}.json").write_bytes(msgspec.json.encode(changed))
+
+
+def test_equal_machines_are_nothing_to_tell(directory: RunDirectory) -> None:
+    told: list[str] = []
+    tell_differences(directory, told.append)
+    assert told == []
+
+
+def test_a_node_with_another_driver_is_told_by_name_once(directory: RunDirectory) -> None:
+    told: list[str] = []
+    change(directory, "node-1", driver="560.1")
+    for _ in range(3):  # as at every epoch of a fleet
+        tell_differences(directory, told.append)
+    (text,) = told
+    assert "driver: node-1 with 560.1; the others with none" in text
+
+
+def test_only_what_is_new_is_told_later(directory: RunDirectory) -> None:
+    told: list[str] = []
+    change(directory, "node-1", driver="560.1")
+    tell_differences(directory, told.append)
+    change(directory, "node-2", cores=1)
+    tell_differences(directory, told.append)
+    assert "node-2 with 1" in told[1]
+    assert "node-1" not in told[1]
+
+
+def test_a_record_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_own_machine(RunDirectory(tmp_path / "nowhere"))
+    assert "this machine is not recorded" in capsys.readouterr().err
