@@ -38,6 +38,8 @@ def test_the_patch_makes_the_commit_what_it_was_then(checkout: Path, tmp_path: P
     (checkout / "__init__.py").write_text("one = 11\n")
     (checkout / "gone.py").unlink()
     (root / "picture.bin").write_bytes(bytes(range(255, -1, -1)))
+    (root / ".env").write_bytes(b"\xe9 latin\n")
+    git(root, "mv", ".env", "notes.txt")
     (checkout / "new.py").write_text("three = 3\n")
     git(root, "add", "src/phalanx/new.py")
     found = code_patch(checkout, ())
@@ -45,10 +47,10 @@ def test_the_patch_makes_the_commit_what_it_was_then(checkout: Path, tmp_path: P
     subprocess.run(["git", "clone", "--quiet", str(root), str(tmp_path / "clone")], check=True)
     (tmp_path / "patch").write_bytes(found.patch)
     git(tmp_path / "clone", "apply", str(tmp_path / "patch"))
-    for name in ("src/phalanx/__init__.py", "src/phalanx/new.py", "picture.bin"):
+    for name in ("src/phalanx/__init__.py", "src/phalanx/new.py", "picture.bin", "notes.txt"):
         assert (tmp_path / "clone" / name).read_bytes() == (root / name).read_bytes()
     assert not (tmp_path / "clone" / "src/phalanx/gone.py").exists()
-    assert found.facts() == {"patch_sha256": found.sha256}
+    assert found.facts() == {"patch_sha256": found.sha256, "left_out": [".env"]}
 
 
 def test_untracked_files_are_named_and_not_copied(checkout: Path) -> None:

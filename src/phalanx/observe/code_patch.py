@@ -93,7 +93,17 @@ def code_patch(package: Path | None = None, secrets: Collection[str] | None = No
     left_out = [name for name in changed if _SECRET_FILE.search(name) and not _CODE_FILE.search(name)]
     shown = [f":(top,literal){name}" for name in changed if name not in left_out]
     text = (
-        git(Path(root or package), "diff", "HEAD", "--no-color", "--no-ext-diff", "--binary", "--", *shown)
+        git(
+            Path(root or package),
+            "diff",
+            "HEAD",
+            "--no-color",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--binary",
+            "--",
+            *shown,
+        )
         if shown
         else ""
     )

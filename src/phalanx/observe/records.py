@@ -139,6 +139,8 @@ def git(directory: Path, *arguments: str) -> str | None:
             ["git", "-C", str(directory), *arguments],
             capture_output=True,
             text=True,
+            encoding="utf-8",
+            errors="surrogateescape",  # a diff holds whatever bytes files hold
             timeout=GIT_TIMEOUT_S,
             check=True,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},

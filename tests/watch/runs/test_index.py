@@ -171,6 +171,26 @@ def test_damaged_files_are_named_and_the_run_is_listed_all_the_same(tmp_path: Pa
     assert row.step == 6
 
 
+def test_files_that_are_made_to_break_readers_break_nothing(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "a", ending="stopped")
+    deep = b'{"a":' * 100_000
+    for file in (directory.record, directory.result, directory.labels, tmp_path / "a" / "fleet.json"):
+        file.write_bytes(deep)
+    directory.run_file.write_bytes(b"a = " + b"[" * 100_000)
+    directory.events.write_bytes(directory.events.read_bytes() + deep + b"\n")
+    (row,) = rows(tmp_path, tmp_path / "cache")
+    assert (row.step, row.state) == (6, "stopped")
+
+
+def test_a_fleet_whose_coordinator_moved_to_another_machine_goes_on(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "a", steps=3, of=6, ending="")
+    now = time.time()
+    (tmp_path / "a" / "fleet.json").write_text(f'{{"phase": "running", "written_unix_s": {now}}}')
+    facts = read_facts(directory.path)
+    assert row_of(facts, False, now).state == "running"
+    assert row_of(facts, False, now + 60).state == "failed"
+
+
 def test_a_line_without_an_end_is_not_read_as_a_whole(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a", ending="stopped")
     with directory.events.open("ab") as file:

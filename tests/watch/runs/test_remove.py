@@ -64,6 +64,7 @@ def test_runs_that_go_on_from_its_checkpoints_are_named(tmp_path: Path) -> None:
     assert "child" in obstacle
     assert "grandchild" in obstacle
     assert removal(tmp_path / "child", []).obstacles == ()
+    assert removal(parent.path, [], together=[tmp_path / "child"]).obstacles == ()
 
 
 def test_what_is_no_run_is_not_touched(tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ import msgspec
 
 from phalanx.cli.errors import trouble
 from phalanx.cli.watch.numbers import printable
+from phalanx.observe.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.watch.runs.recorded import Recorded, read_recorded
 from phalanx.watch.runs.then_and_now import Changed, changes, now, then
 
 _LONGEST = 100
+_MOST_RANKS = 8
+"""On one machine, unless it has more cores."""
 
 
 @click.command("reproduce")
@@ -85,7 +88,18 @@ def command(
                 ).decode()
             )
         sys.exit(1 if harmful else 0)
-    sys.exit(_again(run_dir, spec, ranks or found.row.ranks or 1, steps, into, differ, as_json=as_json))
+    with trouble(RunDirectoryError):
+        chosen = ranks or _fitting(found.row.ranks)
+    sys.exit(_again(run_dir, spec, chosen, steps, into, differ, as_json=as_json))
+
+
+def _fitting(ranks: int) -> int:
+    """As many ranks as the run had, if that is for one machine. Raises ``RunDirectoryError``."""
+    if ranks > max(_MOST_RANKS, usable_cores()):
+        raise RunDirectoryError(
+            f"the run had {ranks:,} ranks, which are not for one machine: say --ranks N; the bits do not depend on it"
+        )
+    return max(1, ranks)
 
 
 def _differences(found: Recorded, spec: RunSpec) -> list[Changed]:

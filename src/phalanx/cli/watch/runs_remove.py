@@ -39,7 +39,7 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
       phalanx runs rm runs/quickstart-1f3a9c04-2
     """
     with explained(RunDirectoryError):
-        found = [removal(path, beside) for path in dict.fromkeys(run_dirs)]
+        found = [removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
     for one in found:
         _tell(one)
     refused = [one for one in found if one.obstacles and not force]

@@ -43,8 +43,10 @@ class Removal:
         return tuple(found)
 
 
-def removal(run_dir: Path, beside: Sequence[Path]) -> Removal:
+def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()) -> Removal:
     """What removing a run would take away; descendants are looked for in its own folder and in the folders ``beside``.
+
+    Those in ``together`` go with it, and do not count.
 
     Raises ``RunDirectoryError`` if it is no run directory, or is being trained on this machine.
     """
@@ -65,7 +67,7 @@ def removal(run_dir: Path, beside: Sequence[Path]) -> Removal:
         files=sum(count for count, _ in sizes.values()),
         size_bytes=sum(size for _, size in sizes.values()),
         largest=tuple(by_size),
-        descendants=tuple(_descendants(run_dir, beside)),
+        descendants=tuple(_descendants(run_dir, beside, together)),
     )
 
 
@@ -80,13 +82,14 @@ def remove(run_dir: Path) -> None:
         os.close(lock)
 
 
-def _descendants(run_dir: Path, beside: Sequence[Path]) -> list[str]:
+def _descendants(run_dir: Path, beside: Sequence[Path], together: Sequence[Path]) -> list[str]:
     own = os.path.realpath(run_dir)
+    going = {own, *map(os.path.realpath, together)}
     folders = [Path(os.path.dirname(own)), *beside]
     return [
         row.path
         for row in RunIndex(folders).rows()
-        if os.path.realpath(row.path) != own
+        if os.path.realpath(row.path) not in going
         if any(os.path.realpath(origin.run_dir) == own for origin in row.lineage)
     ]
 

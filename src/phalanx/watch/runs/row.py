@@ -19,11 +19,14 @@ from typing import Literal
 from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
+from phalanx.run.directory.result import read_result
 from phalanx.watch.runs.labels import read_labels
 from phalanx.watch.runs.tail import Tail, read_tail
 
 State = Literal["running", "finished", "stopped", "failed", "silent", "waiting"]
 _PATIENCE_S = 120.0
+_LED_S = 20.0
+"""A coordinator writes its status more often: a fleet that was begun on this machine may be led from another one."""
 _STEPS_OF_PATIENCE = 20
 """A run that should go on is silent after so many usual steps without an event, or after ``_PATIENCE_S``, whichever is longer."""
 
@@ -88,6 +91,8 @@ class RunFacts:
     """True if its fleet waits for nodes, or an engine has it in its queue."""
     pace_s: float
     """Seconds between the newest events of steps."""
+    led_s: float = 0.0
+    """The time of the newest status of a fleet's coordinator (unix seconds)."""
 
 
 def row_of(facts: RunFacts, held: bool | None, now: float) -> RunRow:
@@ -98,11 +103,11 @@ def row_of(facts: RunFacts, held: bool | None, now: float) -> RunRow:
 def _state(facts: RunFacts, held: bool | None, now: float) -> State:
     if facts.ended == "finished":
         return "finished"
-    if held is False:
+    if held is False and now - facts.led_s > _LED_S:
         return facts.ended or ("failed" if facts.begun else "waiting")
     patience_s = max(_PATIENCE_S, _STEPS_OF_PATIENCE * facts.pace_s)
     fresh = now - (facts.row.updated or 0.0) < patience_s
-    if held is None and facts.ended:
+    if not held and facts.ended:
         return facts.ended
     if facts.waits or (not facts.begun and (held or fresh)):
         return "waiting"
@@ -131,7 +136,7 @@ def read_facts(path: Path) -> RunFacts:
     except OSError as error:
         problems.append(f"{directory.checkpoints}: {error.strerror}")
         saved = 0
-    result, step, started = directory.finished_result(), tail.step, tail.started
+    result, step, started = read_result(_json(directory.result, [])), tail.step, tail.started
     fleet = _json(path / "fleet.json", problems)
     labels = read_labels(path)
     environment = started.environment if started else {}
@@ -171,7 +176,9 @@ def read_facts(path: Path) -> RunFacts:
     ended = "finished" if result is not None else _ended(tail, fleet)
     waits = fleet.get("phase") == "waiting" or (not tail.last_s and not record)
     pace_s = max(step.logged_s, step.step_s) if step else 0.0
-    return RunFacts(row, bool(tail.last_s), ended, waits, pace_s)
+    led = fleet.get("written_unix_s")
+    led_s = float(led) if isinstance(led, int | float) and led == led else 0.0
+    return RunFacts(row, bool(tail.last_s), ended, waits, pace_s, led_s)
 
 
 def _ended(tail: Tail, fleet: Mapping[str, object]) -> Literal["", "finished", "stopped", "failed"]:
@@ -193,7 +200,7 @@ def _run_file(directory: RunDirectory, problems: list[str]) -> Mapping[str, obje
         return tomllib.loads(directory.run_file.read_text())
     except FileNotFoundError:
         problems.append(f"there is no {directory.run_file}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{directory.run_file} is damaged: {error}")
     return {}
 
@@ -201,8 +208,10 @@ def _run_file(directory: RunDirectory, problems: list[str]) -> Mapping[str, obje
 def _record(directory: RunDirectory, problems: list[str]) -> Mapping[str, object]:
     try:
         return directory.read_record()
-    except DamagedRecordError as error:
-        problems.append(str(error))
+    except (DamagedRecordError, RecursionError) as error:
+        problems.append(
+            str(error) if isinstance(error, DamagedRecordError) else f"{directory.record} is damaged: {error}"
+        )
         return {}
 
 
