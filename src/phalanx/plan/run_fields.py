@@ -367,7 +367,13 @@ _WHOLE_RUN = {
         },
     ),
     **_in("sample", _all("prompt tokens temperature", _irrelevant("once, at the end"))),
-    **_in("observe", _all("log_every_steps memory_at_step ranks_every_steps sinks log_mib log_files accelerator_hour_price", _WATCHING)),
+    **_in(
+        "observe",
+        _all(
+            "log_every_steps memory_at_step ranks_every_steps sinks log_mib log_files accelerator_hour_price",
+            _WATCHING,
+        ),
+    ),
     **_in(
         "fleet",
         {

@@ -126,7 +126,11 @@ def test_an_agent_that_is_killed_on_a_host_is_started_again_and_no_spare_is_need
     quick = ["--set", "fleet.heartbeat_s=0.5", "--set", "fleet.lease_s=5.0", "--set", "fleet.min_nodes=2"]
     phalanx(folder, *words, *quick, **hosts.environment)
     wait_until(lambda: step_of(run_dir) >= 2, "the run does not begin", run_dir)
-    (agent,) = [line for line in processes_of(run_dir) if " agent " in line and "--node host-1 " in line and "bash" not in line]
+    (agent,) = [
+        line
+        for line in processes_of(run_dir)
+        if " agent " in line and "--node host-1 " in line and "bash" not in line
+    ]
     os.kill(int(agent.split()[0]), signal.SIGKILL)
     log = run_dir / "launch" / "host-1.log"
     wait_until(lambda: "is started again" in log.read_text(), "it is not started again", run_dir)
