@@ -34,6 +34,7 @@ from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descri
 from phalanx.fleet.control.distrust import record_distrust
 from phalanx.fleet.control.failure_inquiry import WAIT_S, FailureInquiry
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
+from phalanx.fleet.control.fleet_metrics import FleetSampler
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.publisher import Publisher
 from phalanx.fleet.control.reign import (
@@ -61,6 +62,8 @@ from phalanx.fleet.core.settings import formation_of, settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.fleet.core.succession import is_due, renewed
 from phalanx.observe.logs.capture import capture_output
+from phalanx.observe.metrics.endpoint import Endpoint
+from phalanx.observe.metrics.run_samples import RunSampler
 from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.spec import RunSpec
@@ -164,6 +167,7 @@ class Coordinator:
             leads=lambda: self._register.newest_term() <= self._claim.term,
             on_epoch_left=self._ask_what_failed,
         )
+        self._endpoint = Endpoint(self._directory, spec.observe, args.attempt, "", args.host, self.log)
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
     def _reign_again(self) -> Reign:
@@ -331,6 +335,7 @@ class Coordinator:
         if rotated and self._state.key != token_name(self._credentials.token):
             self._tell_new_token()  # the coordinator before was killed between the file and its journal
         watching = asyncio.create_task(self._watch_itself())
+        self._serve_metrics()
         while not self._over:
             await asyncio.sleep(min(_REST * self._decided_in_s, self._tick_s))
             # Not wait_for, which forgets a cancellation that comes with the wake (https://github.com/python/cpython/issues/86296).
@@ -345,11 +350,18 @@ class Coordinator:
                 await asyncio.sleep(_RETRY_S)
             except SupersededError:
                 watching.cancel()
+                self._endpoint.close()
                 await self._server.stop()
                 raise
         watching.cancel()
         await self._shut_down()
         return 1 if self._state.phase is FleetPhase.FAILED else 0
+
+    def _serve_metrics(self) -> None:
+        fleet = FleetSampler(lambda: self._publisher.newest, self._endpoint.run)
+        self._endpoint.start(
+            {"fleet": fleet.samples, "run": RunSampler(self._directory.path, self._endpoint.run).samples}
+        )
 
     async def _watch_itself(self) -> None:
         """Measures how long this process reads no messages: stopped, swapped out, starved, or busy with a turn.
@@ -588,6 +600,7 @@ class Coordinator:
         deadline_s = time.monotonic() + _GOODBYE_S
         while self._server.links and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
+        self._endpoint.close()
         await self._server.stop()
         self._journal.close()
 

@@ -54,6 +54,8 @@ class Publisher:
         self._events: EventLog | None = None
         self._due_s, self._shown_epoch = 0.0, NO_EPOCH
         self._writing: asyncio.Task[None] | None = None
+        self.newest: FleetFile | None = None
+        """What fleet.json says, or is about to."""
 
     def publish(self, state: FleetState, now_s: float, *, over: bool) -> None:
         """Tells new incidents, and now and then (at once when an epoch trains) has fleet.json written, unless the run is over."""
@@ -103,7 +105,7 @@ class Publisher:
     async def _write(self, now_s: float) -> None:
         """Replaces fleet.json, durably, by a thread: the event loop must not wait for a slow disk."""
         path, began_s = self._directory.path, time.thread_time()
-        content = self._content()
+        content = self.newest = self._content()
         took_s = time.thread_time() - began_s
         try:
             loop = asyncio.get_running_loop()

@@ -79,7 +79,7 @@ def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits =
     """Judges a GPU by its report and the kernel's log."""
     limit_c = limits.temperature_c or reading.limit_c
     throttled = [text for bit, text in _THROTTLED.items() if reading.throttle_reasons & bit]
-    fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and _same_bus(x.bus, reading.bus)})
+    fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and same_bus(x.bus, reading.bus)})
     bad = [
         *(f"{n} uncorrected memory errors" for n in [reading.uncorrected_errors] if n),
         *(["memory rows wait for a reset to be replaced"] if reading.remap_pending else []),
@@ -102,7 +102,7 @@ def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits =
     )
 
 
-def _same_bus(left: str, right: str) -> bool:
+def same_bus(left: str, right: str) -> bool:
     """NVML writes the domain of a PCI address with eight digits, the kernel with four, and leaves the function out."""
     short = [address.lower().split(".")[0].split(":")[-2:] for address in (left, right)]
     return short[0] == short[1]
@@ -119,7 +119,7 @@ def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
     except pynvml.NVMLError as error:
         return [CheckResult("gpu", "not checked", f"NVML: {error}")]
     try:
-        errors = xids(_kernel_log())
+        errors = xids(kernel_log())
         count = pynvml.nvmlDeviceGetCount()
         return [judge_gpu(read_gpu(pynvml, number), errors, limits) for number in range(count)]
     except pynvml.NVMLError as error:
@@ -158,7 +158,7 @@ def read_gpu(nvml: Any, number: int) -> GpuReading:
     )
 
 
-def _kernel_log() -> str:
+def kernel_log() -> str:
     """The kernel's messages, as far as this user may read them."""
     lines: list[bytes] = []
     try:

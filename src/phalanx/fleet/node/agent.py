@@ -35,6 +35,7 @@ from phalanx.fleet.control.security import Keyring, SecurityError, read_keyring
 from phalanx.fleet.core.commands import Command, SaveSnapshots
 from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.fleet.core.settings import leave_s
+from phalanx.fleet.health.gpu_metrics import gpu_samples
 from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (
     AgentAction,
@@ -54,6 +55,7 @@ from phalanx.fleet.node.agent_actions import (
     TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
+from phalanx.fleet.node.node_metrics import AgentFacts, Software, agent_samples, machine_samples
 from phalanx.fleet.node.snapshot_courier import SnapshotCourier
 from phalanx.fleet.node.successor import Successor
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
@@ -61,6 +63,7 @@ from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.launch.foreign import in_slurm_step
 from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.logs.order import order_for
+from phalanx.observe.metrics.endpoint import Endpoint
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
@@ -153,7 +156,10 @@ class Agent:
             self._look_for_new_token,
         )
         self._workers: dict[int, WorkerProcess] = {}
-        self._deaths = [0] * fleet.workers_per_node
+        self._deaths, self._ended = [0] * fleet.workers_per_node, 0
+        self._endpoint = Endpoint(
+            RunDirectory(args.run_dir), spec.observe, args.attempt, args.node, args.host, self.log
+        )
         self._courier = SnapshotCourier(
             self.memory,
             args.run_dir,
@@ -202,13 +208,31 @@ class Agent:
         self._do(self._state.examine())
         for forever in (self._link.run(), self._tick(), self._beat(), self._examine(), self._succession()):
             self._in_background(forever)
+        self._serve_metrics()
         await self._over.wait()
         self.log(f"ends: {self._reason}")
+        self._endpoint.close()
         await self._farewell(_FAREWELL_S if self._next_attempt is None else None)
         await self._end_copies()
         if self._failure:
             raise AgentError(self._failure)
         return self._next_attempt
+
+    def _serve_metrics(self) -> None:
+        labels, run_dir = self._endpoint.labels, self._args.run_dir
+        self._endpoint.start(
+            {
+                "agent": lambda: agent_samples(self._facts, labels),
+                "machine": lambda: machine_samples(run_dir, labels),
+                "software": Software(labels).samples,
+                "gpu": lambda: gpu_samples(labels),
+            }
+        )
+
+    def _facts(self) -> AgentFacts:
+        heartbeat = self._state.heartbeat()
+        workers, attached = tuple(self._state.workers), self._link.attached
+        return AgentFacts(workers, heartbeat.phase, attached, self._state.cleared, self._ended, self._held())
 
     async def _farewell(self, patience_s: float | None) -> None:
         for task in self._tasks:
@@ -405,6 +429,7 @@ class Agent:
 
     def _on_exit(self, index: int, code: int, text: str) -> None:
         self._workers.pop(index, None)
+        self._ended += 1
         self.log(f"worker {index} ended with code {code} {text if code > 0 else ''}".rstrip())
         self._do(self._state.on_exit(index, code, text, time.time()))
 

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file that makes a step's folder a committed checkpoint."""
-FLEET_NAMES = frozenset(("fleet", "fleet.json", "fleet.token", "fleet.operator-token", "faults", "launch"))
+FLEET_NAMES = frozenset(
+    ("targets", "fleet", "fleet.json", "fleet.token", "fleet.operator-token", "faults", "launch")
+)
 """The names of what a fleet and its engine put into a run directory beside ``RunDirectory.names``."""
 _STEP = re.compile(r"step-(\d{8,})")
 _JOURNAL = re.compile(r"journal-(\d+)\.jsonl")
@@ -144,6 +146,11 @@ class RunDirectory:
     def fleet(self) -> Path:
         """The folder of a fleet's journals, one for each attempt; it exists once a coordinator has run."""
         return self.path / "fleet"
+
+    @property
+    def targets(self) -> Path:
+        """The folder of files that say where a fleet's processes serve their metrics (``observe/metrics/targets.py``)."""
+        return self.path / "targets"
 
     @property
     def curve(self) -> Path:

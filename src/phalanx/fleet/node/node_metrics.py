@@ -1,0 +1,136 @@
+"""The metrics of a node, from its agent: workers, memory, disk, versions.
+
+What lies in the agent's event loop is read as single values that the loop replaces whole, so that a thread may look at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerPhase
+from phalanx.fleet.node.agent_actions import WorkerLife
+from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
+from phalanx.observe.records import package_versions
+from phalanx.version import __version__
+
+
+@dataclass(frozen=True)
+class AgentFacts:
+    """What an agent knows of its node."""
+
+    workers: Sequence[WorkerLife]
+    phase: WorkerPhase
+    attached: bool
+    fit: bool
+    deaths: int
+    """Processes of workers that have ended."""
+    held: Sequence[RankSnapshot]
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What the system says of the machine."""
+
+    memory_bytes: int
+    free_memory_bytes: int
+    disk_bytes: int
+    disk_free_bytes: int
+
+
+def _derived(name: str, kind: Kind, text: str, source: str, compute: Any, *labels: str) -> Derived[Any]:
+    return Derived(Metric(f"phalanx_node_{name}", kind, text, source, labels), compute)
+
+
+def _phases(agent: AgentFacts) -> Found:
+    return [({"phase": phase.value}, float(phase is agent.phase)) for phase in WorkerPhase]
+
+
+def _step(agent: AgentFacts) -> Found:
+    steps = [worker.step for worker in agent.workers if worker.epoch != NO_EPOCH]
+    return min(steps) if steps and min(steps) != NO_STEP else None
+
+
+def _running(agent: AgentFacts) -> Found:
+    return Counter(worker.running for worker in agent.workers)[True]
+
+
+AGENT_METRICS: tuple[Derived[AgentFacts], ...] = (
+    _derived("workers", "gauge", "Processes of workers that run.", "agent", _running),
+    _derived("phase", "gauge", "1 for the phase that all its workers are in.", "agent", _phases, "phase"),
+    _derived("step", "gauge", "Last step that all its workers have completed in their epoch.", "agent", _step),
+    _derived("attached", "gauge", "1 if the agent is connected to a coordinator.", "agent", lambda a: float(a.attached)),
+    _derived("fit", "gauge", "1 if the node has passed its health checks.", "agent", lambda a: float(a.fit)),
+    _derived("worker_deaths_total", "counter", "Processes of workers that have ended.", "agent", lambda a: a.deaths),
+    _derived("snapshot_bytes", "gauge", "Snapshots that the node's memory holds.", "agent", lambda a: sum(h.nbytes for h in a.held)),
+    _derived("waiting_seconds", "gauge", "Seconds for which a worker has waited for samples of an object store.", "agent",
+             lambda a: max((w.waiting_s for w in a.workers), default=0.0)),
+)  # fmt: skip
+MACHINE_METRICS: tuple[Derived[MachineFacts], ...] = (
+    _derived("memory_bytes", "gauge", "Memory of the machine.", "/proc", lambda m: m.memory_bytes),
+    _derived("memory_free_bytes", "gauge", "Memory that can still be filled, also by its control groups.", "/proc", lambda m: m.free_memory_bytes),
+    _derived("disk_bytes", "gauge", "Size of the file system of the run directory.", "statvfs", lambda m: m.disk_bytes),
+    _derived("disk_free_bytes", "gauge", "Room on it for this user.", "statvfs", lambda m: m.disk_free_bytes),
+)  # fmt: skip
+SOFTWARE = Metric(
+    "phalanx_node_software_info",
+    "info",
+    "Versions of what computes the bits on this node.",
+    "package metadata",
+    ("phalanx", "python", "torch", "numpy", "driver", "kernel"),
+)
+
+
+def agent_samples(facts: Callable[[], AgentFacts], labels: Labels) -> list[Sample]:
+    """What the agent knows."""
+    return collect(AGENT_METRICS, facts(), labels, lambda _metric, _error: None)
+
+
+def machine_samples(run_dir: Path, labels: Labels) -> list[Sample]:
+    """What the system says. Waits for the run directory's file system, which may hang."""
+    disk = os.statvfs(run_dir)
+    page = os.sysconf("SC_PAGE_SIZE")
+    facts = MachineFacts(
+        memory_bytes=page * os.sysconf("SC_PHYS_PAGES"),
+        free_memory_bytes=free_memory_bytes(),
+        disk_bytes=disk.f_frsize * disk.f_blocks,
+        disk_free_bytes=disk.f_frsize * disk.f_bavail,
+    )
+    return collect(MACHINE_METRICS, facts, labels, lambda _metric, _error: None)
+
+
+class Software:
+    """The versions on this machine, looked up once."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._found: Labels | None = None
+
+    def samples(self) -> list[Sample]:
+        """One sample that is always 1."""
+        if self._found is None:
+            packages = package_versions(("torch", "numpy"))
+            versions = {
+                "phalanx": __version__,
+                "python": platform.python_version(),
+                "torch": packages.get("torch", ""),
+                "numpy": packages.get("numpy", ""),
+                "driver": _driver(),
+                "kernel": platform.release(),
+            }
+            self._found = self._labels | versions
+        return [Sample(SOFTWARE, self._found, 1)]
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module, if one is loaded."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,153 @@
+"""Gathers the samples of several sources into the text that an endpoint serves, so that neither a source nor a scraper can cost the process much.
+
+* Each source is computed on a thread of its own. One that hangs, as a file system or a driver may, is left out after a moment (``patience_s``) and asked
+  again only when it has come back; one that raises is left out. Both are counted (``phalanx_exporter_failures_total``).
+* The text is made when somebody asks, and kept: not more than a small share of one core's time (``share``) goes into making it, however often one asks.
+  Only the clock, the last line of it, is that of the moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from phalanx.observe.metrics.exposition import render
+from phalanx.observe.metrics.samples import Labels, Metric, Sample
+
+_SELF = "the endpoint itself"
+FAILURES = Metric(
+    "phalanx_exporter_failures_total",
+    "counter",
+    "Times that a source of metrics raised or was late.",
+    _SELF,
+    ("source",),
+)
+RENDER = Metric("phalanx_exporter_seconds", "gauge", "Seconds that the last text took to be made.", _SELF)
+CPU = Metric(
+    "phalanx_process_cpu_seconds_total", "counter", "Processor time of the process that is asked.", _SELF
+)
+CLOCK = Metric(
+    "phalanx_clock_timestamp_seconds",
+    "gauge",
+    "The machine's clock at the moment of the answer; against Prometheus' own it shows clocks that run apart.",
+    _SELF,
+)
+EXPORTER_METRICS = (FAILURES, RENDER, CPU, CLOCK)
+
+Collect = Callable[[], Iterable[Sample]]
+
+
+class _Collector:
+    """One source, computed on a thread of its own when it is asked for."""
+
+    def __init__(self, name: str, collect: Collect) -> None:
+        self.name, self._collect = name, collect
+        self._wanted, self.done = threading.Event(), threading.Event()
+        self.done.set()
+        self.samples: list[Sample] = []
+        self.error = ""
+        self.cpu_s = 0.0
+        """Processor time that the last answer took."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"metrics-{name}", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> bool:
+        """Has the source computed; False if it is still busy with what it was asked for before."""
+        if not self.done.is_set():
+            return False
+        self.done.clear()
+        self._wanted.set()
+        return True
+
+    def close(self) -> None:
+        self._closing = True
+        self._wanted.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()
+            if self._closing:
+                return
+            began_s = time.thread_time()
+            try:
+                self.samples, self.error = list(self._collect()), ""
+            except Exception as error:
+                self.samples, self.error = [], f"{type(error).__name__}: {error}"
+            self.cpu_s = time.thread_time() - began_s
+            self.done.set()
+
+
+class Exporter:
+    """The text of some sources. Threads may share it."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, Collect],
+        labels: Labels,
+        log: Callable[[str], None] = lambda _line: None,
+        *,
+        patience_s: float = 2.0,
+        share: float = 0.05,
+    ) -> None:
+        """``labels`` are those of the endpoint's own metrics; ``log`` takes a line when a source begins to fail."""
+        self._collectors = [_Collector(name, collect) for name, collect in sources.items()]
+        self._labels, self._log, self._patience_s, self._share = labels, log, patience_s, share
+        self._lock = threading.Lock()
+        self._due_s = 0.0
+        self._texts: dict[bool, bytes] = {}
+        self._samples: list[Sample] = []
+        self._failures: Counter[str] = Counter(dict.fromkeys(sources, 0))
+        self._complaints: dict[str, str] = {}
+
+    def text(self, *, open_metrics: bool = False) -> bytes:
+        """The text of now, or of a moment ago."""
+        with self._lock:
+            if time.monotonic() >= self._due_s:
+                self._texts = {}
+                self._samples = self._gathered()
+            if open_metrics not in self._texts:
+                began_s = time.thread_time()
+                self._texts[open_metrics] = render(self._samples, open_metrics=open_metrics)
+                took_s = time.thread_time() - began_s
+                self._due_s = max(self._due_s, time.monotonic()) + took_s / self._share
+            body = self._texts[open_metrics]
+        clock = render([Sample(CLOCK, self._labels, time.time())], open_metrics=open_metrics)
+        return body.removesuffix(b"# EOF\n") + clock
+
+    def close(self) -> None:
+        """Ends the sources' threads; one that hangs is left behind."""
+        for collector in self._collectors:
+            collector.close()
+
+    def _gathered(self) -> list[Sample]:
+        began_s = time.monotonic()
+        asked = {collector.name: collector.ask() for collector in self._collectors}
+        samples: list[Sample] = []
+        for collector in self._collectors:
+            left_s = began_s + self._patience_s - time.monotonic()
+            if not asked[collector.name]:
+                self._failed(collector.name, "it has hung since it was asked the last time")
+            elif not collector.done.wait(max(0.0, left_s)):
+                self._failed(collector.name, f"it did not answer within {self._patience_s:g} s")
+            elif collector.error:
+                self._failed(collector.name, collector.error)
+            else:
+                self._complaints.pop(collector.name, None)
+                samples += collector.samples
+        self._due_s = time.monotonic() + sum(one.cpu_s for one in self._collectors) / self._share
+        samples += [
+            Sample(FAILURES, self._labels | {"source": name}, count) for name, count in self._failures.items()
+        ]
+        samples.append(Sample(RENDER, self._labels, time.monotonic() - began_s))
+        samples.append(Sample(CPU, self._labels, time.process_time()))
+        return samples
+
+    def _failed(self, name: str, why: str) -> None:
+        self._failures[name] += 1
+        if self._complaints.get(name) != why:
+            self._log(f"metrics of {name} are left out: {why}")
+        self._complaints[name] = why

@@ -1,0 +1,53 @@
+"""The metrics of a fleet, from what its coordinator publishes."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phalanx.fleet.control.fleet_file import FleetFile, Happening, Member
+from phalanx.fleet.control.fleet_metrics import FleetSampler
+from phalanx.fleet.core.state import FleetPhase
+
+FLEET = FleetFile(
+    run="r", coordinator="h:1", coordinator_pid=1, leader="", reign=2, written_unix_s=1000.0,
+    phase=FleetPhase.RUNNING, reason="", epoch=3, ranks=4, expected_nodes=3, step=17, step_s=0.5, recoveries=2,
+    regroups=1, restarts=1, stopping=False, durable_steps=(10, 15), unsaved_steps=2, result_json="", stale=5,
+    refused={"a": 1, "b": 2}, happenings=(), members=(
+        Member("a", "member", "h", (0, 1), True, 0.1), Member("b", "spare", "h", (), True, 0.2),
+        Member("c", "quarantined", "h", (), False, 9.0, "straggler: 1.4 times the median"),
+        Member("d", "given back", "h"),
+    ),
+)  # fmt: skip
+
+
+def values(fleet: FleetFile) -> dict[str, float]:
+    found = FleetSampler(lambda: fleet, "r").samples()
+    return {
+        ",".join([one.metric.name[14:], *list(one.labels.pairs.values())[1:]]): one.value for one in found
+    }
+
+
+def test_what_the_coordinator_publishes_is_there_as_numbers() -> None:
+    found = values(FLEET)
+    assert (found["nodes,member"], found["nodes,spare"], found["nodes,lost"]) == (1, 1, 0)
+    assert (found["phase,running"], found["phase,waiting"]) == (1, 0)
+    assert (found["durable_step"], found["unsaved_steps"], found["refused_total"]) == (15, 2, 3)
+    assert (found["coordinator_reign"], found["recoveries_total"], found["expected_nodes"]) == (2, 2, 3)
+
+
+def test_each_node_that_was_not_given_back_has_its_own() -> None:
+    found = values(FLEET)
+    assert {name.partition(",")[2] for name in found if name.startswith("node_")} == {"a", "b", "c"}
+    assert (found["node_ranks,a"], found["node_attached,c"], found["node_quarantined,c"]) == (2, 0, 1)
+
+
+def test_stragglers_are_those_that_were_taken_out_for_it_and_those_that_were_kept_for_want_of_a_spare() -> (
+    None
+):
+    slow = (Happening(900.0, 3, "a", "slow, and no spare to take its place: 1.4"), Happening(10.0, 3, "b", "slow, and no spare to take its place"))  # fmt: skip
+    found = values(replace(FLEET, happenings=slow))
+    assert [found[f"node_straggler,{name}"] for name in "abc"] == [1, 0, 1]
+
+
+def test_before_the_first_state_there_is_nothing() -> None:
+    assert FleetSampler(lambda: None, "r").samples() == []

@@ -1,0 +1,236 @@
+"""The endpoint under sources that fail and clients that mean harm: neither costs more than itself."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from phalanx.observe.metrics.endpoint import Endpoint
+from phalanx.observe.metrics.exporter import Exporter
+from phalanx.observe.metrics.samples import Derived, Labels, Metric, Sample, collect
+from phalanx.observe.metrics.server import Answer, MetricsServer, json_page, metrics_page
+from phalanx.observe.metrics.targets import Target, announce, targets, withdraw, withdraw_earlier
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import ObserveSpec
+
+GOOD = Metric("phalanx_good", "gauge", "Good.", "test")
+LABELS = Labels(run="r")
+
+
+def good() -> list[Sample]:
+    return [Sample(GOOD, LABELS, 1.0)]
+
+
+def failing() -> list[Sample]:
+    raise ValueError("no number")
+
+
+def read(text: bytes) -> dict[str, float]:
+    return {
+        ",".join([s.name, *s.labels.values()]): s.value for f in parse_text(text.decode()) for s in f.samples
+    }
+
+
+def test_a_source_that_raises_costs_only_itself_and_is_counted() -> None:
+    told: list[str] = []
+    exporter = Exporter({"bad": failing, "good": good}, LABELS, told.append)
+    with closing(exporter):
+        found = read(exporter.text())
+    assert found["phalanx_good,r"] == 1
+    assert found["phalanx_exporter_failures_total,r,bad"] == 1
+    assert told == ["metrics of bad are left out: ValueError: no number"]
+
+
+def test_a_source_that_hangs_costs_a_moment_once_and_then_nothing() -> None:
+    hanging = threading.Event()
+
+    def hung() -> list[Sample]:
+        hanging.wait()
+        return []
+
+    exporter = Exporter({"good": good, "hung": hung}, LABELS, patience_s=0.2, share=1e9)
+    with closing(exporter):
+        for asked in (1, 2):
+            found = read(exporter.text())
+            assert found["phalanx_good,r"] == 1
+            assert found["phalanx_exporter_failures_total,r,hung"] == asked
+        hanging.set()
+        failures, deadline_s = asked, time.monotonic() + 10
+        while failures != (failures := read(exporter.text())["phalanx_exporter_failures_total,r,hung"]):
+            assert time.monotonic() < deadline_s
+
+
+def test_a_metric_that_cannot_be_computed_leaves_the_others_of_its_source() -> None:
+    broken = Derived(Metric("phalanx_broken", "gauge", "Broken.", "test"), lambda _: 1 / 0)
+    failed: list[str] = []
+    derived = [broken, Derived(GOOD, lambda facts: facts)]
+    found = collect(derived, 3.0, LABELS, lambda metric, _error: failed.append(metric.name))
+    assert [(one.metric.name, one.value) for one in found] == [("phalanx_good", 3.0)]
+    assert failed == ["phalanx_broken"]
+
+
+def test_however_often_one_asks_the_text_is_not_made_anew_all_the_time() -> None:
+    made: list[int] = []
+
+    def dear() -> list[Sample]:
+        made.append(1)
+        until_s = time.thread_time() + 0.02
+        while time.thread_time() < until_s:
+            pass
+        return good()
+
+    exporter = Exporter({"dear": dear}, LABELS, share=0.001)
+    with closing(exporter):
+        clocks = {read(exporter.text())["phalanx_clock_timestamp_seconds,r"] for _ in range(50)}
+    assert len(made) == 1
+    assert len(clocks) == 50, "but the clock is that of the moment"
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    exporter = Exporter({"good": good}, LABELS)
+    pages = {"/metrics": metrics_page(exporter), "/targets": json_page(lambda: [1]), "/bad": lambda _: Answer(b"%d" % (1 // 0)), "/large": lambda _: Answer(b"x" * 20_000_000, "text/plain")}  # fmt: skip
+    with closing(MetricsServer(pages, "127.0.0.1", 0)) as serving, closing(exporter):
+        yield serving
+
+
+def get(server: MetricsServer, path: str, **headers: str) -> tuple[int, str, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    if answer.headers["Content-Encoding"] == "gzip":
+        body = gzip.decompress(body)
+    return answer.status, answer.headers["Content-Type"], body
+
+
+def test_the_format_is_the_one_that_is_asked_for(server: MetricsServer) -> None:
+    status, kind, text = get(server, "/metrics")
+    assert (status, kind.split(";")[0], read(text)["phalanx_good,r"]) == (200, "text/plain", 1)
+    asked = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+    status, kind, text = get(server, "/metrics", **asked)
+    assert kind.startswith("application/openmetrics-text")
+    assert text.endswith(b"# EOF\n")
+    assert text.count(b"# EOF") == 1
+
+
+def test_a_large_answer_is_compressed_for_who_can_read_it(server: MetricsServer) -> None:
+    plain = get(server, "/large")[2]
+    assert get(server, "/large", **{"Accept-Encoding": "gzip"})[2] == plain
+    assert json.loads(get(server, "/targets")[2]) == [1]
+
+
+def test_what_is_not_there_or_fails_is_told_by_its_status(server: MetricsServer) -> None:
+    assert get(server, "/secret")[0] == 404
+    assert get(server, "/bad")[0] == 500
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        connection.request("POST", "/metrics", body=b"x")
+        assert connection.getresponse().status == 405
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET", b"\x00" * 40_000, b"GET /metrics\r\n\r\n", b"GET / / HTTP/1.1\r\n\r\n", b"\r\n\r\n"]
+)
+def test_a_client_that_talks_nonsense_is_hung_up_on(server: MetricsServer, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(said)
+        client.shutdown(socket.SHUT_WR)
+        try:
+            while client.recv(1 << 16):
+                pass
+        except ConnectionResetError:
+            pass
+    assert get(server, "/metrics")[0] == 200
+
+
+def test_many_clients_that_send_nothing_and_never_read_delay_a_scrape_and_do_not_prevent_it(
+    server: MetricsServer,
+) -> None:
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
+    clients[0].sendall(b"GET /large HTTP/1.1\r\n\r\n")
+    clients[1].sendall(b"GET /met")
+    try:
+        request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics")
+        assert urllib.request.urlopen(request, timeout=60).status == 200
+        assert threading.active_count() < 30
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_each_process_of_a_machine_finds_a_port_and_says_which(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    directory, observe = RunDirectory(tmp_path), ObserveSpec(metrics_port=port)
+    told: list[str] = []
+    ends = [Endpoint(directory, observe, 0, node, "10.0.0.1", told.append) for node in ("", "n/1", "n2")]
+    for end in ends:
+        end.start({"good": good})
+    deadline_s = time.monotonic() + 20
+    while len(targets([tmp_path])) < 3:
+        assert time.monotonic() < deadline_s, told
+        time.sleep(0.01)
+    found = targets([tmp_path])
+    assert len({address for entry in found for address in entry["targets"]}) == 3  # type: ignore[attr-defined]
+    for entry in found:
+        (address,) = entry["targets"]  # type: ignore[attr-defined]
+        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read()
+        assert b"phalanx_good" in text
+    assert json.loads(urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=10).read()) == found
+    for end in ends:
+        end.close()
+    assert targets([tmp_path]) == []
+
+
+def test_without_a_port_nothing_is_opened(tmp_path: Path) -> None:
+    Endpoint(RunDirectory(tmp_path), ObserveSpec(), 0, "", "h", pytest.fail).start({"good": good})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_that_cannot_be_had_is_a_line_in_the_log_and_no_more(tmp_path: Path) -> None:
+    told: list[str] = []
+    end = Endpoint(RunDirectory(tmp_path), ObserveSpec(metrics_port=1, metrics_host="203.0.113.7"), 0, "", "h", told.append)  # fmt: skip
+    end.start({"good": good})
+    deadline_s = time.monotonic() + 10
+    while not told and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert "observe.metrics_host" in told[0]
+    end.close()
+
+
+def test_the_target_of_a_process_that_was_killed_stays_until_the_run_is_started_again(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    old, new = (Target("h:1", "r", "n", attempt) for attempt in (0, 1))
+    announce(directory, old)
+    withdraw(directory, new)
+    assert len(targets([tmp_path])) == 1, "another process's file is left alone"
+    withdraw_earlier(directory, 1)
+    assert targets([tmp_path]) == []
+    announce(directory, new)
+    withdraw_earlier(directory, 1)
+    assert [entry["targets"] for entry in targets([tmp_path])] == [["h:1"]]
+
+
+def test_files_among_the_targets_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    announce(directory, Target("h:1", "r", "n", 0))
+    for name, text in (
+        ("a", "["),
+        ("b", '{"targets": 3}'),
+        ("c", '[{"targets": [1], "labels": {}}, 7]'),
+        ("d", "[" * 100_000),
+    ):
+        (directory.targets / f"{name}.json").write_text(text)
+    assert [entry["targets"] for entry in targets([tmp_path, tmp_path / "missing"])] == [["h:1"]]
