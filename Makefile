@@ -24,8 +24,8 @@ servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, which some tests sta
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$(grep -v '^#' requirements/debian.txt)
 
 lint: env-dev
-	$(BIN)/ruff format --check src tests bench validation examples
-	$(BIN)/ruff check src tests bench validation examples
+	$(BIN)/ruff format --check src tests bench validation examples deploy
+	$(BIN)/ruff check src tests bench validation examples deploy
 	$(BIN)/mypy
 
 bench: env-dev  ## ratios to peers and physical limits, taken in one run each

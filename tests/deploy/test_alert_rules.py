@@ -9,6 +9,7 @@ from pathlib import Path
 import promql_parser
 import pytest
 import yaml
+
 from deploy.prometheus_rules import (  # fmt: skip
     DEPLOY,
     HEALTHY,
@@ -21,7 +22,6 @@ from deploy.prometheus_rules import (  # fmt: skip
     unit_test,
     with_trouble,
 )
-
 from phalanx.cli.main import _COMMANDS
 from phalanx.fleet.control.fleet_metrics import FLEET_METRICS, NODE_METRICS
 from phalanx.fleet.health.gpu import FATAL_XIDS

@@ -24,12 +24,13 @@ class SinkError(Exception):
 
 @dataclass(frozen=True)
 class Vendor:
-    """A supported tracker, and the module it needs, which has the name of its package."""
+    """A supported tracker, and the module it needs, which has the name of its package if no other is given."""
 
     module: str
     open_sink: Callable[[Path, str], Sink]
     folder: str = ""
     """The folder in the run directory that is all that the tracker keeps; empty if it keeps anything elsewhere."""
+    package: str = ""
 
 
 def _open_tensorboard(run_directory: Path, run: str) -> Sink:  # noqa: ARG001 (the folder names the run)
@@ -56,11 +57,18 @@ def _open_trackio(run_directory: Path, run: str) -> Sink:
     return TrackioSink(run_directory, run)
 
 
+def _open_otel(run_directory: Path, run: str) -> Sink:
+    from phalanx.observe.sinks.otel import OtelSink
+
+    return OtelSink(run_directory, run)
+
+
 VENDORS: Mapping[str, Vendor] = {
     "tensorboard": Vendor("tensorboardX", _open_tensorboard, "tensorboard"),
     "wandb": Vendor("wandb", _open_wandb),
     "mlflow": Vendor("mlflow", _open_mlflow),
     "trackio": Vendor("trackio", _open_trackio, "trackio"),
+    "otel": Vendor("opentelemetry.exporter.otlp.proto.http", _open_otel, package="phalanx-train[otel]"),
 }
 
 
@@ -131,8 +139,16 @@ def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] = VENDORS)
     for name in names:
         if name not in vendors:
             raise SinkError(f"there is no sink {name!r}; there are: {', '.join(sorted(vendors))}")
-        module = vendors[name].module
-        if find_spec(module) is None:
+        module, package = vendors[name].module, vendors[name].package
+        if not _installed(module):
+            package = package or module
             raise SinkError(
-                f"the sink {name!r} needs the package {module}, which is not installed: pip install {module}"
+                f"the sink {name!r} needs the package {package}, which is not installed: pip install {package}"
             )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False

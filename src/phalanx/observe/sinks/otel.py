@@ -1,0 +1,198 @@
+"""OpenTelemetry: the metrics of the run under the names that Prometheus gets, and its epochs, recoveries, checkpoints and evaluations as spans, by OTLP
+over HTTP.
+
+Where to is OpenTelemetry's own business: OTEL_EXPORTER_OTLP_ENDPOINT and its relatives, by default a collector on this machine.
+
+* Numbers are observed when the SDK's reader asks for them (OTEL_METRIC_EXPORT_INTERVAL), from the same table as ``/metrics``. Sums are exported as gauges: a
+  fleet's epochs are attempts, each exported by a process that may be new, so a backend's idea of a counter's start would be wrong at every recovery.
+* All spans of a run have one trace, whose identity follows from the run's name and folder, and each span's identity from what it is of: an epoch that is
+  sent again (``phalanx sinks fill``) is the same span. Numbers of the past cannot be sent again; the SDK stamps them with the present.
+* An epoch's span ends when its rank closes the sink; one that is killed takes its own span along, and the spans within it remain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Finished,
+    Message,
+    NonFinite,
+    Restored,
+    RunStarted,
+    Step,
+    Stopped,
+    encode,
+)
+from phalanx.observe.metrics.run_facts import RunFacts
+from phalanx.observe.metrics.run_metrics import RUN_METRICS
+from phalanx.observe.metrics.samples import Derived, Labels, collect
+from phalanx.observe.recoveries import PHASES
+
+_NS = 1_000_000_000
+_FLUSH_MS = 5_000
+MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+class OtelSink:
+    """Feeds the SDK's providers of metrics and spans."""
+
+    def __init__(self, run_directory: Path, run: str, reader: Any = None, exporter: Any = None) -> None:
+        """``reader`` (of metrics) and ``exporter`` (of spans) replace those of OTLP; for tests."""
+        sdk: Any = importlib.import_module("opentelemetry.sdk.trace")
+        metrics: Any = importlib.import_module("opentelemetry.sdk.metrics")
+        resources: Any = importlib.import_module("opentelemetry.sdk.resources")
+        self._api: Any = importlib.import_module("opentelemetry.trace")
+        self._observation: Any = importlib.import_module("opentelemetry.metrics").Observation
+        self._key = f"{run_directory.resolve()}:{run}"
+        folder = run_directory.resolve().name
+        self._labels, self._facts = Labels(run=folder), RunFacts()
+        resource = resources.Resource.create({"service.name": "phalanx", "phalanx.run": folder})
+        self._meters: Any = metrics.MeterProvider([reader or _otlp_reader()], resource)
+        meter = self._meters.get_meter("phalanx")
+        for derived in RUN_METRICS:
+            about = derived.metric
+            meter.create_observable_gauge(about.name, [self._observer(derived)], description=about.help)
+        self._ids = _Ids()
+        self._tracers: Any = sdk.TracerProvider(resource=resource, id_generator=self._ids)
+        processors: Any = importlib.import_module("opentelemetry.sdk.trace.export")
+        make = processors.SimpleSpanProcessor if exporter else processors.BatchSpanProcessor
+        self._tracers.add_span_processor(make(exporter or _otlp_exporter()))
+        self._tracer: Any = self._tracers.get_tracer("phalanx")
+        self._epoch: Any = None
+        self._attempt, self._last_ns, self._stepped = -1, 0, False
+
+    def write(self, event: Event) -> None:
+        """Takes an event into the facts, and makes the spans that end with it."""
+        self._facts.take(encode(event).rstrip())
+        at_ns = round(event.t * _NS)
+        if event.attempt != self._attempt and isinstance(event.body, RunStarted):
+            self._end_epoch()
+            self._attempt, self._stepped = event.attempt, False
+            self._epoch = self._open("epoch", event.attempt, at_ns, {"ranks": event.body.ranks})
+        self._last_ns = max(self._last_ns, at_ns)
+        match event.body:
+            case Step() as body if not self._stepped:
+                self._stepped = True
+                self._recovered(body, at_ns)
+            case CheckpointSaved() as body:
+                told = {"step": body.step, "bytes": body.size_bytes, "blocked_s": body.blocked_s}
+                self._span("checkpoint", body.step, at_ns - round(body.seconds * _NS), at_ns, told)
+            case Evaluated() as body:
+                told = {"step": body.step, "loss": body.loss}
+                self._span("evaluation", body.step, at_ns - round(body.seconds * _NS), at_ns, told)
+            case Restored() as body if self._epoch is not None:
+                told = {"step": body.step, "source": body.source, "moved_bytes": body.moved_bytes}
+                self._epoch.add_event("restored", told, at_ns)
+            case NonFinite() as body if self._epoch is not None:
+                self._epoch.add_event("not finite", {"step": body.step, "what": body.what}, at_ns)
+            case Message(level="warning" | "error", text=text) if self._epoch is not None:
+                self._epoch.add_event(text[:200], {}, at_ns)
+            case Stopped() | Finished():
+                self._end_epoch()
+
+    def close(self) -> None:
+        """Sends what is left, for a bounded time."""
+        self._end_epoch()
+        self._tracers.force_flush(_FLUSH_MS)
+        self._tracers.shutdown()
+        self._meters.shutdown(_FLUSH_MS)
+
+    def _observer(self, derived: Derived[RunFacts]) -> Callable[[Any], Iterable[Any]]:
+        """What the SDK calls for one metric; on its own thread, while events are taken in: what is half taken is left out until the next time."""
+
+        def observe(_options: Any) -> list[Any]:
+            found = collect([derived], self._facts, self._labels, lambda _metric, _error: None)
+            return [self._observation(value, dict(labels.pairs)) for _, labels, value in found]
+
+        return observe
+
+    # --- spans -----------------------------------------------------------------------------------
+
+    def _recovered(self, step: Step, at_ns: int) -> None:
+        """The span of a start or recovery, from the ledger that the first step ends with, and one for each of its phases."""
+        own_s = sum(seconds for name, seconds in step.ledger.items() if name.startswith("step."))
+        end_ns = at_ns - round(own_s * _NS)
+        phases = {phase.value: step.ledger[phase] for phase in PHASES if step.ledger.get(phase)}
+        begin_ns = end_ns - round(sum(phases.values()) * _NS)
+        name = "recovery" if any(phase.startswith("fault.") for phase in phases) else "start"
+        whole = self._open(name, self._attempt, begin_ns, {"step": step.step})
+        for phase, seconds in phases.items():
+            until_ns = begin_ns + round(seconds * _NS)
+            self._span(phase, self._attempt, begin_ns, until_ns, {}, whole)
+            begin_ns = until_ns
+        whole.end(end_ns)
+
+    def _open(
+        self, name: str, number: int, begin_ns: int, attributes: dict[str, Any], parent: Any = None
+    ) -> Any:
+        self._ids.next_span = _identity(f"{self._key}:{self._attempt}:{name}:{number}", 8)
+        above = parent or (self._epoch if name != "epoch" else None)
+        context = self._api.set_span_in_context(above) if above is not None else self._root()
+        return self._tracer.start_span(
+            name, context, attributes=attributes | {"attempt": self._attempt}, start_time=begin_ns
+        )
+
+    def _span(
+        self,
+        name: str,
+        number: int,
+        begin_ns: int,
+        end_ns: int,
+        attributes: dict[str, Any],
+        parent: Any = None,
+    ) -> None:
+        self._open(name, number, begin_ns, attributes, parent).end(end_ns)
+
+    def _root(self) -> Any:
+        """The run itself as a parent that nobody has to send: it is open for as long as the run."""
+        api, trace = self._api, _identity(self._key, 16)
+        flags = api.TraceFlags(api.TraceFlags.SAMPLED)
+        context = api.SpanContext(trace, _identity(f"{self._key}:run", 8), is_remote=True, trace_flags=flags)
+        return api.set_span_in_context(api.NonRecordingSpan(context))
+
+    def _end_epoch(self) -> None:
+        if self._epoch is not None:
+            self._epoch.end(self._last_ns)
+            self._epoch = None
+
+
+class _Ids:
+    """Gives the SDK the identities that were chosen for the next span."""
+
+    next_span = 1
+
+    def generate_span_id(self) -> int:
+        """Of the next span."""
+        return self.next_span
+
+    def generate_trace_id(self) -> int:
+        """Never asked: every span has a parent."""
+        return self.next_span
+
+    def is_trace_id_random(self) -> bool:
+        """They follow from what they are of."""
+        return False
+
+
+def _identity(text: str, nbytes: int) -> int:
+    """A number that is the same for the same words, and never 0, which OpenTelemetry takes for none."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:nbytes], "big") or 1
+
+
+def _otlp_reader() -> Any:
+    export: Any = importlib.import_module("opentelemetry.sdk.metrics.export")
+    otlp: Any = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+    return export.PeriodicExportingMetricReader(otlp.OTLPMetricExporter())
+
+
+def _otlp_exporter() -> Any:
+    otlp: Any = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    return otlp.OTLPSpanExporter()
