@@ -181,7 +181,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: 
 
 def test_an_unknown_sink_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        SinkError, match=r"no sink 'tensorbord'; there are: mlflow, tensorboard, trackio, wandb"
+        SinkError, match=r"no sink 'tensorbord'; there are: mlflow, otel, tensorboard, trackio, wandb"
     ):
         open_sinks(["tensorbord"], tmp_path, "run")
 

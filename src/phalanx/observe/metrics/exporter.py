@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from collections import Counter
@@ -98,25 +99,32 @@ class Exporter:
         self._labels, self._log, self._patience_s, self._share = labels, log, patience_s, share
         self._lock = threading.Lock()
         self._due_s = 0.0
-        self._texts: dict[bool, bytes] = {}
+        self._texts: dict[tuple[bool, bool], bytes] = {}
         self._samples: list[Sample] = []
         self._failures: Counter[str] = Counter(dict.fromkeys(sources, 0))
         self._complaints: dict[str, str] = {}
 
-    def text(self, *, open_metrics: bool = False) -> bytes:
-        """The text of now, or of a moment ago."""
+    def text(self, *, open_metrics: bool = False, zipped: bool = False) -> bytes:
+        """The text of now, or of a moment ago; compressed by gzip if ``zipped``."""
         with self._lock:
             if time.monotonic() >= self._due_s:
                 self._texts = {}
                 self._samples = self._gathered()
-            if open_metrics not in self._texts:
+            if (open_metrics, zipped) not in self._texts:
                 began_s = time.thread_time()
-                self._texts[open_metrics] = render(self._samples, open_metrics=open_metrics)
+                self._texts[open_metrics, zipped] = self._made(open_metrics, zipped)
                 took_s = time.thread_time() - began_s
                 self._due_s = max(self._due_s, time.monotonic()) + took_s / self._share
-            body = self._texts[open_metrics]
+            body = self._texts[open_metrics, zipped]
         clock = render([Sample(CLOCK, self._labels, time.time())], open_metrics=open_metrics)
-        return body.removesuffix(b"# EOF\n") + clock
+        return body + (
+            gzip.compress(clock, compresslevel=1) if zipped else clock
+        )  # gzip files may follow each other
+
+    def _made(self, open_metrics: bool, zipped: bool) -> bytes:
+        """The text but for the clock. Compressing is without the interpreter's lock, and still too dear for each scrape of a large fleet."""
+        text = render(self._samples, open_metrics=open_metrics).removesuffix(b"# EOF\n")
+        return gzip.compress(text, compresslevel=1) if zipped else text
 
     def close(self) -> None:
         """Ends the sources' threads; one that hangs is left behind."""

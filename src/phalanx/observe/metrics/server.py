@@ -8,7 +8,6 @@ shares the process. ``http.server`` bounds none of these but the silence between
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
 import threading
@@ -25,7 +24,6 @@ _WAITING = 16
 _MOST_REQUEST_BYTES = 16 << 10
 _REQUEST_S, _ANSWER_S = 2.0, 10.0
 _PAUSE_S = 0.02
-_LEAST_ZIPPED = 2048
 
 
 class Answer(NamedTuple):
@@ -34,6 +32,8 @@ class Answer(NamedTuple):
     body: bytes
     content_type: str = "application/json; charset=utf-8"
     status: str = "200 OK"
+    zipped: bool = False
+    """The body is compressed by gzip already."""
 
 
 Headers = Mapping[str, str]
@@ -45,7 +45,9 @@ def metrics_page(exporter: Exporter) -> Page:
 
     def page(headers: Headers) -> Answer:
         open_metrics = "application/openmetrics-text" in headers.get("accept", "")
-        return Answer(exporter.text(open_metrics=open_metrics), OPEN_METRICS if open_metrics else TEXT)
+        zipped = _takes_gzip(headers)
+        text = exporter.text(open_metrics=open_metrics, zipped=zipped)
+        return Answer(text, OPEN_METRICS if open_metrics else TEXT, zipped=zipped)
 
     return page
 
@@ -93,14 +95,12 @@ class MetricsServer:
     def _converse(self, connection: socket.socket) -> None:
         method, path, headers = _request(connection)
         answer = self._answer(method, path, headers)
-        body, zipped = answer.body, "gzip" in headers.get("accept-encoding", "")
-        if zipped := zipped and len(body) >= _LEAST_ZIPPED:
-            body = gzip.compress(body, compresslevel=1)  # without the interpreter's lock
+        body = answer.body
         head = [
             f"HTTP/1.1 {answer.status}",
             f"Content-Type: {answer.content_type}",
             f"Content-Length: {len(body)}",
-            *(["Content-Encoding: gzip"] if zipped else []),
+            *(["Content-Encoding: gzip"] if answer.zipped else []),
             *("Cache-Control: no-store", "X-Content-Type-Options: nosniff", "Connection: close", "", ""),
         ]
         _send(connection, "\r\n".join(head).encode() + (b"" if method == "HEAD" else body))
@@ -115,6 +115,10 @@ class MetricsServer:
             return page(headers)
         except Exception as error:
             return _plain("500 Internal Server Error", f"{type(error).__name__}: {error}")
+
+
+def _takes_gzip(headers: Headers) -> bool:
+    return "gzip" in headers.get("accept-encoding", "")
 
 
 def _plain(status: str, text: str) -> Answer:

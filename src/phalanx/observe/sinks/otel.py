@@ -73,6 +73,7 @@ class OtelSink:
         """Takes an event into the facts, and makes the spans that end with it."""
         self._facts.take(encode(event).rstrip())
         at_ns = round(event.t * _NS)
+        told: dict[str, Any]
         if event.attempt != self._attempt and isinstance(event.body, RunStarted):
             self._end_epoch()
             self._attempt, self._stepped = event.attempt, False
