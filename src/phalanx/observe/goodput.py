@@ -14,6 +14,8 @@ ml-goodput-measurement (productive step time over elapsed time); the outcome of 
 the fact, as in ByteRobust's effective training time ratio (arXiv:2509.16293).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -21,10 +23,12 @@ from itertools import pairwise
 from phalanx.observe.events import (
     FROM_OUTSIDE,
     CheckpointSaved,
+    EpochLeft,
     Event,
     Finished,
     NonFinite,
     Restored,
+    RunStarted,
     Step,
     Stopped,
 )
@@ -86,6 +90,60 @@ def goodput(events: Iterable[Event]) -> Goodput:
         nonfinite_ns=line.nonfinite_ns,
         gap_ns=sum(max(0, after.start_ns - before.end_ns) for before, after in pairwise(accounts)),
         attempts=len(accounts),
+    )
+
+
+@dataclass(frozen=True)
+class AttemptAccount:
+    """Where the time of one attempt went, or of one epoch of a fleet: of the rank that wrote the events."""
+
+    attempt: int
+    started_s: float
+    """Unix seconds, as ``ended_s``."""
+    ended_s: float
+    ranks: int
+    """0 if its start was not logged."""
+    reason: str
+    """Why it ended; empty if nobody has said so."""
+    buckets_ns: Mapping[str, int]
+    """They sum to its share of ``Goodput.held_ns``."""
+    first_step: int
+    """The first step that it computed, and the last one; 0 if it came to none."""
+    last_step: int
+
+
+def attempt_accounts(events: Iterable[Event]) -> list[AttemptAccount]:
+    """The account of each attempt that held its machines, in order; together they are the whole of ``goodput(events)``."""
+    attempts: dict[int, list[Event]] = {}
+    reasons: dict[int, str] = {}
+    lived = 0
+    for event in events:
+        attempts.setdefault(event.attempt, []).append(event)
+        match event.body:
+            case EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
+                reasons.setdefault(lived, reason)
+            case Stopped(reason=reason):
+                reasons[event.attempt] = reason
+            case Finished():
+                reasons[event.attempt] = "finished"
+        if not isinstance(event.body, FROM_OUTSIDE):
+            lived = event.attempt
+    accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
+    return [_described(account, reasons.get(account.events[0].attempt, "")) for account in accounts]
+
+
+def _described(account: _Account, reason: str) -> AttemptAccount:
+    steps = [event.body.step for event in account.events if isinstance(event.body, Step)]
+    ranks = [event.body.ranks for event in account.events if isinstance(event.body, RunStarted)]
+    return AttemptAccount(
+        attempt=account.events[0].attempt,
+        started_s=account.start_ns / NS_PER_S,
+        ended_s=account.end_ns / NS_PER_S,
+        ranks=ranks[-1] if ranks else 0,
+        reason=reason,
+        buckets_ns=account.buckets_ns,
+        first_step=steps[0] if steps else 0,
+        last_step=steps[-1] if steps else 0,
     )
 
 
