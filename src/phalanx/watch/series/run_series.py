@@ -1,0 +1,212 @@
+"""The numbers of one run, followed as its event file grows: logged steps in a table, and what happened in lists that are bounded.
+
+A refresh reads what was appended since the last one, for a given time at most: a file of gigabytes is read over several requests, each
+of which answers with what is known so far. Nothing here writes, locks or waits, so a run never notices.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.observe.events import (
+    FROM_OUTSIDE,
+    CheckpointSaved,
+    EpochLeft,
+    Evaluated,
+    Event,
+    Finished,
+    MemoryMeasured,
+    NonFinite,
+    Restored,
+    RunStarted,
+    Step,
+    Stopped,
+    decode,
+)
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.series.marks import Mark, mark_of
+from phalanx.watch.series.step_lines import Row, row_of, step_row
+from phalanx.watch.series.table import MOST_STEP, NAMES, StepTable
+from phalanx.watch.series.tail import FileTail
+
+MOST_MARKS = 20_000
+MOST_STARTS = 10_000
+MOST_EVALUATIONS = 5_000
+MOST_OTHERS = 200_000
+"""Lines that are no steps, of which it is remembered where they are."""
+MOST_MEMORY_KINDS = 16
+USUAL_BUDGET_S = 1.5
+_TOLD = (
+    RunStarted,
+    Restored,
+    CheckpointSaved,
+    NonFinite,
+    EpochLeft,
+    Evaluated,
+    MemoryMeasured,
+    Stopped,
+    Finished,
+)
+"""Kinds of events, beside steps, on which the accounts of a run depend, or by which an attempt is dated."""
+_UNREADABLE = (ValueError, RecursionError, OverflowError)
+
+
+class RunSeries:
+    """What is known of one run's events. Several threads may use one: each holds ``lock`` while it reads what is here."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = RunDirectory(path)
+        self.lock = threading.RLock()
+        self._tail = FileTail(self.directory.events)
+        self._more = False
+        self.restarts = 0
+        """How often the file turned out to be another one than before."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.table = StepTable()
+        self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
+        """The events of kind ``RunStarted``."""
+        self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
+        """Of lines that are no steps and that accounts depend on: the number of rows before it, and its offset."""
+        self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
+        self.torn_lines = 0
+        self.last_t: float | None = None
+        """When the newest event was written."""
+        self.ending: Event | None = None
+        """The newest event of the ranks, if it ended an attempt."""
+        self.problem = ""
+
+    def _restart(self) -> None:
+        self._begin()
+        self.restarts += 1
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever something was read."""
+        return self.restarts, self._tail.read_bytes
+
+    @property
+    def unread(self) -> tuple[int, int] | None:
+        """Bytes that were read and bytes that there are, while a refresh has not reached the end of the file."""
+        return (self._tail.read_bytes, self._tail.size_bytes) if self._more else None
+
+    @property
+    def dropped_lines(self) -> int:
+        """Lines that were longer than any event."""
+        return self._tail.dropped_lines
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this takes, about."""
+        return self.table.nbytes + 400 * len(self.marks) + 100 * len(self.others) + 4000 * len(self.starts)
+
+    def refresh(self, budget_s: float = USUAL_BUDGET_S) -> None:
+        """Reads what was appended, for about so long; ``unread`` tells whether more is there. Raises nothing: see ``problem``."""
+        with self.lock:
+            until_s = time.monotonic() + budget_s
+            try:
+                self.problem, self._more = "", True
+                while self._more:
+                    batch = self._tail.next_batch()
+                    if batch.restarted:
+                        self._restart()
+                    self._take(batch.lines)
+                    self._more = batch.more
+                    if time.monotonic() > until_s:
+                        break
+            except OSError as error:
+                self._more = False
+                self.problem = f"cannot read {self._tail.path}: {error.strerror}"
+
+    def _take(self, lines: tuple[tuple[int, bytes], ...]) -> None:
+        rows: list[Row] = []
+        for offset, line in lines:
+            row = step_row(line, offset)
+            if row is None:
+                self._flush(rows)
+                self._take_other(line, offset)
+            else:
+                rows.append(row)
+        self._flush(rows)
+
+    def _flush(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        try:
+            self.table.append(rows)
+        except (ValueError, OverflowError):  # a word that is no number: one row of all
+            for row in rows:
+                self._append_alone(row)
+        rows.clear()
+        self.last_t = float(self.table.column("t")[-1]) if self.table.rows else self.last_t
+        self.ending = None
+
+    def _append_alone(self, row: Row) -> None:
+        try:
+            self.table.append([row])
+        except (ValueError, OverflowError):
+            self.torn_lines += 1
+
+    def _take_other(self, line: bytes, offset: int) -> None:
+        try:
+            event = decode(line)
+        except _UNREADABLE:
+            self.torn_lines += 1
+            return
+        body = event.body
+        self.last_t = event.t
+        if isinstance(body, Step):
+            row = row_of(body, event.t, event.attempt, offset)
+            if row is None:
+                self.torn_lines += 1
+            else:
+                self._flush([row])
+            return
+        if isinstance(body, _TOLD):
+            self.others.append((self.table.rows, offset))
+        if not isinstance(body, FROM_OUTSIDE):
+            self.ending = event if isinstance(body, Stopped | Finished) else None
+        if isinstance(body, RunStarted):
+            self.starts.append(event)
+        elif isinstance(body, Evaluated):
+            self.evaluations.append((event, body))
+            self._note(body.step, "eval_loss", body.loss)
+            self._note(body.step, "eval_bits_per_byte", body.bits_per_byte)
+        elif isinstance(body, MemoryMeasured):
+            for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
+                self._note(body.step, f"memory.{kind}", size)
+        mark = mark_of(event, self.last_step)
+        if mark is not None and 0 <= mark.step <= MOST_STEP:
+            self.marks.append(mark)
+
+    def _note(self, step: int, name: str, value: float | None) -> None:
+        if value is None or abs(value) > 1e300 or math.isnan(value):
+            return
+        if (
+            name.startswith("memory.")
+            and name not in self.table.sparse
+            and len(self.table.sparse) >= MOST_MEMORY_KINDS
+        ):
+            return
+        self.table.set_at(step, name, float(value))
+
+    @property
+    def last_step(self) -> int:
+        """The step that was logged last; 0 before the first."""
+        return int(self.table.column("step")[-1]) if self.table.rows else 0
+
+    def curve_names(self) -> list[str]:
+        """The names of the curves that have a value anywhere."""
+        with self.lock:
+            known = [
+                name for name in NAMES if bool(np.isfinite(self.table.column(name).astype(np.float64)).any())
+            ]
+            return [*known, *sorted(self.table.sparse)]

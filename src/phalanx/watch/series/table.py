@@ -1,0 +1,127 @@
+"""The logged steps of a run in columns: 77 bytes a step, so that a hundred thousand steps of forty runs fit into a server's memory.
+
+Every logged step has a row, in the order written, with those that a restart had computed again. Numbers that tell where and when
+(step, time, tokens) and the loss are kept as they were logged; the others in single precision, which is more than any screen shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+KEPT_WHOLE = ("step", "attempt", "offset", "t", "tokens", "loss")
+LOGGED = (
+    *("grad_norm", "lr", "tokens_per_s", "step_s", "mfu", "bits_per_byte", "goodput"),
+    *("peak_memory_bytes", "balance", "data_wait_share", "has_ledger"),
+)
+LATER = ("eval_loss", "eval_bits_per_byte")
+"""Columns of numbers that other events bring, at the step to which they belong."""
+NAMES = ("loss", *(name for name in LOGGED if name != "has_ledger"), *LATER)
+"""The curves that there may be, but for those of memory by kind."""
+ROW = (*KEPT_WHOLE, *LOGGED)
+"""The order of numbers in a row."""
+_TYPES: dict[str, npt.DTypeLike] = {
+    **dict.fromkeys((*LOGGED, *LATER), np.float32),
+    **dict.fromkeys(("t", "tokens", "loss"), np.float64),
+    "step": np.int32,
+    "attempt": np.int32,
+    "offset": np.int64,
+    "has_ledger": np.bool_,
+}
+_FIRST_ROWS = 256
+MOST_STEP = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that not every run has, such as memory of a kind: its rows and values."""
+
+    rows: list[int]
+    values: list[float]
+
+
+class StepTable:
+    """Columns that grow by rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._columns: dict[str, npt.NDArray[np.generic]] = {
+            name: np.empty(_FIRST_ROWS, dtype) for name, dtype in _TYPES.items()
+        }
+        self.sparse: dict[str, Column] = {}
+        self._alive: Integers | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns take."""
+        return sum(column.nbytes for column in self._columns.values()) + 100 * sum(
+            len(column.rows) for column in self.sparse.values()
+        )
+
+    def column(self, name: str) -> npt.NDArray[np.generic]:
+        """The values of all rows. Raises ``KeyError`` for a name that no table has."""
+        return self._columns[name][: self.rows]
+
+    def append(self, rows: Sequence[Sequence[float | str | None]]) -> None:
+        """Adds rows in the order of ``ROW``; ``None`` and the three words for numbers that are not finite are numbers here.
+
+        Raises ``ValueError`` if a word is none of these; nothing is added then.
+        """
+        if not rows:
+            return
+        values = np.array(rows, np.float64)
+        end = self.rows + len(rows)
+        self._reserve(end)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for number, name in enumerate(ROW):
+                self._columns[name][self.rows : end] = values[:, number]
+        for name in LATER:
+            self._columns[name][self.rows : end] = np.nan
+        self.rows, self._alive = end, None
+
+    def _reserve(self, rows: int) -> None:
+        held = len(self._columns["step"])
+        if rows <= held:
+            return
+        wanted = max(rows, held + held // 4)
+        for name, column in self._columns.items():
+            grown = np.empty(wanted, column.dtype)
+            grown[: self.rows] = column[: self.rows]
+            self._columns[name] = grown
+
+    def set_at(self, step: int, name: str, value: float) -> None:
+        """Notes a number that belongs to ``step``, in the newest row that is not after it; before the first step there is none."""
+        row = self._newest_row(step)
+        if row is None:
+            return
+        if name in LATER:
+            with np.errstate(over="ignore"):
+                self._columns[name][row] = value
+        else:
+            column = self.sparse.setdefault(name, Column([], []))
+            column.rows.append(row)
+            column.values.append(value)
+
+    def _newest_row(self, step: int) -> int | None:
+        steps = self._columns["step"]
+        row = self.rows - 1
+        # Evaluations follow their step: the search is short, but for damaged numbers.
+        for back in range(min(self.rows, 10_000)):
+            if int(steps[row - back]) <= step:
+                return row - back
+        return None
+
+    def alive(self) -> Integers:
+        """The rows that no later one has replaced, in order: their steps ascend. Steps computed again count as computed last."""
+        if self._alive is None:
+            steps = self.column("step")
+            least_after = np.minimum.accumulate(steps[::-1])[::-1]
+            later = np.append(least_after[1:], np.int64(2**62)) if self.rows else least_after
+            self._alive = np.flatnonzero(steps < later)
+        return self._alive
