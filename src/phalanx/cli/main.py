@@ -44,6 +44,7 @@ _COMMANDS = {
     "pod": ("fleet", "Take part in a run as a pod of a Kubernetes job."),
     "sinks": ("watch", "Send a run's trackers what they missed."),
     "watch": ("watch", "Look at a run while it goes on, or afterwards."),
+    "ui": ("watch", "A page over all runs: curves, comparisons, where the time went."),
     "plan": ("plan", "The best layouts of a run on a cluster: memory, time, cost, and why."),
     "calibrate": ("plan", "Measure this machine, for plans that are made for it."),
     "hardware": ("plan", "Accelerators and systems that plans are made for, with sources."),

@@ -1,0 +1,126 @@
+"""The application of ``phalanx ui``: paths, and which view answers each.
+
+Everything is read from run directories at the time of the request; nothing is ever written to one, and no file of one is locked. Views are
+plain functions that run in threads, so that a slow disk holds up no other request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from phalanx.watch.page.answer import Parameters, RequestError, json_answer, not_found
+from phalanx.watch.page.guard import Access, Guard
+from phalanx.watch.page.live import Live
+from phalanx.watch.page.places import Place
+from phalanx.watch.page.views import checkpoints, curves, fleet, goodput, others, run
+from phalanx.watch.page.views.runs import Runs
+
+STATIC = Path(__file__).parent / "static"
+_MOST_WATCHED = 500
+View = Callable[[Runs, Place, Parameters], object]
+
+
+def application(runs: Runs, access: Access, live: Live | None = None) -> ASGIApp:
+    """The application over ``runs``, for those whom ``access`` lets in."""
+    live = live or Live(runs.news)
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(live.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    routes = [
+        Route("/", _index),
+        Route("/api/runs", partial(_answer, lambda _parameters: runs.list_all())),
+        Route("/api/events", _events(runs, live)),
+        *(Route(f"/api/run/{{id}}{path}", partial(_view, runs, view)) for path, view in _views().items()),
+        Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={RequestError: _explain, HTTPException: _explain, Exception: _apologize},
+    )
+    return Guard(app, access)
+
+
+def _views() -> dict[str, View]:
+    return {
+        "": run.summary,
+        "/curves": curves.curves_view,
+        "/goodput": goodput.goodput_view,
+        "/fleet": fleet.fleet_view,
+        "/checkpoints": checkpoints.checkpoints_view,
+        **dict.fromkeys(("/ranks", "/rank/{rank}", "/logs", "/why", "/profiles"), others.missing),
+    }
+
+
+async def _index(_request: Request) -> Response:
+    if not (STATIC / "index.html").is_file():
+        raise not_found(f"{STATIC} has no index.html: this installation is incomplete; install Phalanx again")
+    return FileResponse(STATIC / "index.html", media_type="text/html")
+
+
+async def _answer(make: Callable[[Parameters], object], request: Request) -> Response:
+    content = await to_thread.run_sync(make, Parameters(request.query_params))
+    return content if isinstance(content, Response) else json_answer(content)
+
+
+async def _view(runs: Runs, view: View, request: Request) -> Response:
+    def make(parameters: Parameters) -> object:
+        return view(runs, runs.place(request.path_params["id"]), parameters)
+
+    return await _answer(make, request)
+
+
+def _events(runs: Runs, live: Live) -> Callable[[Request], object]:
+    async def endpoint(request: Request) -> Response:
+        if live.full:
+            raise RequestError("there are as many viewers as one server has: close a page, or wait", 503)
+        asked = Parameters(request.query_params).names("ids", most=_MOST_WATCHED)
+        places = await to_thread.run_sync(runs.watched, asked, _MOST_WATCHED)
+        return _Stream(live, places)
+
+    return endpoint
+
+
+class _Stream(Response):
+    """A response that lasts as long as its viewer."""
+
+    def __init__(self, live: Live, places: list[Place]) -> None:
+        super().__init__()
+        self._live, self._places = live, places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        await self._live.serve(self._places, receive, send)
+
+
+async def _explain(_request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return json_answer({"error": str(error)}, error.status)
+    assert isinstance(error, HTTPException)
+    return json_answer({"error": error.detail}, error.status_code)
+
+
+async def _apologize(_request: Request, error: Exception) -> Response:
+    return json_answer(
+        {"error": f"a defect of phalanx ui, which the run does not notice: {error!r}"[:500]}, 500
+    )

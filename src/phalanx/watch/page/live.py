@@ -1,0 +1,134 @@
+"""Tells open pages which runs have changed, by server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+One task looks at the files of all runs that are watched, once a second for all viewers together. A viewer has no queue but a note of the
+newest change of each run: one that reads slowly misses steps in between, which it is told, and holds no memory. One that takes nothing
+at all for half a minute is let go; its browser comes back by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+from anyio import to_thread
+from starlette.types import Receive, Send
+
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.page.places import Place
+
+MOST_VIEWERS = 256
+HEARTBEAT_S = 15.0
+STALLED_S = 30.0
+LOOK_S = 1.0
+_FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json")
+News = dict[str, object]
+Describe = Callable[[Place], News]
+"""What to tell of a run that has changed."""
+
+
+class Viewer:
+    """One open page: the runs that it shows, and what it was not told yet."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = {place.id: place for place in places}
+        self._due: dict[str, News] = {}
+        self._missed = 0
+        self._woken = asyncio.Event()
+
+    def note(self, place: Place, news: News) -> None:
+        """Keeps the newest change of a run until it can be told."""
+        self._missed += place.id in self._due
+        self._due[place.id] = news
+        self._woken.set()
+
+    async def next_lines(self, patience_s: float) -> bytes:
+        """What is to be told now, as lines of the protocol; after ``patience_s`` without news, a heartbeat."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), patience_s)
+        self._woken.clear()
+        due, missed = self._due, self._missed
+        self._due, self._missed = {}, 0
+        if not due:
+            return b": still here\n\n"
+        told = [*due.values(), *([{"kind": "dropped", "count": missed}] if missed else [])]
+        return b"".join(b"data: " + msgspec.json.encode(news) + b"\n\n" for news in told)
+
+
+class Live:
+    """All viewers, and the task that looks for them."""
+
+    def __init__(self, describe: Describe, *, look_s: float = LOOK_S, stalled_s: float = STALLED_S) -> None:
+        self._describe, self._look_s, self._stalled_s = describe, look_s, stalled_s
+        self._viewers: set[Viewer] = set()
+        self._signs: dict[str, object] = {}
+
+    @property
+    def full(self) -> bool:
+        """True if there are as many viewers as one server has."""
+        return len(self._viewers) >= MOST_VIEWERS
+
+    async def watch(self) -> None:
+        """Looks until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            places = {place.id: place for viewer in self._viewers for place in viewer.places.values()}
+            changed = await to_thread.run_sync(self._changed, list(places.values()))
+            for place, news in changed:
+                for viewer in self._viewers:
+                    if place.id in viewer.places:
+                        viewer.note(place, news)
+
+    def _changed(self, places: list[Place]) -> list[tuple[Place, News]]:
+        """The runs whose files are others than at the last look, with what to tell; a run that nobody watched before is as it is."""
+        found = []
+        signs: dict[str, object] = {}
+        for place in places:
+            sign = signs[place.id] = _sign(place)
+            if place.id in self._signs and self._signs[place.id] != sign:
+                found.append((place, self._describe(place)))
+        self._signs = signs
+        return found
+
+    async def serve(self, places: Sequence[Place], receive: Receive, send: Send) -> None:
+        """Answers a request for events until its viewer leaves, or stalls."""
+        viewer = Viewer(places)
+        self._viewers.add(viewer)
+        leaving = asyncio.create_task(_until_left(receive))
+        try:
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"retry: 3000\n\n", "more_body": True})
+            while not leaving.done():
+                lines = asyncio.create_task(viewer.next_lines(HEARTBEAT_S))
+                await asyncio.wait((lines, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
+                    lines.cancel()
+                    break
+                body = {"type": "http.response.body", "body": lines.result(), "more_body": True}
+                await asyncio.wait_for(send(body), self._stalled_s)
+            with suppress(OSError):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):
+            return  # stalled, or gone: the connection is closed by the server
+        finally:
+            self._viewers.discard(viewer)
+            leaving.cancel()
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _sign(place: Place) -> object:
+    found: list[tuple[int, int, int] | None] = []
+    for name in _FILES:
+        try:
+            seen = os.stat(RunDirectory(place.path).path / name)
+            found.append((seen.st_ino, seen.st_size, seen.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return tuple(found)

@@ -1,0 +1,102 @@
+"""Runs the page's application with uvicorn, at an address that is free, until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from phalanx.watch.page.app import application
+from phalanx.watch.page.guard import access_for, is_loopback, new_token
+from phalanx.watch.page.views.runs import Runs
+
+USUAL_PORT = 7425
+_TRIES = 20
+_MOST_CONNECTIONS = 1024
+
+
+class ServerError(RuntimeError):
+    """The page cannot be served; the message says what to do."""
+
+
+def serve(
+    folders: Sequence[Path],
+    host: str,
+    port: int | None,
+    *,
+    demand_token: bool,
+    open_page: bool | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Serves the page until Ctrl-C; ``tell`` is given its address. Raises ``ServerError``."""
+    token = new_token() if demand_token or not is_loopback(host) else ""
+    sock = listen(host, port)
+    url = address(host, sock.getsockname()[1], token)
+    runs = Runs(folders)
+    tell(
+        f"{url}  ({len(runs.places())} runs in {', '.join(map(str, folders))}; Ctrl-C ends the page, never a run)"
+    )
+    if open_page or (open_page is None and _has_browser()):
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    uvicorn_of(runs, host, token).run(sockets=[sock])
+
+
+def uvicorn_of(runs: Runs, host: str, token: str) -> uvicorn.Server:
+    """A server of the page, that is given its socket."""
+    config = uvicorn.Config(
+        application(runs, access_for(host, token)),
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A socket that listens at ``port``; at the usual one or one after it if that is ``None``. Raises ``ServerError``."""
+    wanted = range(USUAL_PORT, USUAL_PORT + _TRIES) if port is None else [port]
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    except OSError as error:
+        raise ServerError(f"--host {host}: {error.strerror}; give an address of this machine") from error
+    for one in wanted:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, one))
+            sock.listen(256)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE and one != wanted[-1]:
+                continue
+            raise ServerError(
+                f"cannot listen at {host}, port {one}: {error.strerror}; give another --port, or 0 for any"
+            ) from error
+        return sock
+    raise AssertionError
+
+
+def address(host: str, port: int, token: str) -> str:
+    """The page's URL; of an address that means all of them, the machine's name."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+
+
+def _has_browser() -> bool:
+    if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:
+        return False
+    return sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

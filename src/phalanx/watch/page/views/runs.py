@@ -1,0 +1,127 @@
+"""All runs that the page shows, and what is kept of them between requests."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+
+from phalanx.model.facts.counts import count
+from phalanx.observe.events import Event
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.spec import RunSpec
+from phalanx.watch.page.answer import RequestError, not_found
+from phalanx.watch.page.places import Place, Places
+from phalanx.watch.page.rows import Row, Rows
+from phalanx.watch.series.cache import USUAL_BYTES, SeriesCache
+from phalanx.watch.series.run_series import RunSeries
+from phalanx.watch.series.thinned import thinned_events
+
+
+class Runs:
+    """The runs below some folders. Threads of requests share one."""
+
+    def __init__(self, folders: Sequence[Path], most_series_bytes: int = USUAL_BYTES) -> None:
+        self._places, self._rows = Places(folders), Rows()
+        self._series = SeriesCache(most_series_bytes)
+        self._thinned = KeptStories()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that the page was given."""
+        return self._places.folders
+
+    def places(self) -> list[Place]:
+        """All runs, by path."""
+        return self._places.all()
+
+    def place(self, identifier: str) -> Place:
+        """The run of an identifier. Raises ``RequestError``."""
+        found = self._places.get(identifier)
+        if found is None:
+            raise not_found(f"there is no run {identifier[:100]!r} here (any more)")
+        return found
+
+    def watched(self, identifiers: Sequence[str], most: int) -> list[Place]:
+        """The runs of the identifiers that there are; of none, all, ``most`` at most."""
+        if not identifiers:
+            return self.places()[:most]
+        return [place for one in identifiers if (place := self._places.get(one)) is not None]
+
+    def list_all(self) -> dict[str, object]:
+        """The answer to ``/api/runs``."""
+        rows = [self.row(place) for place in self.places()]
+        return {"folders": [str(folder) for folder in self.folders], "runs": [asdict(row) for row in rows]}
+
+    def row(self, place: Place) -> Row:
+        """A run's row in the list."""
+        return self._rows.row(place)
+
+    def news(self, place: Place) -> dict[str, object]:
+        """What viewers are told when a run has changed."""
+        row = self.row(place)
+        return {
+            "id": place.id,
+            "kind": "changed",
+            "step": row.step,
+            "state": row.state,
+            "updated": row.updated,
+        }
+
+    def series(self, place: Place) -> RunSeries:
+        """The run's numbers, as new as its file."""
+        return self._series.get(place.path)
+
+    def thinned(self, place: Place) -> list[Event]:
+        """The events on which the run's accounts depend. Raises ``RequestError`` if its file cannot be read."""
+        run = self.series(place)
+        try:
+            return self._thinned.of(place.id, run)
+        except OSError as error:
+            raise RequestError(f"cannot read {error.filename}: {error.strerror}", 404) from None
+
+    def spec(self, place: Place) -> RunSpec | None:
+        """The run's resolved run file; ``None`` if it cannot be read."""
+        try:
+            return read_resolved(RunDirectory(place.path))
+        except (RunDirectoryError, OSError):
+            return None
+
+    def flops_per_token(self, place: Place) -> float | None:
+        """Operations of the run's model for a training token, attention in full as MFU counts it; ``None`` if it is not known."""
+        spec = self.spec(place)
+        return None if spec is None else _flops_per_token(spec)
+
+
+class KeptStories:
+    """The thinned events of the runs that were asked for last, until their files grow."""
+
+    def __init__(self, most: int = 32) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._kept: OrderedDict[str, tuple[tuple[int, int], list[Event]]] = OrderedDict()
+
+    def of(self, identifier: str, run: RunSeries) -> list[Event]:
+        """The thinned events of a run. Raises ``OSError``."""
+        version = run.version
+        with self._lock:
+            kept = self._kept.get(identifier)
+        if kept is not None and kept[0] == version:
+            return kept[1]
+        found = thinned_events(run)
+        with self._lock:
+            self._kept[identifier] = version, found
+            self._kept.move_to_end(identifier)
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        return found
+
+
+@lru_cache(maxsize=256)
+def _flops_per_token(spec: RunSpec) -> float | None:
+    try:
+        return float(count(spec.model, spec.train.seq_len).flops_per_token)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        return None
