@@ -1,0 +1,171 @@
+/** Several runs over one another: curves, which settings and environments differ, and whether they must have the same bits. */
+
+import uPlot from "./vendor/uPlot.esm.js";
+import { get, ofRun } from "./api.js";
+import { AXES, Chart } from "./chart.js";
+import { choice, command, el, empty, panel, put, select, table } from "./dom.js";
+import { anything, duration, fixed, known, number, percent, si } from "./format.js";
+import { stateChip } from "./runs.js";
+import { runAddress } from "./router.js";
+
+const POINTS = 800;
+const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+
+/** @typedef {{name: string, title: string, format: (value: number | null) => string, sparse?: boolean}} Metric */
+/** @type {Metric[]} */
+const METRICS = [
+  { name: "loss", title: "Loss", format: (value) => fixed(value) },
+  { name: "eval_loss", title: "Held-out loss", format: (value) => fixed(value), sparse: true },
+  { name: "bits_per_byte", title: "Bits per byte", format: (value) => fixed(value) },
+  { name: "grad_norm", title: "Gradient norm", format: (value) => number(value) },
+  { name: "lr", title: "Learning rate", format: (value) => number(value, 3) },
+  { name: "tokens_per_s", title: "Tokens per second", format: (value) => si(value) },
+  { name: "mfu", title: "MFU", format: (value) => percent(value) },
+  { name: "step_s", title: "Step time", format: (value) => duration(value) },
+  { name: "peak_memory_bytes", title: "Peak memory", format: (value) => si(value, "B") },
+];
+const BESIDE = ["eval_loss", "grad_norm", "tokens_per_s", "mfu"];
+
+/** @type {import("./main.js").MakeView} */
+export function compareView(host, page) {
+  const ids = (page.params.get("ids") ?? "").split(",").filter(Boolean);
+  let x = page.params.get("x") ?? "step";
+  let main = METRICS.some(({ name }) => name === page.params.get("y")) ? String(page.params.get("y")) : "loss";
+  let weight = Number(page.params.get("smooth")) || 0;
+  let logX = page.params.get("logx") === "1";
+  const logY = page.params.get("logy") === "1";
+  /** @type {any[]} */
+  let curves = [];
+  /** @type {any[]} */
+  let rows = [];
+  /** @type {Chart[]} */
+  let charts = [];
+
+  if (ids.length < 2) {
+    put(host, empty("Nothing to compare", "Choose two runs or more in ", el("a", { href: "#/", text: "the list" }), " (x), then compare them (c)."));
+    return { update: async () => {} };
+  }
+
+  const legend = el("div", { class: "legendbox" });
+  const bits = el("div");
+  const grid = el("div", { class: "charts compare" });
+  const tables = el("div");
+  const smoothing = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(weight), "aria-label": "Smoothing", on: { input: () => ((weight = Number(smoothing.value)), page.set({ smooth: weight || null }), draw()) } });
+  const logBox = el("input", { type: "checkbox", checked: logX, on: { change: () => ((logX = logBox.checked), page.set({ logx: logX ? 1 : null }), draw()) } });
+  put(
+    host,
+    legend,
+    bits,
+    el(
+      "div", { class: "bar" },
+      select("curve", METRICS.map(({ name, title }) => [name, title]), main, (name) => ((main = name), page.set({ y: name }), rebuild())),
+      choice("Axis", AXES.map(([name, title]) => [name, title]), x, (name) => ((x = name), page.set({ x }), page.reload())),
+      el("label", { class: "field" }, el("span", { text: "smoothing" }), smoothing),
+      el("label", { class: "field" }, logBox, el("span", { text: "logarithmic axis" })),
+    ),
+    grid,
+    tables,
+  );
+
+  function rebuild() {
+    for (const chart of charts) chart.close();
+    const names = [main, ...BESIDE.filter((name) => name !== main)];
+    charts = names.map((name, place) => {
+      const metric = /** @type {Metric} */ (METRICS.find((one) => one.name === name));
+      const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], format: metric.format, sparse: true }));
+      const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, marks: false, say: page.say });
+      chart.element.classList.toggle("wide", place === 0);
+      chart.element.dataset.metric = name;
+      chart.element.classList.add("dotless");
+      if (place === 0) chart.log = logY;
+      return chart;
+    });
+    put(grid, charts.map((chart) => chart.element));
+    draw();
+  }
+
+  /** Runs may share a name. @param {string} id @param {number} index */
+  function labelOf(id, index) {
+    const name = rows[index]?.name ?? id;
+    return rows.filter((row) => row.name === name).length > 1 ? `${name} (${index + 1})` : name;
+  }
+
+  function draw() {
+    for (const chart of charts) {
+      chart.weight = weight;
+      chart.setAxis(x, logX);
+      const joined = joinedCurves(String(chart.element.dataset.metric));
+      chart.element.hidden = !joined.x.length && !chart.element.classList.contains("wide");
+      chart.set(joined);
+    }
+  }
+
+  /** @param {string} name @returns {import("./chart.js").Curves} */
+  function joinedCurves(name) {
+    const parts = curves.map((one) => {
+      const values = one.series[name]?.y ?? [];
+      const kept = one.x.map((/** @type {number} */ at, /** @type {number} */ index) => [at, values[index] ?? null]).filter((/** @type {any[]} */ [at, value]) => known(value) && (!logX || at > 0));
+      return [kept.map((/** @type {any[]} */ [at]) => at), kept.map((/** @type {any[]} */ [, value]) => value)];
+    });
+    const [axis, ...lines] = /** @type {any} */ (uPlot).join(parts);
+    return { x: axis ?? [], series: Object.fromEntries(ids.map((id, index) => [id, { y: lines[index] ?? [] }])), reduced: curves.some((one) => one.reduced), total: curves.reduce((sum, one) => sum + (one.total ?? 0), 0) };
+  }
+
+  return {
+    async update(signal) {
+      const names = METRICS.map(({ name }) => name).join(",");
+      const asked = ids.map((id) => get(ofRun(id, "curves"), { names, x, points: POINTS }, signal));
+      const [comparison, all, ...found] = await Promise.all([get("/api/compare", { ids: ids.join(",") }, signal), get("/api/runs", {}, signal), ...asked]);
+      curves = found;
+      const before = rows.map((row) => row?.name).join();
+      rows = ids.map((id) => all.runs.find((/** @type {any} */ row) => row.id === id) ?? { id, name: id, state: "unknown" });
+      put(legend, rows.map((row, index) => el("a", { class: "entry", href: runAddress(row.id) }, el("i", { style: { background: `var(${COLORS[index % COLORS.length]})` } }), el("b", { text: labelOf(row.id, index) }), stateChip(row.state), el("span", { class: "muted", text: `loss ${fixed(row.loss)}` }))));
+      drawBits(bits, comparison.same_bits, rows);
+      drawTables(tables, comparison, rows.map((row, index) => labelOf(row.id, index)));
+      if (!charts.length || before !== rows.map((row) => row.name).join()) rebuild();
+      else draw();
+    },
+    close: () => charts.forEach((chart) => chart.close()),
+  };
+}
+
+/** @param {Element} host @param {any} same @param {any[]} rows */
+function drawBits(host, same, rows) {
+  if (!same) return put(host);
+  const parts = same.parts_at;
+  const diff = command(`phalanx diff ${rows[0].path ?? "A"} ${rows[1].path ?? "B"} --replay`);
+  const [tone, text] = !same.expected
+    ? ["plain", "These runs need not have the same bits: settings that belong to the run differ (below)."]
+    : known(parts)
+      ? ["bad", `These runs must have the same bits, but they part at step ${parts}. What parted them: `]
+      : ["good", "These runs must have the same bits, and in all that both recorded they have."];
+  put(host, el("p", { class: "verdict", data: { tone } }, text, tone === "bad" && diff));
+}
+
+/** @param {Element} host @param {any} comparison @param {string[]} names */
+function drawTables(host, comparison, names) {
+  /** @param {string} title @param {any[]} differences @param {string} same */
+  const differing = (title, differences, same) => {
+    const rows = (differences ?? []).map((one) => [
+      el("code", { text: anything(one.path ?? one.name) }), one.owner ? el("span", { class: "owner", data: { owner: String(one.owner) }, text: String(one.owner).toLowerCase() }) : "",
+      ...names.map((_, index) => el("span", { class: "value", text: anything((one.values ?? [])[index]) })),
+    ]);
+    return panel(title, rows.length ? table(["", "Belongs to", ...names], rows, title) : el("p", { class: "muted", text: same }));
+  };
+  put(
+    host,
+    summaryTable(comparison.summary, names),
+    differing("Settings that differ", comparison.settings, "All settings are the same."),
+    differing("Environments that differ", comparison.environment, "The environments are the same."),
+  );
+}
+
+/** Rows of one value per run, or of one run each. @param {any} summary @param {string[]} names */
+function summaryTable(summary, names) {
+  if (!Array.isArray(summary) || !summary.length) return null;
+  if (Array.isArray(summary[0].values)) {
+    return panel("Which is better where", table(["", ...names], summary.map((row) => [anything(row.title ?? row.name ?? row.path), ...row.values.map((/** @type {unknown} */ value, /** @type {number} */ index) => el("span", { class: row.best === index ? "best" : "value", text: anything(value) }))]), "Summary"));
+  }
+  const fields = Object.keys(summary[0]).filter((field) => !["id", "path", "name", "run"].includes(field));
+  return panel("Which is better where", table(["", ...names], fields.map((field) => [field.replaceAll("_", " "), ...summary.map((row) => anything(row[field]))]), "Summary"));
+}

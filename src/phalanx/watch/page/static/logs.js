@@ -1,0 +1,105 @@
+/** All ranks' lines, merged in time: the first failure on top, one line for what many said. */
+
+import { get, ofRun } from "./api.js";
+import { copyMenu } from "./copy.js";
+import { el, empty, put, select } from "./dom.js";
+import { anything, clock, known, moment, plural, whole } from "./format.js";
+import { Cursor } from "./keys.js";
+
+const FEW = 500;
+const TYPING_MS = 250;
+
+/** @typedef {{t: number, level: string, node: any, rank: any, epoch: any, step: any, text: string, count: number, first: number, last: number, place: any}} LogLine */
+
+/** @type {import("./main.js").MakeView} */
+export function logsView(host, page) {
+  /** @type {LogLine[]} */
+  let lines = [];
+  let last = FEW;
+  let timer = 0;
+  const filter = Object.fromEntries(["rank", "node", "level", "since", "until", "grep"].map((name) => [name, page.params.get(name) ?? ""]));
+  let grouped = page.params.get("grouped") !== "0";
+
+  /** @param {string} name @param {string} label @param {string} hint @param {string} type */
+  const field = (name, label, hint, type = "text") => {
+    const box = el("input", { type, placeholder: hint, value: filter[name], on: { input: () => (clearTimeout(timer), (timer = window.setTimeout(() => change({ [name]: box.value.trim() }), TYPING_MS))) } });
+    return el("label", { class: `field f-${name}` }, el("span", { text: label }), box);
+  };
+  /** @param {Record<string, string>} changes */
+  function change(changes) {
+    Object.assign(filter, changes);
+    page.set(changes);
+    last = FEW;
+    page.reload();
+  }
+
+  const groupBox = el("input", { type: "checkbox", checked: grouped, on: { change: () => ((grouped = groupBox.checked), page.set({ grouped: grouped ? null : 0 }), page.reload()) } });
+  const window_ = el("div", { class: "window", hidden: true });
+  const first = el("div");
+  const body = el("div", { class: "lines", role: "list", "aria-label": "Lines" });
+  const older = el("button", { type: "button", text: "Show more", hidden: true, on: { click: () => ((last *= 4), page.reload()) } });
+  const none = el("div");
+  const text = field("grep", "text", "contains  ( / )", "search");
+  put(
+    host, first,
+    el("div", { class: "bar" }, text,
+      select("level", [["", "all"], ["info", "info and worse"], ["warning", "warnings and errors"], ["error", "errors"]], filter.level, (level) => change({ level })),
+      field("rank", "rank", "3"), field("node", "node", "n7"),
+      el("label", { class: "field" }, groupBox, el("span", { text: "same lines as one" })),
+      window_, el("span", { class: "space" }),
+      copyMenu("the lines", () => Object.fromEntries(["t", "level", "node", "rank", "epoch", "step", "count", "text"].map((name) => [name, lines.map((line) => /** @type {any} */ (line)[name])])), page.say)),
+    older, body, none,
+  );
+  const cursor = new Cursor(() => [...body.children], (row) => row.toggleAttribute("data-open"));
+
+  function drawWindow() {
+    window_.hidden = !filter.since && !filter.until;
+    const [since, until] = [Number(filter.since), Number(filter.until)];
+    put(window_, el("span", { class: "chip static", text: `${filter.since ? moment(since) : "…"} to ${filter.until ? moment(until).slice(11) : "now"}` }),
+      el("button", { type: "button", text: "wider", on: { click: () => change({ since: filter.since && String(since - 120), until: filter.until && String(until + 120) }) } }),
+      el("button", { type: "button", text: "all times", on: { click: () => change({ since: "", until: "" }) } }));
+  }
+
+  return {
+    async update(signal) {
+      const answer = await get(ofRun(page.id, "logs"), { ...filter, grouped: grouped ? 1 : 0, last }, signal);
+      lines = answer.lines ?? [];
+      const bottom = window.innerHeight + window.scrollY > document.body.scrollHeight - 60;
+      drawWindow();
+      put(first, answer.first_failure && failure(answer.first_failure, (since, until) => change({ since, until })));
+      older.hidden = !answer.more;
+      put(body, lines.map(line));
+      const filtered = Object.values(filter).some(Boolean);
+      put(none, !lines.length && (filtered ? empty("No line matches", "Widen the time, or clear a filter.") : empty("No lines", "The processes of a run write their lines below RUN/logs. This run has none: it may have been made by an older version, or has not begun.")));
+      if (bottom && !filter.until && lines.length) window.scrollTo(0, document.body.scrollHeight);
+    },
+    keys: [["/", "search the text", () => text.querySelector("input").focus()], ...cursor.keys("line")],
+    close: () => clearTimeout(timer),
+  };
+}
+
+/** @param {LogLine} one */
+function line(one) {
+  const many = one.count > 1;
+  const who = [known(one.rank) ? `rank ${one.rank}` : "", anything(one.node) === "–" ? "" : anything(one.node)].filter(Boolean).join(" ");
+  const row = el(
+    "div", { class: "logline", role: "listitem", data: { level: one.level } },
+    el("time", { text: clock(one.t), title: many ? `${moment(one.first)} to ${moment(one.last)}` : moment(one.t) }),
+    el("span", { class: "level", text: one.level }),
+    el("span", { class: "who", text: who, title: anything(one.place) === "–" ? null : anything(one.place) }),
+    el("span", { class: "step", text: known(one.step) ? `step ${whole(one.step)}` : "" }),
+    el("span", { class: "text" }, many && el("span", { class: "count", text: `×${whole(one.count)}`, title: plural(one.count, "line") }), el("span", { text: one.text })),
+  );
+  row.addEventListener("click", () => getSelection()?.isCollapsed !== false && row.toggleAttribute("data-open"));
+  return row;
+}
+
+/** @param {LogLine} one @param {(since: string, until: string) => void} around */
+function failure(one, around) {
+  return el(
+    "section", { class: "first-failure", "aria-label": "First failure" },
+    el("div", { class: "line" }, el("b", { text: "First failure" }), el("span", { class: "muted", text: [moment(one.t), known(one.rank) ? `rank ${one.rank}` : "", anything(one.node) === "–" ? "" : anything(one.node), known(one.step) ? `step ${whole(one.step)}` : ""].filter(Boolean).join(" · ") }), el("span", { class: "space" }),
+      el("button", { type: "button", text: "lines around it", on: { click: () => around(String(one.t - 30), String(one.t + 30)) } })),
+    el("pre", { tabindex: "0", text: one.text }),
+  );
+}

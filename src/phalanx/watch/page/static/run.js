@@ -1,0 +1,213 @@
+/** One run: what is wrong on top, then its curves with marks of what happened, then what exactly it is. */
+
+import { get, ofRun } from "./api.js";
+import { AXES, Chart, MARKS } from "./chart.js";
+import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
+import { age, anything, bytes, duration, fixed, known, moment, number, percent, plural, si, whole } from "./format.js";
+import { problemBox } from "./problems.js";
+import { layoutText, stateChip } from "./runs.js";
+import { runAddress } from "./router.js";
+
+const POINTS = 1200;
+const MEMORY = ["parameters", "gradients", "optimizer", "activations", "buffers", "other"];
+const MEMORY_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c6", "--c7"];
+
+/** @typedef {import("./chart.js").Line} Line */
+
+/** Charts in the order of the page: title, lines, what else. @type {[string, Line[], {zero?: boolean, optional?: boolean, wide?: boolean}][]} */
+const CHARTS = [
+  ["Loss", [{ name: "loss", label: "training", color: "--c1", format: (value) => fixed(value) }, { name: "eval_loss", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { wide: true }],
+  ["Bits per byte", [{ name: "bits_per_byte", label: "training", color: "--c1", format: (value) => fixed(value) }, { name: "eval_bits_per_byte", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { optional: true }],
+  ["Gradient norm", [{ name: "grad_norm", label: "norm", color: "--c4" }], {}],
+  ["Learning rate", [{ name: "lr", label: "rate", color: "--c6", format: (value) => number(value, 3) }], { zero: true }],
+  ["Tokens per second", [{ name: "tokens_per_s", label: "tokens/s", color: "--c3", format: (value) => si(value) }], { zero: true }],
+  ["MFU", [{ name: "mfu", label: "of the peak", color: "--c3", format: (value) => percent(value) }], { zero: true, optional: true }],
+  ["Goodput", [{ name: "goodput", label: "of this attempt", color: "--c3", format: (value) => percent(value) }], { zero: true, optional: true }],
+  ["Step time", [{ name: "step_s", label: "seconds", color: "--c7", format: (value) => duration(value) }], { zero: true }],
+  ["Waiting for data", [{ name: "data_wait_share", label: "of the step", color: "--c5", format: (value) => percent(value) }], { zero: true, optional: true }],
+  ["Memory by kind", MEMORY.map((kind, index) => ({ name: `memory.${kind}`, label: kind, color: MEMORY_COLORS[index], format: (/** @type {number | null} */ value) => bytes(value), sparse: true })), { zero: true, optional: true }],
+  ["Peak memory", [{ name: "peak_memory_bytes", label: "peak", color: "--c4", format: (value) => bytes(value) }], { zero: true, optional: true }],
+  ["Expert balance", [{ name: "balance", label: "largest over mean", color: "--c8", format: (value) => fixed(value, 2) }], { zero: true, optional: true }],
+];
+const NAMES = CHARTS.flatMap(([, lines]) => lines.map(({ name }) => name));
+
+/** @type {import("./main.js").MakeView} */
+export function runView(host, page) {
+  let x = page.params.get("x") ?? "step";
+  let weight = Number(page.params.get("smooth")) || 0;
+  const range = { first: page.params.get("first"), last: page.params.get("last") };
+  const hidden = new Set((page.params.get("hide") ?? "").split(",").filter(Boolean));
+
+  const head = el("section", { class: "summary" });
+  const problems = el("section", { class: "problems", hidden: true, "aria-label": "What is wrong" });
+  const marks = el("div", { class: "marks", role: "group", "aria-label": "Marks" });
+  const all = el("button", { type: "button", text: "Show all", hidden: range.first === null, on: { click: () => zoom(null, null) } });
+  const smoothing = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(weight), "aria-label": "Smoothing", on: { input: () => smooth(Number(smoothing.value)) } });
+  const axis = choice("Axis", AXES.map(([name, title]) => [name, title]), x, (name) => {
+    x = name;
+    page.set({ x });
+    zoom(null, null);
+  });
+  const charts = CHARTS.map(([title, lines, { zero, wide }]) => {
+    const chart = new Chart({ title, lines, zero, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, say: page.say, onZoom: zoom });
+    chart.element.classList.toggle("wide", Boolean(wide));
+    chart.weight = weight;
+    chart.hiddenKinds = hidden;
+    return chart;
+  });
+  const happened = el("div");
+  const facts = el("div", { class: "facts" });
+  const none = el("div", { hidden: true });
+  const bar = el("div", { class: "bar" }, axis, el("label", { class: "field" }, el("span", { text: "smoothing" }), smoothing), all, el("span", { class: "space" }), marks);
+  const grid = el("div", { class: "charts" }, charts.map((chart) => chart.element));
+  put(host, head, problems, none, bar, grid, happened, facts);
+
+  /** @param {number | null} first @param {number | null} last */
+  function zoom(first, last) {
+    range.first = first === null ? null : String(Math.floor(first));
+    range.last = last === null ? null : String(Math.ceil(last));
+    all.hidden = first === null;
+    page.set(range);
+    page.reload();
+  }
+
+  /** @param {number} value */
+  function smooth(value) {
+    weight = value;
+    smoothing.value = String(value);
+    page.set({ smooth: weight || null });
+    for (const chart of charts) {
+      chart.weight = weight;
+      chart.set(chart.curves);
+    }
+  }
+
+  /** @param {import("./chart.js").Mark[]} found */
+  function drawMarks(found) {
+    const counts = new Map();
+    for (const mark of found) counts.set(mark.kind, (counts.get(mark.kind) ?? 0) + 1);
+    put(
+      marks,
+      [...counts].map(([kind, count]) => {
+        const [name, word] = MARKS[kind] ?? ["--mark-message", kind];
+        const toggle = () => {
+          if (hidden.has(kind)) hidden.delete(kind);
+          else hidden.add(kind);
+          page.set({ hide: [...hidden].join(",") });
+          drawMarks(found);
+          for (const chart of charts) chart.plot?.redraw(false);
+        };
+        return el("button", { type: "button", class: "chip", "aria-pressed": String(!hidden.has(kind)), title: "Show or hide", on: { click: toggle } }, el("i", { style: { background: `var(${name})` } }), kind === "nonfinite" ? `${count} not finite` : plural(count, word));
+      }),
+    );
+  }
+
+  /** @param {any} curves */
+  function drawCurves(curves) {
+    charts.forEach((chart, index) => {
+      const [, lines, { optional }] = CHARTS[index];
+      const has = lines.some(({ name }) => curves.series[name]?.y.some(known));
+      chart.element.hidden = Boolean(optional) && !has;
+      chart.setAxis(x);
+      if (!chart.element.hidden) chart.set(curves);
+    });
+    drawMarks(curves.marks ?? []);
+    drawHappened(happened, page.id, curves.marks ?? []);
+  }
+
+  return {
+    async update(signal) {
+      const curvesOf = get(ofRun(page.id, "curves"), { names: NAMES.join(","), x, ...range, points: POINTS }, signal);
+      const [run, why, curves] = await Promise.all([get(ofRun(page.id), {}, signal), get(ofRun(page.id, "why"), {}, signal).catch(nothingWrong), curvesOf]);
+      page.title(run.name);
+      drawSummary(head, run);
+      problemBox(problems, page.id, why.reasons ?? []);
+      none.hidden = curves.x.length > 0 || range.first !== null;
+      bar.hidden = grid.hidden = !none.hidden;
+      if (!none.hidden) put(none, empty("No step yet", "The curves begin with the first step. Until then: ", command(`phalanx status ${run.path}`)));
+      drawCurves(curves);
+      drawFacts(facts, run);
+    },
+    keys: [
+      ["a", "show all steps", () => zoom(null, null)],
+      ["s", "smooth more", () => smooth(Math.min(0.99, weight + (weight < 0.9 ? 0.3 : 0.05)))],
+      ["S", "no smoothing", () => smooth(0)],
+    ],
+    close: () => charts.forEach((chart) => chart.close()),
+  };
+}
+
+/** A server without that answer is no reason to show nothing. @param {Error} error @returns {{reasons: any[]}} */
+function nothingWrong(error) {
+  if (error.name === "AbortError") throw error;
+  return { reasons: [] };
+}
+
+/** @param {Element} host @param {any} run */
+function drawSummary(host, run) {
+  const share = run.steps ? Math.min(1, run.step / run.steps) : 0;
+  const bar = el("span", { class: "progress", data: { state: run.state } }, el("i"));
+  style(/** @type {HTMLElement} */ (bar.firstElementChild), { width: `${100 * share}%` });
+  const tile = (/** @type {string} */ name, /** @type {string} */ value, /** @type {string} */ hint = "") => el("div", { class: "tile", title: hint || null }, el("span", { text: name }), el("b", { text: value }));
+  put(
+    host,
+    el(
+      "div", { class: "line" },
+      el("h1", { text: run.name }), stateChip(run.state), el("span", { class: "muted", text: layoutText(run) }),
+      (run.tags ?? []).map((/** @type {string} */ tag) => el("span", { class: "tag", text: tag })),
+      el("span", { class: "space" }),
+      el("span", { class: "muted", title: moment(run.updated), text: run.state === "running" ? `updated ${age(run.updated)} ago` : `${age(run.updated)} ago` }),
+    ),
+    run.note && el("p", { class: "notetext", text: run.note }),
+    bar,
+    el(
+      "div", { class: "tiles" },
+      tile("step", run.steps ? `${whole(run.step)} / ${whole(run.steps)}` : whole(run.step)),
+      tile("loss", fixed(run.loss), "Training loss of the last step, nats a token"),
+      tile("bits/byte", fixed(run.bits_per_byte)),
+      tile("tokens/s", si(run.tokens_per_s)),
+      tile("MFU", percent(run.mfu), "Model FLOPs utilization"),
+      tile("goodput", percent(run.goodput), "Share of the time held that the weights are made of"),
+      tile("time", duration(known(run.started) && known(run.updated) ? run.updated - run.started : null)),
+    ),
+  );
+}
+
+/** The marks as a list, with the way to the lines around each. @param {Element} host @param {string} id @param {import("./chart.js").Mark[]} marks */
+function drawHappened(host, id, marks) {
+  const told = marks.filter(({ kind }) => kind !== "evaluation");
+  if (!told.length) return put(host);
+  const shown = told.slice(-60).reverse();
+  const rows = shown.map((mark) => [
+    whole(mark.step),
+    known(mark.t) ? el("a", { href: runAddress(id, "logs", { since: mark.t - 30, until: mark.t + 30 }), title: `${moment(mark.t)}: the lines around it`, text: moment(mark.t).slice(11) }) : "–",
+    el("span", { class: "kind", style: { color: `var(${(MARKS[mark.kind] ?? MARKS.message)[0]})` }, text: MARKS[mark.kind]?.[1] ?? mark.kind }),
+    mark.text,
+  ]);
+  put(host, panel("What happened", table(["Step", "At", "What", ""], rows, "What happened", [0]), told.length > shown.length && el("p", { class: "note", text: `The last ${shown.length} of ${told.length}.` })));
+}
+
+/** @param {Element} host @param {any} run */
+function drawFacts(host, run) {
+  const open = new Set([...host.querySelectorAll("details[open]")].map((element) => /** @type {HTMLElement} */ (element).dataset.name));
+  /** @param {string} title @param {any} value */
+  const pairs = (title, value) => {
+    const entries = Object.entries(value ?? {}).filter(([, item]) => item !== null && item !== "");
+    return entries.length ? fold(title, el("dl", { class: "pairs" }, entries.map(([name, item]) => el("div", {}, el("dt", { text: name }), el("dd", { text: anything(item) }))))) : null;
+  };
+  /** @param {string} title @param {Node} inside */
+  const fold = (title, inside) => el("details", { class: "panel fold", data: { name: title }, open: open.has(title) }, el("summary", { text: title }), inside);
+  const attempts = (run.started_events ?? []).map((/** @type {any} */ start) => [whole(start.attempt), moment(start.t), whole(start.ranks), anything(start.layout), start.device ?? "–"]);
+  const evaluations = (run.evaluations ?? []).map((/** @type {any} */ one) => [whole(one.step), fixed(one.loss), fixed(one.bits_per_byte), anything(one.sources)]);
+  const file = typeof run.run_file === "string" && run.run_file ? fold("Run file", el("pre", { tabindex: "0", text: run.run_file })) : null;
+  put(
+    host,
+    pairs("Result", run.result),
+    evaluations.length > 0 && fold("Evaluations", table(["Step", "Loss", "Bits/byte", "Sources"], evaluations, "Evaluations", [0, 1, 2])),
+    attempts.length > 0 && fold(plural(attempts.length, "attempt"), table(["Attempt", "Started", "Ranks", "Layout", "Device"], attempts, "Attempts", [0, 2])),
+    pairs("Environment", run.environment),
+    (run.lineage ?? []).length > 0 && fold("Lineage", el("ol", {}, run.lineage.map((/** @type {any} */ origin) => el("li", { text: anything(origin) })))),
+    file,
+    fold("Directory", el("p", {}, command(run.path))),
+  );
+}
