@@ -22,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.watch.page.answer import Parameters, RequestError, json_answer, not_found
+from phalanx.watch.page.export import ExportError, exported
 from phalanx.watch.page.guard import Access, Guard
 from phalanx.watch.page.live import Live
 from phalanx.watch.page.places import Place
@@ -51,6 +52,7 @@ def application(runs: Runs, access: Access, live: Live | None = None) -> ASGIApp
         Route("/", _index),
         Route("/api/runs", partial(_answer, lambda _parameters: runs.list_all())),
         Route("/api/events", _events(runs, live)),
+        Route("/export/{id}.html", partial(_export, runs)),
         *(Route(f"/api/run/{{id}}{path}", partial(_view, runs, view)) for path, view in _views().items()),
         Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
     ]
@@ -89,6 +91,20 @@ async def _view(runs: Runs, view: View, request: Request) -> Response:
         return view(runs, runs.place(request.path_params["id"]), parameters)
 
     return await _answer(make, request)
+
+
+async def _export(runs: Runs, request: Request) -> Response:
+    """The page of one run as a file to keep. Its own content policy holds in it, stricter than the page's."""
+    place = await to_thread.run_sync(runs.place, request.path_params["id"])
+    try:
+        content = await to_thread.run_sync(exported, runs, place)
+    except ExportError as error:
+        raise RequestError(str(error), 500) from error
+    headers = {
+        "Content-Disposition": f'attachment; filename="{place.id}.html"',
+        "Content-Security-Policy": "sandbox",
+    }
+    return Response(content, media_type="text/html", headers=headers)
 
 
 def _events(runs: Runs, live: Live) -> Callable[[Request], object]:
