@@ -1,0 +1,25 @@
+"""Run directories for tests of what reads them, written through the event log that runs write through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from observe.recorded import crashed_run
+from phalanx.observe.event_log import EventLog
+from phalanx.observe.events import Event
+
+
+def write_events(run_dir: Path, events: Iterable[Event]) -> Path:
+    """Appends the events to those of the run in ``run_dir``, each in its attempt and at its time; returns the file."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for event in events:
+        with EventLog(run_dir / "events.jsonl", event.attempt, clock=lambda event=event: event.t) as log:  # type: ignore[misc]
+            log.append(event.body)
+    return run_dir / "events.jsonl"
+
+
+def crashed(run_dir: Path) -> Path:
+    """The directory of a run of 40 steps that was killed once: see ``crashed_run``."""
+    write_events(run_dir, crashed_run())
+    return run_dir
