@@ -70,15 +70,21 @@ function fromExport(path, params) {
  *   minimum: number | null, maximum: number | null, median: number | null, reduced: boolean, ranks: number, values: Float32Array}} HeatMap
  */
 
+/** @type {HeatMap} */
+const NO_MAP = { rows: 0, columns: 0, row_ranks: [], column_steps: [], column_times: [], minimum: null, maximum: null, median: null, reduced: false, ranks: 0, values: new Float32Array() };
+
 /** The heat map of ranks and steps: a header in JSON, then float32 values, row by row. @param {string} id @param {Params} params @param {AbortSignal} signal @returns {Promise<HeatMap>} */
 export async function getHeatMap(id, params, signal) {
   const path = ofRun(id, "ranks");
   if (exported) {
     const answer = fromExport(path, params);
+    if (answer.missing) return NO_MAP;
     const raw = Uint8Array.from(atob(answer.values_base64), (letter) => letter.charCodeAt(0));
     return { ...answer, values: floats(raw.buffer, 0) };
   }
-  const buffer = await (await ask(path, params, signal)).arrayBuffer();
+  const response = await ask(path, params, signal);
+  if (response.headers.get("content-type")?.includes("json")) return NO_MAP; // the run has no such numbers
+  const buffer = await response.arrayBuffer();
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
   return { ...header, values: floats(buffer, 4 + length) };
@@ -146,13 +152,13 @@ export class Loader {
 }
 
 /** @typedef {"live" | "reconnecting" | "paused" | "file"} FeedState */
-/** @typedef {{id: string, kind: string, step: number, updated: number}} Change */
+/** @typedef {{id: string, kind: "changed", step: number, updated: number} | {kind: "dropped"}} Change */
 
 const RETRY_MS = 3000;
 
 /** The server's events about some runs (all, if `ids` is empty). */
 export class Feed {
-  /** @param {(change: Change | null) => void} onChange null: something may have been missed @param {(state: FeedState) => void} onState */
+  /** @param {(id: string | null) => void} onChange the run that changed; null: something may have been missed @param {(state: FeedState) => void} onState */
   constructor(onChange, onState) {
     this.onChange = onChange;
     this.onState = onState;
@@ -185,8 +191,10 @@ export class Feed {
       if (this.lost) this.onChange(null);
       this.lost = false;
     };
-    source.onmessage = (message) => this.onChange(JSON.parse(message.data));
-    source.addEventListener("changed", (message) => this.onChange(JSON.parse(/** @type {MessageEvent} */ (message).data)));
+    source.onmessage = (message) => {
+      const change = /** @type {Change} */ (JSON.parse(message.data));
+      this.onChange(change.kind === "changed" ? change.id : null);
+    };
     source.onerror = () => {
       this.lost = true;
       this.onState("reconnecting");

@@ -8,24 +8,28 @@ import { color, el, put, say, style } from "./dom.js";
 import { age, known, number, si } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
-/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, sparse?: boolean}} Line `color` names one of the style sheet */
+/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, dots?: boolean}} Line
+ * `color` names one of the style sheet; `tick` is the format beside the axis; a sparse line passes over gaps */
 /** @typedef {{x: number, kind: string, text: string, step?: number, t?: number}} Mark */
 /** @typedef {{y: (number | null)[], lo?: (number | null)[], hi?: (number | null)[]}} Values */
 /** @typedef {{x: number[], series: Record<string, Values>, reduced?: boolean, total?: number, marks?: Mark[]}} Curves */
 
-/** Kind of a mark -> its color and its word. @type {Record<string, [string, string]>} */
+/** Kind of a mark -> its color, its word, and that of many. @type {Record<string, [string, string, string]>} */
 export const MARKS = {
-  checkpoint: ["--mark-checkpoint", "checkpoint"],
-  recovery: ["--mark-recovery", "recovery"],
-  straggler: ["--mark-straggler", "straggler"],
-  nonfinite: ["--mark-bad", "not finite"],
-  spike: ["--mark-bad", "loss spike"],
-  evaluation: ["--mark-evaluation", "evaluation"],
-  message: ["--mark-message", "message"],
+  checkpoint: ["--mark-checkpoint", "checkpoint", "checkpoints"],
+  recovery: ["--mark-recovery", "recovery", "marks of recovery"],
+  straggler: ["--mark-straggler", "straggler", "stragglers"],
+  nonfinite: ["--mark-bad", "not finite", "not finite"],
+  spike: ["--mark-bad", "loss spike", "loss spikes"],
+  evaluation: ["--mark-evaluation", "evaluation", "evaluations"],
+  message: ["--mark-message", "message", "messages"],
 };
 /** Marks that belong to the rhythm of every run stand at the foot of the chart only. */
-const QUIET = new Set(["checkpoint", "evaluation", "message"]);
+const QUIET = new Set(["checkpoint", "evaluation", "message", "messages"]);
 const NEAR_PX = 6;
+const FEW_DOTS = 40;
+/** Distances of ticks in bytes. */
+const POWERS_OF_TWO = Array.from({ length: 60 }, (_, power) => 2 ** power);
 
 /** Axes that curves can be drawn over: name, title, format. @type {[string, string, (value: number | null) => string][]} */
 export const AXES = [
@@ -60,7 +64,7 @@ export function smoothed(values, weight) {
 
 export class Chart {
   /**
-   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean,
+   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean, binary?: boolean,
    *   onZoom?: (first: number | null, last: number | null) => void, say?: (text: string) => void}} options
    */
   constructor(options) {
@@ -76,15 +80,15 @@ export class Chart {
     this.plot = null;
     this.legend = el("div", { class: "legend" });
     this.note = el("p", { class: "note", hidden: true });
-    this.canvas = el("div", { class: "plot", role: "img", style: { height: `${options.height ?? 190}px` } });
+    this.canvas = el("div", { class: "plot", role: "img" });
     this.tip = el("div", { class: "tip", hidden: true });
     const log = el("button", { type: "button", class: "quiet", text: "log", title: "Logarithmic axis", "aria-pressed": "false", on: { click: () => this.setLog(!this.log) } });
     this.logButton = log;
     this.element = el(
       "figure",
       { class: "chart panel" },
-      el("figcaption", {}, el("span", { class: "title", text: options.title }), this.legend, el("span", { class: "space" }), log, copyMenu(options.title, () => this.columns(), options.say)),
-      el("div", { class: "stage" }, this.canvas, this.tip),
+      el("figcaption", { class: options.lines.length > 2 ? "many" : null }, el("span", { class: "title", text: options.title }), this.legend, el("span", { class: "space" }), log, copyMenu(options.title, () => this.columns(), options.say)),
+      el("div", { class: "stage", style: { "min-height": `${options.height ?? 190}px` } }, this.canvas, this.tip),
       this.note,
     );
     this.resize = new ResizeObserver(() => this.fit());
@@ -154,7 +158,7 @@ export class Chart {
     const [muted, grid] = [color("--muted"), color("--grid")];
     const font = "11px system-ui, sans-serif";
     const [, , formatX] = this.axis;
-    const formatY = this.options.lines[0].format ?? ((/** @type {number | null} */ value) => number(value, 3));
+    const formatY = this.options.lines[0].tick ?? this.options.lines[0].format ?? ((/** @type {number | null} */ value) => number(value, 3));
     const axis = { stroke: muted, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     return {
       width,
@@ -172,7 +176,7 @@ export class Chart {
       },
       axes: [
         { ...axis, size: 24, gap: 3, grid: { show: false }, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : formatX(tick))) },
-        { ...axis, size: 52, gap: 4, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : formatY(tick))) },
+        { ...axis, size: 52, gap: 4, incrs: this.options.binary ? POWERS_OF_TWO : undefined, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : formatY(tick))) },
       ],
       series: [{}, ...this.options.lines.flatMap((line) => this.strokes(line))],
       bands: this.options.lines.map((line, index) => ({ series: [3 * index + 3, 3 * index + 2], fill: color(`${line.color}-band`) })),
@@ -189,10 +193,16 @@ export class Chart {
   strokes(line) {
     const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: Boolean(line.sparse) };
     return [
-      { label: line.label, stroke: color(line.color), width: 1.6, spanGaps: Boolean(line.sparse), points: line.sparse ? { show: true, size: 5, fill: color(line.color) } : { show: this.curves.x.length < 2 } },
+      { label: line.label, stroke: color(line.color), width: 1.6, spanGaps: Boolean(line.sparse), points: { show: this.hasDots(line), size: 5, fill: color(line.color) } },
       edge,
       edge,
     ];
+  }
+
+  /** Few points are shown as such; a lone one would not be seen otherwise. @param {Line} line */
+  hasDots(line) {
+    const count = this.curves.series[line.name]?.y.filter(known).length ?? 0;
+    return count < 2 || (Boolean(line.sparse) && count < FEW_DOTS);
   }
 
   /** @param {any} plot */
@@ -260,7 +270,7 @@ export class Chart {
 
   /** @param {number} index */
   showLegend(index) {
-    const lines = this.options.lines.filter((line) => this.curves.series[line.name]);
+    const lines = this.options.lines.filter((line) => this.curves.series[line.name]?.y.some(known));
     const texts = lines.map((line) => {
       const values = this.curves.series[line.name].y;
       let at = index;

@@ -11,11 +11,11 @@ import { runAddress } from "./router.js";
 const POINTS = 800;
 const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
-/** @typedef {{name: string, title: string, format: (value: number | null) => string, sparse?: boolean}} Metric */
+/** @typedef {{name: string, title: string, format: (value: number | null) => string, tick?: (value: number | null) => string}} Metric */
 /** @type {Metric[]} */
 const METRICS = [
-  { name: "loss", title: "Loss", format: (value) => fixed(value) },
-  { name: "eval_loss", title: "Held-out loss", format: (value) => fixed(value), sparse: true },
+  { name: "loss", title: "Loss", format: (value) => fixed(value), tick: (value) => number(value, 3) },
+  { name: "eval_loss", title: "Held-out loss", format: (value) => fixed(value), tick: (value) => number(value, 3) },
   { name: "bits_per_byte", title: "Bits per byte", format: (value) => fixed(value) },
   { name: "grad_norm", title: "Gradient norm", format: (value) => number(value) },
   { name: "lr", title: "Learning rate", format: (value) => number(value, 3) },
@@ -72,11 +72,10 @@ export function compareView(host, page) {
     const names = [main, ...BESIDE.filter((name) => name !== main)];
     charts = names.map((name, place) => {
       const metric = /** @type {Metric} */ (METRICS.find((one) => one.name === name));
-      const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], format: metric.format, sparse: true }));
+      const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], format: metric.format, tick: metric.tick, sparse: true }));
       const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, marks: false, say: page.say });
       chart.element.classList.toggle("wide", place === 0);
       chart.element.dataset.metric = name;
-      chart.element.classList.add("dotless");
       if (place === 0) chart.log = logY;
       return chart;
     });
@@ -115,13 +114,14 @@ export function compareView(host, page) {
     async update(signal) {
       const names = METRICS.map(({ name }) => name).join(",");
       const asked = ids.map((id) => get(ofRun(id, "curves"), { names, x, points: POINTS }, signal));
-      const [comparison, all, ...found] = await Promise.all([get("/api/compare", { ids: ids.join(",") }, signal), get("/api/runs", {}, signal), ...asked]);
+      const [comparison, all, ...found] = await Promise.all([get("/api/compare", { ids: ids.join(",") }, signal).catch((/** @type {Error} */ error) => ({ missing: true, error })), get("/api/runs", {}, signal), ...asked]);
       curves = found;
       const before = rows.map((row) => row?.name).join();
       rows = ids.map((id) => all.runs.find((/** @type {any} */ row) => row.id === id) ?? { id, name: id, state: "unknown" });
       put(legend, rows.map((row, index) => el("a", { class: "entry", href: runAddress(row.id) }, el("i", { style: { background: `var(${COLORS[index % COLORS.length]})` } }), el("b", { text: labelOf(row.id, index) }), stateChip(row.state), el("span", { class: "muted", text: `loss ${fixed(row.loss)}` }))));
       drawBits(bits, comparison.same_bits, rows);
-      drawTables(tables, comparison, rows.map((row, index) => labelOf(row.id, index)));
+      if (comparison.missing) put(tables, comparison.error && el("p", { class: "muted" }, `The runs' settings cannot be compared: ${comparison.error.message}`));
+      else drawTables(tables, comparison, rows.map((row, index) => labelOf(row.id, index)));
       if (!charts.length || before !== rows.map((row) => row.name).join()) rebuild();
       else draw();
     },

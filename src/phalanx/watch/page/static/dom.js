@@ -111,15 +111,19 @@ export function panel(title, ...children) {
   return el("section", { class: "panel" }, el("h2", { text: title }), ...children);
 }
 
-/** A table of a head and of rows of cells. @param {Children[]} head @param {Children[][]} rows @param {string} [caption] @param {number[]} [numeric] columns on the right */
-export function table(head, rows, caption = "", numeric = []) {
-  const side = (/** @type {number} */ index) => (numeric.includes(index) ? "number" : null);
+/**
+ * A table of a head and of rows of cells.
+ * @param {Children[]} head @param {Children[][]} rows @param {string} [caption]
+ * @param {number[]} [numeric] columns that stand on the right @param {number} [wide] the column that takes the room which is left
+ */
+export function table(head, rows, caption = "", numeric = [], wide = -1) {
+  const side = (/** @type {number} */ index) => (numeric.includes(index) ? "number" : index === wide ? "wide" : null);
   return el(
     "div",
     { class: "scroll", tabindex: "0", role: "group", "aria-label": caption || "table" },
     el(
       "table",
-      {},
+      { class: wide >= 0 ? "fitted" : null },
       caption && el("caption", { class: "hidden", text: caption }),
       el("thead", {}, el("tr", {}, head.map((cell, index) => el("th", { scope: "col", class: side(index) }, cell)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, index) => el("td", { class: side(index) }, cell))))),

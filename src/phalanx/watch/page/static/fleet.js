@@ -2,12 +2,14 @@
 
 import { get, ofRun } from "./api.js";
 import { copyMenu } from "./copy.js";
-import { command, el, empty, panel, put, svg, table } from "./dom.js";
+import { command, el, empty, panel, put, table } from "./dom.js";
 import { anything, bytes, clock, duration, known, moment, plural, whole } from "./format.js";
 import { runAddress } from "./router.js";
 
 const AROUND_S = 30;
-const WIDTH = 1000;
+const MOST_HAPPENINGS = 200;
+/** Roles that are counted as things; the others are said of nodes. */
+const NOUNS = new Set(["member", "spare"]);
 /** Phases of a recovery, in order, with colors. @type {Record<string, string>} */
 const PHASES = {
   "fault.undetected": "--t-fault", "fault.diagnose": "--t-fault", "fault.drain": "--t-wait", reconfigure: "--t-comm", "start.rendezvous": "--t-check",
@@ -24,21 +26,21 @@ export function fleetView(host, page) {
   return {
     async update(signal) {
       const fleet = await get(ofRun(page.id, "fleet"), {}, signal);
-      if (!fleet.members?.length && !fleet.epochs?.length && !fleet.faults?.length && !fleet.happenings?.length) {
+      if (!fleet.members?.length && !fleet.faults?.length && !fleet.happenings?.length) {
         return put(host, empty("This run has no fleet", "A fleet replaces what fails while training goes on. Start one on this machine: ", command('phalanx train configs/quickstart.toml --nodes 2 --spares 1 --fault "kill rank 1 at step 20"')));
       }
-      const { faults = [], epochs = [], members = [], happenings = [] } = fleet;
+      const { faults = [], epochs = [], members = [], happenings = [], now = null } = fleet;
       const copied = () => columns(faults.map((/** @type {any} */ fault) => ({ ...fault, phases: undefined, ...fault.phases })));
       const counts = new Map();
-      for (const member of members) counts.set(member.state ?? "member", (counts.get(member.state ?? "member") ?? 0) + 1);
+      for (const member of members) counts.set(member.role, (counts.get(member.role) ?? 0) + 1);
       put(
         host,
         el("section", { class: "headline" },
           el("h1", {}, el("b", { text: plural(members.length, "node") })),
-          el("p", { class: "muted", text: [[...counts].map(([state, count]) => `${count} ${state}`).join(", "), plural(epochs.length, "epoch"), plural(faults.length, "fault")].filter(Boolean).join(" · ") })),
+          el("p", { class: "muted", text: [now && `${now.phase}${now.reason ? `: ${now.reason}` : ""}`, [...counts].map(([role, count]) => (NOUNS.has(role) ? plural(count, role) : `${count} ${role}`)).join(", "), plural(epochs.length, "epoch"), plural(faults.length, "fault")].filter(Boolean).join(" · ") })),
         el("section", { class: "panel" }, el("div", { class: "bar slim" }, el("h2", { text: "Time line" })), timeLine(epochs, faults)),
         el("section", { class: "panel" }, el("div", { class: "bar slim" }, el("h2", { text: "Faults" }), el("span", { class: "space" }), copyMenu("the faults", copied, page.say)), faultTable(page.id, faults)),
-        members.length > 0 && panel("Members", memberTable(members)),
+        members.length > 0 && panel("Members", memberTable(members), fleet.members_left_out > 0 && el("p", { class: "note", text: `and ${whole(fleet.members_left_out)} more` })),
         happenings.length > 0 && panel("What happened", happeningTable(page.id, happenings)),
       );
     },
@@ -52,18 +54,17 @@ function timeLine(epochs, faults) {
   if (!times.length) return el("p", { class: "muted", text: "No epoch has begun." });
   const [first, last] = [times.reduce((a, b) => Math.min(a, b)), times.reduce((a, b) => Math.max(a, b))];
   const span = Math.max(1e-3, last - first);
-  const at = (/** @type {number} */ t) => (WIDTH * (t - first)) / span;
+  const at = (/** @type {number} */ t) => `${(100 * (t - first)) / span}%`;
   const blocks = epochs.filter((one) => known(one.started)).map((one, index) => {
-    const [x, end] = [at(one.started), at(known(one.ended) ? one.ended : last)];
-    const ranks = Array.isArray(one.ranks) ? one.ranks.length : one.ranks;
-    const title = `epoch ${one.epoch}: ${plural(ranks ?? 0, "rank")}, ${moment(one.started)}, ${duration((one.ended ?? last) - one.started)}${one.reason ? `, ended: ${one.reason}` : ""}`;
-    const wide = end - x > 70;
-    return svg("g", { class: `epoch ${index % 2 ? "odd" : ""}` }, svg("title", { text: title }), svg("rect", { x, y: 22, width: Math.max(1.5, end - x - 1.5), height: 30, rx: 3 }), wide && svg("text", { x: x + 8, y: 42 }, `epoch ${one.epoch}${end - x > 150 ? ` · ${ranks} ranks` : ""}`));
+    const end = known(one.ended) ? one.ended : last;
+    const ranks = Array.isArray(one.ranks) ? one.ranks.length : (one.ranks ?? 0);
+    const title = `epoch ${one.epoch}: ${plural(ranks, "rank")}, from ${moment(one.started)}, ${duration(end - one.started)}${one.reason ? `, ended: ${one.reason}` : ""}`;
+    return el("div", { class: index % 2 ? "epoch odd" : "epoch", title, style: { left: at(one.started), width: `${(100 * (end - one.started)) / span}%` } }, el("span", { text: `epoch ${one.epoch} · ${plural(ranks, "rank")}` }));
   });
-  const marks = faults.filter((one) => known(one.t)).map((one) => svg("g", { class: "fault" }, svg("title", { text: `${moment(one.t)}: ${anything(one.what)} (${anything(one.node)})` }), svg("line", { x1: at(one.t), x2: at(one.t), y1: 12, y2: 58 }), svg("path", { d: `M${at(one.t) - 5} 4h10l-5 9z` })));
+  const marks = faults.filter((one) => known(one.t)).map((one) => el("div", { class: "fault", title: `${moment(one.t)}: ${anything(one.what)} (${anything(one.node)})`, style: { left: at(one.t) } }));
   return el(
     "div", { class: "timeline" },
-    svg("svg", { viewBox: `-6 0 ${WIDTH + 12} 62`, preserveAspectRatio: "none", role: "img", "aria-label": `${plural(epochs.length, "epoch")} and ${plural(faults.length, "fault")} from ${moment(first)} to ${moment(last)}` }, blocks, marks),
+    el("div", { class: "track", role: "img", "aria-label": `${plural(epochs.length, "epoch")} and ${plural(faults.length, "fault")} from ${moment(first)} to ${moment(last)}` }, blocks, marks),
     el("div", { class: "ends" }, el("span", { text: moment(first) }), el("span", { text: duration(span) }), el("span", { text: moment(last).slice(11) })),
   );
 }
@@ -75,7 +76,7 @@ function faultTable(id, faults) {
   const longest = Math.max(...totals, 1e-9);
   const used = Object.keys(PHASES).filter((phase) => faults.some((fault) => fault.phases?.[phase] > 0));
   const rows = faults.map((fault, index) => [
-    el("a", { href: runAddress(id, "logs", { since: fault.t - AROUND_S, until: fault.t + AROUND_S }), title: "The lines around it", text: clock(fault.t) }),
+    linesAround(id, fault.t),
     anything(fault.what), anything(fault.node), anything(fault.detected_by),
     el("div", { class: "stack", style: { width: `${(100 * totals[index]) / longest}%` }, role: "img", "aria-label": phaseText(fault.phases) },
       Object.entries(fault.phases ?? {}).map(([phase, seconds]) => el("i", { title: `${PHASE_NAMES[phase] ?? phase}: ${duration(Number(seconds))}`, style: { "flex-grow": Number(seconds), background: `var(${PHASES[phase] ?? "--t-other"})` } }))),
@@ -95,26 +96,30 @@ function phaseText(phases) {
 
 /** @param {any[]} members */
 function memberTable(members) {
-  if (typeof members[0] !== "object") return el("p", { text: members.map(anything).join(", ") });
-  const names = [...new Set(members.flatMap((member) => Object.keys(member)))];
-  const shown = (/** @type {any} */ member, /** @type {string} */ name) => {
-    const value = member[name];
-    if (name === "state") return el("span", { class: "state", data: { state: String(value) } }, el("span", { class: "dot" }), el("span", { text: anything(value) }));
-    if (name.endsWith("_bytes")) return bytes(value);
-    if (name === "t" || name === "seen" || name === "joined") return moment(value);
-    if (Array.isArray(value) && value.length > 8) return `${value[0]} … ${value[value.length - 1]} (${value.length})`;
-    return anything(value);
-  };
-  return table(names.map((name) => name.replaceAll("_", " ")), members.map((member) => names.map((name) => shown(member, name))), "Members");
+  const rows = members.map((member) => {
+    const role = String(member.role ?? "member");
+    const ranks = member.ranks ?? [];
+    return [
+      el("b", { text: member.name }), el("span", { class: "state", data: { state: role } }, el("span", { class: "dot" }), el("span", { text: role })),
+      ranks.length > 8 ? `${ranks[0]} … ${ranks[ranks.length - 1]} (${ranks.length})` : ranks.join(" ") || "–",
+      anything(member.host), anything(member.domain), role === "lost" ? "–" : duration(member.silent_s), member.why ?? "",
+    ];
+  });
+  return table(["Node", "State", "Ranks", "Host", "Domain", "Heard from", "Why"], rows, "Members", [5], 6);
 }
 
 /** @param {string} id @param {any[]} happenings */
 function happeningTable(id, happenings) {
-  const rows = [...happenings].reverse().slice(0, 200).map((one) => [
-    known(one.t) ? el("a", { href: runAddress(id, "logs", { since: one.t - AROUND_S, until: one.t + AROUND_S }), text: clock(one.t) }) : "",
-    anything(one.text ?? one.what ?? one),
-  ]);
-  return table(["At", ""], rows, "What happened");
+  const rows = [...happenings].reverse().slice(0, MOST_HAPPENINGS).map((one) => {
+    const t = one.unix_s ?? one.t;
+    return [known(t) ? linesAround(id, t) : "", one.node ?? "", anything(one.what ?? one.text)];
+  });
+  return table(["At", "Node", ""], rows, "What happened", [], 2);
+}
+
+/** @param {string} id @param {number} t */
+function linesAround(id, t) {
+  return el("a", { href: runAddress(id, "logs", { since: t - AROUND_S, until: t + AROUND_S }), title: `${moment(t)}: the lines of the log around it`, text: clock(t) });
 }
 
 /** @param {any[]} rows @returns {import("./copy.js").Columns} */

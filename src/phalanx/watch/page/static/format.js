@@ -16,7 +16,7 @@ export function known(value) {
 export function number(value, digits = 4) {
   if (!known(value)) return DASH;
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(Math.max(0, digits - 2)).replace("e+", "e");
+  if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(Math.max(0, digits - 2)).replace("e+", "e");
   if (Number.isInteger(value)) return whole(value);
   return String(Number(value.toPrecision(digits)));
 }

@@ -18,6 +18,7 @@ export function logsView(host, page) {
   let last = FEW;
   let timer = 0;
   const filter = Object.fromEntries(["rank", "node", "level", "since", "until", "grep"].map((name) => [name, page.params.get(name) ?? ""]));
+  let newest = page.params.get("order") !== "old";
   let grouped = page.params.get("grouped") !== "0";
 
   /** @param {string} name @param {string} label @param {string} hint @param {string} type */
@@ -34,10 +35,11 @@ export function logsView(host, page) {
   }
 
   const groupBox = el("input", { type: "checkbox", checked: grouped, on: { change: () => ((grouped = groupBox.checked), page.set({ grouped: grouped ? null : 0 }), page.reload()) } });
+  const orderBox = el("input", { type: "checkbox", checked: newest, on: { change: () => ((newest = orderBox.checked), page.set({ order: newest ? null : "old" }), page.reload()) } });
   const window_ = el("div", { class: "window", hidden: true });
   const first = el("div");
   const body = el("div", { class: "lines", role: "list", "aria-label": "Lines" });
-  const older = el("button", { type: "button", text: "Show more", hidden: true, on: { click: () => ((last *= 4), page.reload()) } });
+  const older = el("button", { type: "button", class: "more", text: "Show more", hidden: true, on: { click: () => ((last *= 4), page.reload()) } });
   const none = el("div");
   const text = field("grep", "text", "contains  ( / )", "search");
   put(
@@ -45,10 +47,10 @@ export function logsView(host, page) {
     el("div", { class: "bar" }, text,
       select("level", [["", "all"], ["info", "info and worse"], ["warning", "warnings and errors"], ["error", "errors"]], filter.level, (level) => change({ level })),
       field("rank", "rank", "3"), field("node", "node", "n7"),
-      el("label", { class: "field" }, groupBox, el("span", { text: "same lines as one" })),
+      el("label", { class: "field" }, groupBox, el("span", { text: "same lines as one" })), el("label", { class: "field" }, orderBox, el("span", { text: "newest first" })),
       window_, el("span", { class: "space" }),
       copyMenu("the lines", () => Object.fromEntries(["t", "level", "node", "rank", "epoch", "step", "count", "text"].map((name) => [name, lines.map((line) => /** @type {any} */ (line)[name])])), page.say)),
-    older, body, none,
+    body, older, none,
   );
   const cursor = new Cursor(() => [...body.children], (row) => row.toggleAttribute("data-open"));
 
@@ -64,14 +66,13 @@ export function logsView(host, page) {
     async update(signal) {
       const answer = await get(ofRun(page.id, "logs"), { ...filter, grouped: grouped ? 1 : 0, last }, signal);
       lines = answer.lines ?? [];
-      const bottom = window.innerHeight + window.scrollY > document.body.scrollHeight - 60;
       drawWindow();
       put(first, answer.first_failure && failure(answer.first_failure, (since, until) => change({ since, until })));
       older.hidden = !answer.more;
+      if (newest) lines.reverse();
       put(body, lines.map(line));
       const filtered = Object.values(filter).some(Boolean);
       put(none, !lines.length && (filtered ? empty("No line matches", "Widen the time, or clear a filter.") : empty("No lines", "The processes of a run write their lines below RUN/logs. This run has none: it may have been made by an older version, or has not begun.")));
-      if (bottom && !filter.until && lines.length) window.scrollTo(0, document.body.scrollHeight);
     },
     keys: [["/", "search the text", () => text.querySelector("input").focus()], ...cursor.keys("line")],
     close: () => clearTimeout(timer),

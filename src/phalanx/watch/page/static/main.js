@@ -4,10 +4,10 @@
  * A view is a function of its host and a `Page`; it builds its elements once, then `update` fills them as often as something changes.
  */
 
-import { Feed, Loader, exported } from "./api.js";
+import { Feed, Loader, exported, get, ofRun } from "./api.js";
 import { checkpointsView } from "./checkpoints.js";
 import { compareView } from "./compare.js";
-import { el, put, say } from "./dom.js";
+import { el, put, say, svg } from "./dom.js";
 import { fleetView } from "./fleet.js";
 import { bindKeys, showHelp } from "./keys.js";
 import { logsView } from "./logs.js";
@@ -25,6 +25,7 @@ import { timeView } from "./time.js";
  * @property {URLSearchParams} params of the address, as they were when it was opened
  * @property {(changes: Record<string, string | number | null | undefined>) => void} set changes the address in place
  * @property {() => void} reload asks again at once, because a person changed something
+ * @property {() => void} soon asks again before long, because the answer was not whole
  * @property {(text: string) => void} say tells a person, once
  * @property {(title: string) => void} title names the run
  */
@@ -59,10 +60,10 @@ let shown = null;
 let toastTimer = 0;
 
 const feed = new Feed(
-  (change) => {
+  (changed) => {
     if (!shown) return;
     const { view, id } = shown.route;
-    if (!change || view === "runs" || view === "compare" || change.id === id) shown.loader.poke();
+    if (!changed || view === "runs" || view === "compare" || changed === id) shown.loader.poke();
   },
   (state) => {
     const [word, meaning] = LIVE[state];
@@ -91,7 +92,7 @@ function keysNow() {
 
 function changeTheme() {
   nextTheme();
-  say(theme, themeName());
+  say(theme, `◐ ${themeName()}`);
   // What was drawn on a canvas has the old colors: build the view again.
   show(true);
 }
@@ -111,9 +112,15 @@ function nameRun(name) {
   document.title = name ? `${name} · Phalanx` : "Phalanx";
 }
 
+/** Nine places, of which one is empty and held all the same. */
+function emblem() {
+  const places = [0, 1, 2].flatMap((row) => [0, 1, 2].map((column) => svg("rect", { x: 3 + 3.7 * column, y: 3 + 3.7 * row, width: 2.6, height: 2.6, rx: 0.6, opacity: row === 1 && column === 1 ? 0.45 : 1 })));
+  return svg("svg", { class: "mark", viewBox: "0 0 16 16", "aria-hidden": "true" }, places);
+}
+
 /** @param {import("./router.js").Route} route */
 function showHeading(route) {
-  const home = el("a", { class: "home", href: exported ? runAddress(exported.id) : "#/" }, el("span", { class: "mark", "aria-hidden": "true" }), "Phalanx");
+  const home = el("a", { class: "home", href: exported ? runAddress(exported.id) : "#/" }, emblem(), "Phalanx");
   const of = route.id ? el("a", { class: "name", href: runAddress(route.id), text: "…" }) : el("span", { class: "name", text: { runs: "Runs", compare: "Compare" }[route.view] ?? "" });
   put(heading, home, el("span", { class: "slash", text: "/", "aria-hidden": "true" }), of);
   tabs.hidden = !route.id;
@@ -140,14 +147,21 @@ function show(again = false) {
   main.className = `view-${route.view}`;
   main.replaceChildren();
   /** @type {Page} */
-  const page = { id: route.id, params: route.params, set: setParams, reload: () => loader.poke(true), say: tell, title: nameRun };
+  const page = { id: route.id, params: route.params, set: setParams, reload: () => loader.poke(true), soon: () => loader.poke(), say: tell, title: nameRun };
   const view = VIEWS[route.view](main, page);
   const loader = new Loader((signal) => view.update(signal), report);
   shown = { address: location.hash, route, view, loader };
   feed.follow(route.view === "compare" ? (route.params.get("ids") ?? "").split(",").filter(Boolean) : route.id ? [route.id] : []);
   loader.poke(true);
+  if (route.id && !name && route.view !== "run") void learnName(route.id);
   if (!again) window.scrollTo(0, 0);
   tabs.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+}
+
+/** @param {string} id */
+async function learnName(id) {
+  const run = await get(ofRun(id)).catch(() => ({ name: id })); // the view itself says what is wrong
+  if (shown?.route.id === id) nameRun(run.name);
 }
 
 /** @param {Error | null} error */
@@ -165,7 +179,7 @@ function lostView(host) {
 }
 
 function start() {
-  say(theme, themeName());
+  say(theme, `◐ ${themeName()}`);
   const header = el("header", { class: "top" }, heading, el("span", { class: "space" }), live, theme, help);
   document.body.append(skip, header, tabs, trouble, main, toast);
   bindKeys(keysNow);

@@ -10,7 +10,6 @@ export function profileView(host, page) {
   return {
     async update(signal) {
       const [{ profiles = [] }, run] = await Promise.all([get(ofRun(page.id, "profiles"), {}, signal), get(ofRun(page.id), {}, signal)]);
-      page.title(run.name);
       if (!profiles.length) {
         return put(host, empty("No profile yet", "Ask a running run for a trace of its next steps; it costs nothing until then: ", command(`phalanx profile ${run.path}`)));
       }

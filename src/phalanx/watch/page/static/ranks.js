@@ -100,7 +100,7 @@ export function ranksView(host, page) {
     const shown = relative ? ratios : map.values;
     const [low, high] = bounds(shown, 0.98);
     // Around the median the scale is symmetric, and never so narrow that noise looks like an alarm.
-    const reach = Math.max(0.1, Math.min(1, Math.max(1 - low, high - 1)));
+    const reach = Math.max(0.25, Math.min(1, Math.max(1 - low, high - 1)));
     heat.set(
       { rows: map.rows, columns: map.columns, values: shown },
       relative ? { low: 1 - reach, high: 1 + reach, around: true, format: (value) => `${value.toFixed(2)} ×` } : { low, high, around: false, format: metric[2] },

@@ -14,10 +14,13 @@ const MEMORY_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c6", "--c7"];
 
 /** @typedef {import("./chart.js").Line} Line */
 
+/** @type {Line[]} */
+const MEMORY_LINES = MEMORY.map((kind, index) => ({ name: `memory.${kind}`, label: kind, color: MEMORY_COLORS[index], format: bytes, sparse: true }));
+
 /** Charts in the order of the page: title, lines, what else. @type {[string, Line[], {zero?: boolean, optional?: boolean, wide?: boolean}][]} */
 const CHARTS = [
-  ["Loss", [{ name: "loss", label: "training", color: "--c1", format: (value) => fixed(value) }, { name: "eval_loss", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { wide: true }],
-  ["Bits per byte", [{ name: "bits_per_byte", label: "training", color: "--c1", format: (value) => fixed(value) }, { name: "eval_bits_per_byte", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { optional: true }],
+  ["Loss", [{ name: "loss", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 3) }, { name: "eval_loss", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { wide: true }],
+  ["Bits per byte", [{ name: "bits_per_byte", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 3) }, { name: "eval_bits_per_byte", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { optional: true }],
   ["Gradient norm", [{ name: "grad_norm", label: "norm", color: "--c4" }], {}],
   ["Learning rate", [{ name: "lr", label: "rate", color: "--c6", format: (value) => number(value, 3) }], { zero: true }],
   ["Tokens per second", [{ name: "tokens_per_s", label: "tokens/s", color: "--c3", format: (value) => si(value) }], { zero: true }],
@@ -25,8 +28,8 @@ const CHARTS = [
   ["Goodput", [{ name: "goodput", label: "of this attempt", color: "--c3", format: (value) => percent(value) }], { zero: true, optional: true }],
   ["Step time", [{ name: "step_s", label: "seconds", color: "--c7", format: (value) => duration(value) }], { zero: true }],
   ["Waiting for data", [{ name: "data_wait_share", label: "of the step", color: "--c5", format: (value) => percent(value) }], { zero: true, optional: true }],
-  ["Memory by kind", MEMORY.map((kind, index) => ({ name: `memory.${kind}`, label: kind, color: MEMORY_COLORS[index], format: (/** @type {number | null} */ value) => bytes(value), sparse: true })), { zero: true, optional: true }],
-  ["Peak memory", [{ name: "peak_memory_bytes", label: "peak", color: "--c4", format: (value) => bytes(value) }], { zero: true, optional: true }],
+  ["Memory by kind", MEMORY_LINES, { zero: true, optional: true }],
+  ["Peak memory", [{ name: "peak_memory_bytes", label: "peak", color: "--c4", format: bytes }], { zero: true, optional: true }],
   ["Expert balance", [{ name: "balance", label: "largest over mean", color: "--c8", format: (value) => fixed(value, 2) }], { zero: true, optional: true }],
 ];
 const NAMES = CHARTS.flatMap(([, lines]) => lines.map(({ name }) => name));
@@ -49,7 +52,7 @@ export function runView(host, page) {
     zoom(null, null);
   });
   const charts = CHARTS.map(([title, lines, { zero, wide }]) => {
-    const chart = new Chart({ title, lines, zero, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, say: page.say, onZoom: zoom });
+    const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, say: page.say, onZoom: zoom });
     chart.element.classList.toggle("wide", Boolean(wide));
     chart.weight = weight;
     chart.hiddenKinds = hidden;
@@ -59,8 +62,10 @@ export function runView(host, page) {
   const facts = el("div", { class: "facts" });
   const none = el("div", { hidden: true });
   const bar = el("div", { class: "bar" }, axis, el("label", { class: "field" }, el("span", { text: "smoothing" }), smoothing), all, el("span", { class: "space" }), marks);
-  const grid = el("div", { class: "charts" }, charts.map((chart) => chart.element));
-  put(host, head, problems, none, bar, grid, happened, facts);
+  const memory = el("section", { class: "panel memory", hidden: true });
+  const grid = el("div", { class: "charts" }, charts.map((chart) => chart.element), memory);
+  const unread = el("p", { class: "note", role: "status" });
+  put(host, head, problems, unread, none, bar, grid, happened, facts);
 
   /** @param {number | null} first @param {number | null} last */
   function zoom(first, last) {
@@ -89,7 +94,7 @@ export function runView(host, page) {
     put(
       marks,
       [...counts].map(([kind, count]) => {
-        const [name, word] = MARKS[kind] ?? ["--mark-message", kind];
+        const [name, word, words] = MARKS[kind] ?? ["--mark-message", kind, kind];
         const toggle = () => {
           if (hidden.has(kind)) hidden.delete(kind);
           else hidden.add(kind);
@@ -97,7 +102,7 @@ export function runView(host, page) {
           drawMarks(found);
           for (const chart of charts) chart.plot?.redraw(false);
         };
-        return el("button", { type: "button", class: "chip", "aria-pressed": String(!hidden.has(kind)), title: "Show or hide", on: { click: toggle } }, el("i", { style: { background: `var(${name})` } }), kind === "nonfinite" ? `${count} not finite` : plural(count, word));
+        return el("button", { type: "button", class: "chip", "aria-pressed": String(!hidden.has(kind)), title: "Show or hide", on: { click: toggle } }, el("i", { style: { background: `var(${name})` } }), `${count} ${count === 1 ? word : words}`);
       }),
     );
   }
@@ -106,11 +111,14 @@ export function runView(host, page) {
   function drawCurves(curves) {
     charts.forEach((chart, index) => {
       const [, lines, { optional }] = CHARTS[index];
-      const has = lines.some(({ name }) => curves.series[name]?.y.some(known));
+      const most = Math.max(...lines.map(({ name }) => (curves.series[name]?.y ?? []).filter(known).length));
+      // Memory is measured seldom: a measurement or two are bars.
+      const has = most > (lines === MEMORY_LINES ? 2 : 0);
       chart.element.hidden = Boolean(optional) && !has;
       chart.setAxis(x);
       if (!chart.element.hidden) chart.set(curves);
     });
+    drawMemory(memory, curves);
     drawMarks(curves.marks ?? []);
     drawHappened(happened, page.id, curves.marks ?? []);
   }
@@ -122,6 +130,8 @@ export function runView(host, page) {
       page.title(run.name);
       drawSummary(head, run);
       problemBox(problems, page.id, why.reasons ?? []);
+      say(unread, curves.unread ? `The record is long: ${bytes(curves.unread.read_bytes)} of ${bytes(curves.unread.size_bytes)} are read.` : curves.problem || run.problem || "");
+      if (curves.unread) page.soon();
       none.hidden = curves.x.length > 0 || range.first !== null;
       bar.hidden = grid.hidden = !none.hidden;
       if (!none.hidden) put(none, empty("No step yet", "The curves begin with the first step. Until then: ", command(`phalanx status ${run.path}`)));
@@ -173,6 +183,22 @@ function drawSummary(host, run) {
   );
 }
 
+/** The newest measurement of memory as one bar. @param {HTMLElement} host @param {any} curves */
+function drawMemory(host, curves) {
+  const steps = MEMORY_LINES.flatMap(({ name }) => (curves.series[name]?.y ?? []).map((/** @type {number | null} */ value, /** @type {number} */ index) => (known(value) ? index : -1)));
+  const last = Math.max(-1, ...steps);
+  host.hidden = last < 0 || new Set(steps).size > 3; // -1 and two places
+  if (host.hidden) return;
+  const parts = MEMORY_LINES.map(({ name, label, color }) => ({ label, color, value: curves.series[name]?.y[last] ?? 0 })).filter(({ value }) => value > 0);
+  put(
+    host,
+    el("h2", { text: "Memory by kind" }),
+    el("div", { class: "stack", role: "img", "aria-label": parts.map(({ label, value }) => `${label} ${bytes(value)}`).join(", ") }, parts.map(({ color, value }) => el("i", { style: { "flex-grow": value, background: `var(${color})` } }))),
+    el("dl", {}, parts.map(({ label, color, value }) => el("div", {}, el("dt", { class: "entry" }, el("i", { style: { background: `var(${color})` } }), label), el("dd", { text: bytes(value) })))),
+    el("p", { class: "note", text: "The rank with most, when it was last measured; each kind at its own peak." }),
+  );
+}
+
 /** The marks as a list, with the way to the lines around each. @param {Element} host @param {string} id @param {import("./chart.js").Mark[]} marks */
 function drawHappened(host, id, marks) {
   const told = marks.filter(({ kind }) => kind !== "evaluation");
@@ -184,7 +210,7 @@ function drawHappened(host, id, marks) {
     el("span", { class: "kind", style: { color: `var(${(MARKS[mark.kind] ?? MARKS.message)[0]})` }, text: MARKS[mark.kind]?.[1] ?? mark.kind }),
     mark.text,
   ]);
-  put(host, panel("What happened", table(["Step", "At", "What", ""], rows, "What happened", [0]), told.length > shown.length && el("p", { class: "note", text: `The last ${shown.length} of ${told.length}.` })));
+  put(host, panel("What happened", table(["Step", "At", "What", ""], rows, "What happened", [0], 3), told.length > shown.length && el("p", { class: "note", text: `The last ${shown.length} of ${told.length}.` })));
 }
 
 /** @param {Element} host @param {any} run */

@@ -6,6 +6,7 @@ import { command, el, empty, keyed, put, say, style } from "./dom.js";
 import { age, fixed, list, moment, percent, plural, si, whole } from "./format.js";
 import { Cursor } from "./keys.js";
 import { address, runAddress } from "./router.js";
+import { Sparks } from "./spark.js";
 
 /**
  * @typedef {object} Row a run as the server lists it
@@ -26,6 +27,7 @@ const COLUMNS = [
   { name: "name", title: "Run", text: (row) => row.name, sort: (row) => row.name.toLowerCase() },
   { name: "step", title: "Step", text: (row) => whole(row.step), sort: (row) => row.step, number: true },
   { name: "loss", title: "Loss", text: (row) => fixed(row.loss), sort: (row) => row.loss, number: true, hint: "Training loss of the last step, nats a token" },
+  { name: "curve", title: "", text: () => "", sort: () => null },
   { name: "bits_per_byte", title: "Bits/byte", text: (row) => fixed(row.bits_per_byte), sort: (row) => row.bits_per_byte, number: true, hint: "Of the held-out text" },
   { name: "tokens_per_s", title: "Tokens/s", text: (row) => si(row.tokens_per_s), sort: (row) => row.tokens_per_s, number: true },
   { name: "mfu", title: "MFU", text: (row) => percent(row.mfu), sort: (row) => row.mfu, number: true, hint: "Model FLOPs utilization" },
@@ -71,6 +73,7 @@ export function runsView(host, page) {
 
   /** @param {Column} column */
   function headCell(column) {
+    if (!column.title) return el("th", { scope: "col", data: { column: column.name } }, el("span", { class: "hidden", text: "Loss curve" }));
     const button = el("button", { type: "button", class: "sort", text: column.title, title: column.hint, on: { click: () => resort(column.name) } });
     return el("th", { scope: "col", class: column.number ? "number" : null, data: { column: column.name } }, button);
   }
@@ -128,6 +131,7 @@ export function runsView(host, page) {
 
   /** @param {Row} row */
   function makeRow(row) {
+    const spark = sparks.add(row.id);
     const box = el("input", { type: "checkbox", "aria-label": `Choose ${row.name}`, on: { change: () => choose(row.id, box.checked) } });
     const made = el(
       "tr",
@@ -142,7 +146,8 @@ export function runsView(host, page) {
       COLUMNS.map((column) => el("td", { class: [column.number ? "number" : "", `c-${column.name}`].join(" "), data: { label: column.title } })),
     );
     made.querySelector(".c-name").append(el("a", { href: runAddress(row.id) }), el("span", { class: "flag", hidden: true }), el("span", { class: "under" }));
-    made.querySelector(".c-step").append(el("span", { class: "count" }), el("span", { class: "progress" }, el("i")));
+    made.querySelector(".c-curve").append(spark);
+    made.querySelector(".c-step").append(el("span"), el("span", { class: "progress" }, el("i")));
     return made;
   }
 
@@ -152,7 +157,7 @@ export function runsView(host, page) {
     const box = /** @type {HTMLInputElement} */ (made.querySelector("input"));
     box.checked = chosen.has(row.id);
     made.toggleAttribute("data-chosen", box.checked);
-    for (const column of COLUMNS) if (!["name", "step", "state", "tags"].includes(column.name)) say(cell(column.name), column.text(row));
+    for (const column of COLUMNS) if (!["name", "step", "state", "tags", "curve"].includes(column.name)) say(cell(column.name), column.text(row));
     const [link, flag, under] = cell("name").children;
     say(link, row.name || row.path);
     const problems = problemCount(row.problems);
@@ -168,6 +173,7 @@ export function runsView(host, page) {
       cell("state").dataset.state = row.state;
       put(cell("state"), stateChip(row.state));
     }
+    sparks.want(row.id, row.step);
     const tags = (row.tags ?? []).join(" ");
     if (cell("tags").dataset.tags !== tags) {
       cell("tags").dataset.tags = tags;
@@ -181,6 +187,7 @@ export function runsView(host, page) {
     return Object.fromEntries(["id", "path", "name", "state", "step", "steps", "loss", "bits_per_byte", "tokens_per_s", "mfu", "goodput", "started", "updated", "ranks", "commit", "note", "weights_sha256"].map((name) => [name, found.map((row) => /** @type {any} */ (row)[name])]));
   }
 
+  const sparks = new Sparks();
   const ages = setInterval(() => document.hidden || draw(), 10_000);
 
   return {
@@ -199,7 +206,7 @@ export function runsView(host, page) {
       ["x", "choose the run", () => cursor.row && choose(cursor.row.dataset.key ?? "", !chosen.has(cursor.row.dataset.key ?? ""))],
       ["c", "compare the chosen runs", () => chosen.size > 1 && (location.hash = compare.hash)],
     ],
-    close: () => clearInterval(ages),
+    close: () => (clearInterval(ages), sparks.close()),
   };
 }
 

@@ -3,7 +3,7 @@
 import { get, ofRun } from "./api.js";
 import { copyMenu } from "./copy.js";
 import { choice, el, empty, panel, put, table } from "./dom.js";
-import { anything, dollars, duration, known, moment, percent, whole } from "./format.js";
+import { anything, dollars, duration, known, moment, number, percent, whole } from "./format.js";
 
 /** @typedef {{name: string, title: string, seconds: number, tone: string}} Part */
 
@@ -36,7 +36,7 @@ const TITLES = {
   "step.wait_straggler": "waiting for the slowest", "step.bubble": "pipeline bubble", "step.data_wait": "waiting for data", "step.host_gap": "host behind",
   "ckpt.blocking": "checkpoints, blocking", eval: "evaluations", "health.sdc_check": "audits", reconfigure: "fleet re-formed", "pause.operator": "paused",
   "fault.undetected": "fault unnoticed", "fault.diagnose": "fault diagnosed", "fault.drain": "fault drained", stop: "closing down", unattributed: "unattributed",
-  "discarded.rollback": "steps lost and done again", "discarded.nonfinite": "steps skipped, not finite",
+  "discarded.rollback": "computing lost, done again", "discarded.nonfinite": "computing skipped, not finite",
 };
 
 /** @param {string} name @returns {[string, string]} the group's title and color */
@@ -53,8 +53,11 @@ function titleOf(name) {
 /** The parts that lie between the time held and useful computing, the greatest first. @param {any} answer @param {string} by @returns {Part[]} */
 export function losses(answer, by) {
   const { buckets = {}, outcomes = {}, causes = [] } = answer;
-  if (by === "cause") return causes.map((/** @type {any} */ one) => ({ name: String(one.cause ?? one.name ?? one.title), title: String(one.title ?? one.cause ?? one.name), seconds: one.seconds ?? one.s ?? 0, tone: "--t-fault" })).sort(greatest);
-  const discarded = Object.entries(outcomes).filter(([name, seconds]) => name.startsWith("discarded") && Number(seconds) > 0);
+  if (by === "cause") return causes.map((/** @type {any} */ one) => ({ name: one.cause, title: one.cause, seconds: one.seconds, tone: "--t-fault" })).sort(greatest);
+  // Discarded steps took part in communication and waiting too, which the buckets count: only their computing is left to subtract.
+  const inSteps = Object.entries(buckets).filter(([name]) => name.startsWith("step."));
+  const computing = sum(inSteps.filter(([name]) => groupOf(name)[0] === "computing")) / (sum(inSteps) || 1);
+  const discarded = Object.entries(outcomes).filter(([name]) => name.startsWith("discarded")).map(([name, seconds]) => /** @type {[string, number]} */ ([name, Number(seconds) * computing]));
   /** @type {Part[]} */
   const parts = [...Object.entries(buckets).filter(([name]) => groupOf(name)[0] !== "computing"), ...discarded]
     .map(([name, seconds]) => ({ name, title: by === "group" ? groupOf(name)[0] : titleOf(name), seconds: Number(seconds), tone: groupOf(name)[1] }));
@@ -67,6 +70,11 @@ export function losses(answer, by) {
     groups.set(part.title, group);
   }
   return [...groups.values()].filter(({ seconds }) => seconds > 0).sort(greatest);
+}
+
+/** @param {[string, unknown][]} entries */
+function sum(entries) {
+  return entries.reduce((whole, [, seconds]) => whole + Number(seconds), 0);
 }
 
 /** @param {Part} one @param {Part} other */
@@ -109,11 +117,11 @@ export function timeView(host, page) {
       headline,
       el("h1", {}, el("b", { text: percent(answer.goodput) }), " goodput"),
       el("p", { class: "muted", text: `Of ${duration(held)} held, the final weights are made of ${duration(answer.outcomes?.committed)} of steps${answer.outcomes?.pending > 0 ? `; ${duration(answer.outcomes.pending)} more are not covered by a checkpoint yet` : ""}. Kept steps: ${percent(kept / held)}.` }),
-      known(answer.cost?.total) && el("p", { class: "money" }, el("b", { text: dollars(answer.cost.total) }), el("span", { class: "muted", text: " held" })),
+      known(answer.cost?.dollars) && el("p", { class: "money" }, el("b", { text: dollars(answer.cost.dollars) }), el("span", { class: "muted", text: `, of which ${dollars(answer.cost.not_in_the_weights)} are not in the weights (${number(answer.cost.accelerator_hours, 3)} accelerator-hours)` })),
     );
-    put(fall, waterfall(losses(answer, by), held, answer.cost?.total ?? null));
+    put(fall, waterfall(losses(answer, by), held, answer.cost?.dollars ?? null, by === "cause" ? "not touched by a fault" : "useful computing"));
     if (by === "cause" && !answer.causes?.length) put(fall, el("p", { class: "muted pad", text: "No fault or other cause took time from this run." }));
-    put(rest, attempts(answer.attempts ?? []), costTable(answer.cost), definitions(answer));
+    put(rest, attempts(answer.attempts ?? []), definitions(answer));
   }
 
   return {
@@ -124,8 +132,8 @@ export function timeView(host, page) {
   };
 }
 
-/** @param {Part[]} parts @param {number} held seconds @param {number | null} money of all of it */
-function waterfall(parts, held, money) {
+/** @param {Part[]} parts @param {number} held seconds @param {number | null} money of all of it @param {string} kept what is left */
+function waterfall(parts, held, money, kept) {
   let left = held;
   /** @param {string} title @param {string} name @param {number} start @param {number} seconds @param {string} tone @param {boolean} whole */
   const row = (title, name, start, seconds, tone, whole) =>
@@ -145,7 +153,7 @@ function waterfall(parts, held, money) {
     "div", { class: money === null ? "rows" : "rows money", role: "table", "aria-label": "From the time held to useful computing" },
     row("held by the run", "wall time, all attempts", 0, held, "--t-held", true),
     rows,
-    row("useful computing", "what is left: computing and optimizer of steps that were kept", 0, Math.max(0, left), "--t-compute", true),
+    row(kept, "what is left", 0, Math.max(0, left), "--t-compute", true),
   );
 }
 
@@ -155,7 +163,7 @@ function attempts(list) {
   const longest = Math.max(...list.map((one) => total(one.buckets)), 1e-9);
   const used = new Map(list.flatMap((one) => Object.keys(one.buckets ?? {}).map((name) => groupOf(name))));
   const rows = list.map((one) => [
-    whole(one.attempt), moment(one.started), duration(total(one.buckets)),
+    whole(one.attempt), el("span", { class: "kind light", text: moment(one.started) }), duration(total(one.buckets)),
     el("div", { class: "stack", style: { width: `${(100 * total(one.buckets)) / longest}%` }, role: "img", "aria-label": Object.entries(one.buckets ?? {}).map(([name, seconds]) => `${titleOf(name)} ${duration(Number(seconds))}`).join(", ") },
       Object.entries(one.buckets ?? {}).map(([name, seconds]) => el("i", { title: `${titleOf(name)}: ${duration(Number(seconds))}`, style: { "flex-grow": Number(seconds), background: `var(${groupOf(name)[1]})` } }))),
     one.reason ?? "",
@@ -172,20 +180,16 @@ function total(buckets) {
   return Object.values(buckets ?? {}).reduce((sum, seconds) => sum + Number(seconds), 0);
 }
 
-/** @param {any} cost */
-function costTable(cost) {
-  if (!cost) return null;
-  const rows = Object.entries(cost).filter(([, value]) => typeof value === "number").map(([name, value]) => [name.replaceAll("_", " "), /hour|accelerators|ranks/.test(name) && !/price/.test(name) ? whole(Number(value)) : dollars(Number(value))]);
-  return panel("Money", table(["", ""], rows, "Money", [1]));
-}
-
-/** @param {any} answer */
+/** Other people's definitions of the same thing. @param {any} answer */
 function definitions(answer) {
-  /** @param {string} title @param {any} values */
-  const one = (title, values) => {
-    const rows = Object.entries(values ?? {}).map(([name, value]) => [name, typeof value === "number" ? (/share|goodput|ratio|ettr|fraction|percent/i.test(name) ? percent(value) : duration(value)) : anything(value)]);
-    return rows.length > 0 && el("div", { class: "panel" }, el("h2", { text: title }), table(["", ""], rows, title, [1]));
-  };
-  const both = [one("As Google's ml-goodput-measurement counts", answer.google), one("As Meta counts (effective training time)", answer.meta)].filter(Boolean);
+  const google = answer.google && { share: answer.google.goodput, rest: { "productive steps": answer.google.productive_s, ...answer.google.badput }, whole: answer.google.elapsed_s, ...answer.google };
+  const meta = answer.meta && { share: answer.meta.ettr, rest: { productive: answer.meta.productive_s, ...answer.meta.unproductive }, whole: answer.meta.wall_s, ...answer.meta };
+  /** @param {string} title @param {any} one */
+  const box = (title, one) =>
+    one && el(
+      "section", { class: "panel" }, el("h2", {}, title, " ", el("b", { text: percent(one.share) })), el("p", { class: "note", text: anything(one.definition) }),
+      table(["", "", ""], Object.entries(one.rest).filter(([, seconds]) => Number(seconds) > 0).map(([name, seconds]) => [name.replaceAll("_", " ").toLowerCase(), duration(Number(seconds)), percent(Number(seconds) / one.whole)]), title, [1, 2]),
+    );
+  const both = [box("As Google counts:", google), box("As Meta counts:", meta)].filter(Boolean);
   return both.length > 0 && el("div", { class: "pair" }, both);
 }

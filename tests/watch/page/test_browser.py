@@ -1,0 +1,377 @@
+"""The page in a real browser: what a person would click, on a real server over real run directories."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from phalanx.watch.page.server import listen, uvicorn_of
+from phalanx.watch.page.views.runs import Runs
+from ranks import Ranks
+from recorded_runs import RecordedRun, a_folder_of_runs, renamed
+from tiny_runs import make_dataset, tiny_run, train_on_this_rank
+
+CHROMIUM = Path("/usr/bin/chromium")
+playwright_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: the page is NOT tested in a browser"
+)
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: the page is NOT tested in a browser"
+)
+from playwright.sync_api import Browser, Page, expect  # noqa: E402
+
+HOSTILE = '<script>window.hacked=1</script><img src=x onerror="window.hacked=1">'
+VIEWS = ("", "/time", "/ranks", "/fleet", "/logs", "/profile", "/checkpoints")
+"""Views of one run."""
+
+
+# --- a server, a browser, a page whose console and requests are watched ------------------------------
+
+
+@contextmanager
+def serving(folder: Path, port: int = 0) -> Iterator[int]:
+    """A server of the page over ``folder``; the port that it listens at."""
+    sock = listen("127.0.0.1", port)
+    server = uvicorn_of(Runs([folder]), "127.0.0.1", "")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
+    """A folder of runs: some recorded, one trained in earnest, one by somebody who means harm."""
+    folder = tmp_path_factory.mktemp("runs")
+    for _ in a_folder_of_runs(folder):
+        pass
+    ranks.run(
+        1, train_on_this_rank, tiny_run(make_dataset(tmp_path_factory.mktemp("data")), folder / "tiny", 4)
+    )
+    hostile = RecordedRun(folder / "hostile", "hostile", 10)
+    renamed(hostile, HOSTILE)
+    hostile.train(3)
+    hostile.say(HOSTILE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(runs: Path) -> Iterator[str]:
+    with serving(runs) as port:
+        yield f"http://127.0.0.1:{port}/"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with playwright_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Watched:
+    """A page, what its console said, and what it asked for."""
+
+    page: Page
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def hosts(self) -> set[str | None]:
+        """Hosts that were asked, beside what is part of the page itself."""
+        return {urlsplit(url).hostname for url in self.asked if not url.startswith(("data:", "blob:"))}
+
+
+Open = Callable[..., Watched]
+
+
+@pytest.fixture
+def open_page(browser: Browser, site: str) -> Iterator[Open]:
+    """Opens the page at an address; at the end, its console must have said nothing and no other host been asked."""
+    contexts, pages = [], []
+
+    def open_at(address: str = "", width: int = 1280, quiet: bool = True, **options: object) -> Watched:
+        context = browser.new_context(viewport={"width": width, "height": 800}, **options)  # type: ignore[arg-type]
+        context.set_default_timeout(10_000)
+        watched = Watched(context.new_page())
+        watched.page.on("console", lambda message: watched.said.append(message.text))
+        watched.page.on("pageerror", lambda error: watched.said.append(str(error)))
+        watched.page.on("request", lambda request: watched.asked.append(request.url))
+        watched.page.goto(address if ":" in address else site + address)
+        contexts.append(context)
+        if quiet:
+            pages.append(watched)
+        return watched
+
+    yield open_at
+    for context in contexts:
+        context.close()
+    for watched in pages:
+        assert watched.said == []
+        assert watched.hosts() <= {"127.0.0.1", None}
+
+
+def id_of(page: Page, name: str) -> str:
+    """The identifier of the run called ``name``."""
+    rows = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
+    return next(row["id"] for row in rows if row["name"] == name)
+
+
+def go(page: Page, name: str, view: str = "", query: str = "") -> None:
+    """Goes to a view of the run called ``name``."""
+    page.evaluate("(hash) => { location.hash = hash; }", f"#/run/{id_of(page, name)}{view}{query}")
+
+
+# --- runs ------------------------------------------------------------------------------------------
+
+
+def test_all_runs_are_listed_with_state_step_and_loss(open_page: Open) -> None:
+    page = open_page().page
+    expect(page.locator("tbody tr")).to_have_count(4)
+    row = page.locator("tbody tr", has_text="tiny")
+    expect(row).to_contain_text("finished")
+    expect(row).to_contain_text("4 / 4")
+
+
+def test_a_run_is_searched_and_opened_with_keys_alone(open_page: Open) -> None:
+    page = open_page().page
+    expect(page.locator("tbody tr")).to_have_count(4)
+    page.keyboard.press("/")
+    page.keyboard.type("flee")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text("fleet")
+    page.keyboard.press("g")
+    page.keyboard.press("r")
+    expect(page.locator("tbody tr")).to_have_count(4)
+
+
+def test_a_click_on_a_column_sorts_by_it_and_what_is_not_known_comes_last(open_page: Open) -> None:
+    page = open_page().page
+    page.get_by_role("button", name="Loss", exact=True).click()
+    losses = [text for text in page.locator("tbody .c-loss").all_text_contents() if text != "–"]
+    assert losses == sorted(losses, key=float, reverse=True)
+    expect(page.locator("th[data-column=loss]")).to_have_attribute("aria-sort", "descending")
+    assert "sort=-loss" in page.url
+
+
+def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open) -> None:
+    page = open_page().page
+    for name in ("long", "fleet"):
+        page.get_by_role("checkbox", name=f"Choose {name}", exact=True).check()
+    page.keyboard.press("c")
+    legend = page.locator(".legendbox")
+    expect(legend).to_contain_text("long")
+    expect(legend).to_contain_text("fleet")
+    page.get_by_role("radio", name="tokens").click()
+    plot = page.locator("figure.wide .plot")
+    expect(plot).to_have_attribute("aria-label", re.compile("Loss over tokens"))
+    assert "x=tokens" in page.url
+
+
+# --- one run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_view_of_every_run_says_something_and_fits_the_screen(open_page: Open, width: int) -> None:
+    page = open_page(width=width).page
+    rows = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
+    for address in [f"#/run/{row['id']}{view}" for row in rows for view in VIEWS]:
+        page.evaluate("(hash) => { location.hash = hash; }", address)
+        expect(page.locator("main")).not_to_be_empty()
+        page.wait_for_function("document.querySelector('main').innerText.length > 20")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+        expect(page.locator(".trouble")).to_be_hidden()
+
+
+def test_a_curve_of_many_steps_says_that_it_is_reduced_and_keeps_its_peak(open_page: Open) -> None:
+    page = open_page().page
+    go(page, "long")
+    loss = page.locator("figure", has_text="Loss").first
+    expect(loss.locator(".note")).to_contain_text("3.00 k points drawn as")
+    copied = page.evaluate(
+        "async (id) => (await (await fetch(`/api/run/${id}/curves?names=loss&points=100`)).json()).series.loss.hi",
+        id_of(page, "long"),
+    )
+    assert max(copied) == 99
+
+
+def test_a_drag_over_a_curve_shows_these_steps_and_a_key_shows_all_again(open_page: Open) -> None:
+    page = open_page().page
+    go(page, "long")
+    plot = page.locator("figure.wide .u-over")
+    box = plot.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.50, box["y"] + 50)
+    page.mouse.up()
+    page.wait_for_url(re.compile("first="))
+    first = int(re.findall(r"first=(\d+)", page.url)[0])
+    assert 600 < first < 900
+    page.keyboard.press("a")
+    page.wait_for_function("!location.hash.includes('first=')")
+
+
+def test_what_happened_is_told_with_the_way_to_the_lines_around_it(open_page: Open) -> None:
+    page = open_page().page
+    go(page, "fleet")
+    row = page.locator("tr", has_text="leave epoch 0")
+    expect(row).to_contain_text("recovery")
+    row.locator("a").click()
+    page.wait_for_url(re.compile(r"/logs\?since=\d+"))
+
+
+def test_the_data_of_a_chart_are_copied_as_csv(open_page: Open) -> None:
+    page = open_page(permissions=["clipboard-read", "clipboard-write"]).page
+    go(page, "fleet")
+    page.get_by_label("Copy the data of Gradient norm", exact=True).click()
+    page.get_by_role("button", name="Copy the data of Gradient norm as CSV").click()
+    expect(page.locator(".toast")).to_have_text("Copied as CSV")
+    text = page.evaluate("navigator.clipboard.readText()")
+    assert text.startswith("step,grad_norm\n1,")
+    assert len(text.splitlines()) == 1 + 44  # the lost step is drawn once, as it was done again
+
+
+def test_the_buckets_and_what_was_useful_sum_to_the_time_held(open_page: Open) -> None:
+    page = open_page().page
+    go(page, "fleet", "/time")
+    shares = page.locator(".waterfall .share").all_text_contents
+    expect(page.locator(".waterfall .row").first).to_contain_text("100.0 %")
+    parts = [float(text.replace(" %", "")) for text in shares()]
+    assert sum(parts[1:]) == pytest.approx(parts[0], abs=0.1 * len(parts))
+    page.get_by_label("Dollars per accelerator-hour").fill("3600")
+    page.keyboard.press("Tab")
+    expect(page.locator(".money").first).to_contain_text("$")
+
+
+def test_a_fault_is_shown_with_its_node_its_phases_and_what_it_cost(open_page: Open) -> None:
+    page = open_page().page
+    go(page, "fleet", "/fleet")
+    row = page.locator("tr", has_text="worker 0 exited with code -9").first
+    expect(row).to_contain_text("node-1")
+    expect(row).to_contain_text("1.00 MiB")
+    expect(page.locator(".epoch")).to_have_count(2)
+    expect(page.locator("tr", has_text="lost")).to_contain_text("node-1")
+
+
+# --- the page as a whole ---------------------------------------------------------------------------
+
+
+def test_what_comes_from_a_run_is_only_ever_text(open_page: Open) -> None:
+    page = open_page().page
+    expect(page.locator("tbody .c-name a", has_text=HOSTILE)).to_have_count(1)
+    go(page, HOSTILE)
+    expect(page.locator("h1")).to_have_text(HOSTILE)
+    expect(page.locator("main td", has_text=HOSTILE)).to_have_count(1)
+    for view in VIEWS[1:]:
+        go(page, HOSTILE, view)
+        expect(page.locator(".crumbs .name")).to_have_text(HOSTILE)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img, main script").count() == 0
+
+
+def test_the_keys_of_the_present_view_are_shown_on_a_question_mark(open_page: Open) -> None:
+    page = open_page().page
+    go(page, "fleet")
+    expect(page.locator("h1")).to_have_text("fleet")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("Where the time went")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    page.keyboard.press("g")
+    page.keyboard.press("t")
+    expect(page.locator("h1")).to_contain_text("goodput")
+
+
+def test_it_is_dark_where_the_system_is_and_where_a_person_chose_so(open_page: Open) -> None:
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = open_page(color_scheme="dark").page.evaluate(ground)
+    page = open_page(color_scheme="light").page
+    light = page.evaluate(ground)
+    assert dark != light
+    for _ in range(2):  # light, then dark
+        page.keyboard.press("t")
+    assert page.evaluate(ground) == dark
+    page.reload()
+    expect(page.locator("header button", has_text="dark")).to_be_visible()
+    assert page.evaluate(ground) == dark
+
+
+def test_a_run_that_goes_on_is_followed_without_a_reload(open_page: Open, tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "live", "live", 100)
+    run.train(5)
+    with serving(tmp_path) as port:
+        page = open_page(f"http://127.0.0.1:{port}/").page
+        expect(page.locator("tbody .c-step")).to_contain_text("5 / 100")
+        run.train(2)
+        expect(page.locator("tbody .c-step")).to_contain_text("7 / 100")
+        go(page, "live")
+        expect(page.locator(".tile").first).to_contain_text("7 / 100")
+        expect(page.locator(".live")).to_have_attribute("data-state", "live")
+        run.train(3)
+        expect(page.locator(".tile").first).to_contain_text("10 / 100")
+        page.close()
+
+
+def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
+    open_page: Open, tmp_path: Path
+) -> None:
+    run = RecordedRun(tmp_path / "live", "live", 100)
+    run.train(5)
+    with serving(tmp_path) as port:
+        page = open_page(f"http://127.0.0.1:{port}/", quiet=False).page
+        expect(page.locator(".live")).to_have_attribute("data-state", "live")
+    expect(page.locator(".live")).to_have_attribute("data-state", "reconnecting")
+    run.train(1)
+    with serving(tmp_path, port):
+        expect(page.locator(".live")).to_have_attribute("data-state", "live")
+        expect(page.locator("tbody .c-step")).to_contain_text("6 / 100")
+        page.close()
+
+
+def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_asks_nothing(
+    open_page: Open, tmp_path: Path
+) -> None:
+    run = RecordedRun(tmp_path / "live", "live", 1000)
+    run.train(5)
+    with serving(tmp_path) as port:
+        watched = open_page(f"http://127.0.0.1:{port}/")
+        page = watched.page
+        expect(page.locator("tbody tr")).to_have_count(1)
+        held = []
+        page.route("**/api/runs", held.append)
+        for _ in range(4):
+            run.train(1)
+            page.wait_for_timeout(400)
+        assert len(held) == 1  # one is being answered, the rest is remembered
+        page.unroute("**/api/runs")
+        held[0].continue_()
+        expect(page.locator("tbody .c-step")).to_contain_text("9 / 1,000")
+        page.evaluate(
+            "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        expect(page.locator(".live")).to_have_attribute("data-state", "paused")
+        before = len(watched.asked)
+        run.train(1)
+        page.wait_for_timeout(1500)
+        assert len(watched.asked) == before
+        page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+        expect(page.locator("tbody .c-step")).to_contain_text("10 / 1,000")
+        page.close()
