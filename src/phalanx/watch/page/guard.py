@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import secrets
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -40,6 +41,7 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::\d{1,5})?")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -146,9 +148,8 @@ def _cookie(header: str, name: str) -> str:
 
 def _host_name(header: str) -> str:
     """The name or address in a Host header, without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower()
+    found = _HOST.fullmatch(header)
+    return (found[1] or found[2]).lower() if found else ""
 
 
 def _local(path: str) -> str:

@@ -1,0 +1,100 @@
+"""Telling open pages what has changed, also those that do not listen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from observe.recorded import step
+from phalanx.observe.events import Event
+from phalanx.watch.page.live import MOST_VIEWERS, Live, Viewer
+from phalanx.watch.page.views.runs import Runs
+from watch.made_runs import crashed, write_events
+
+
+def _told(lines: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in lines.split(b"\n") if line.startswith(b"data: ")]
+
+
+def test_a_viewer_that_reads_slowly_is_told_the_newest_and_how_much_it_missed(tmp_path: Path) -> None:
+    async def scene() -> None:
+        (place,) = Runs([crashed(tmp_path / "run")]).places()
+        viewer = Viewer([place])
+        for number in range(1000):
+            viewer.note(place, {"id": place.id, "kind": "changed", "step": number})
+        assert len(viewer._due) == 1
+        changed, dropped = _told(await viewer.next_lines(1.0))
+        assert changed["step"] == 999
+        assert dropped == {"kind": "dropped", "count": 999}
+
+    asyncio.run(scene())
+
+
+def test_without_news_a_heartbeat_keeps_the_connection(tmp_path: Path) -> None:
+    async def scene() -> bytes:
+        return await Viewer(Runs([crashed(tmp_path / "run")]).places()).next_lines(0.01)
+
+    assert asyncio.run(scene()).startswith(b":")
+
+
+async def _never() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def _served(
+    tmp_path: Path, send: Callable[[Any], Awaitable[None]], during: Callable[[Live], Awaitable[None]]
+) -> None:
+    async def scene() -> None:
+        runs = Runs([crashed(tmp_path / "run")])
+        live = Live(runs.news, look_s=0.02, stalled_s=0.2)
+        watching = asyncio.create_task(live.watch())
+        serving = asyncio.create_task(live.serve(runs.places(), _never, send))
+        await during(live)
+        serving.cancel()
+        watching.cancel()
+        await asyncio.gather(serving, watching, return_exceptions=True)
+        assert live._viewers == set()
+
+    asyncio.run(scene())
+
+
+def test_a_change_of_a_run_reaches_its_viewers(tmp_path: Path) -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def during(_live: Live) -> None:
+        await asyncio.sleep(0.2)
+        write_events(tmp_path / "run", [Event(1.9e9, 1, step(41, 50))])
+        while not _told(b"".join(sent)):
+            await asyncio.sleep(0.01)
+
+    _served(tmp_path, send, during)
+    (news,) = _told(b"".join(sent))[:1]
+    assert (news["kind"], news["step"]) == ("changed", 41)
+
+
+def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
+    async def send(message: Any) -> None:
+        if message.get("body", b"").startswith(b"data"):
+            await asyncio.Event().wait()
+
+    async def during(live: Live) -> None:
+        await asyncio.sleep(0.1)
+        assert len(live._viewers) == 1
+        write_events(tmp_path / "run", [Event(1.9e9, 1, step(41, 50))])
+        while live._viewers:
+            await asyncio.sleep(0.01)
+
+    _served(tmp_path, send, during)
+
+
+def test_there_are_only_so_many_viewers() -> None:
+    live = Live(lambda _place: {})
+    live._viewers = {Viewer([]) for _ in range(MOST_VIEWERS)}
+    assert live.full
