@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -10,14 +12,25 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.result import RunResult
 
 
-def result_table(result: RunResult, directory: RunDirectory) -> Table:
-    """The figures by which runs are compared, in two columns."""
+def result_table(result: RunResult, directory: RunDirectory, program: Sequence[str] = ("phalanx",)) -> Table:
+    """The figures by which runs are compared, in two columns, and the command that shows them beside other runs'.
+
+    ``program`` are the words by which this program is called.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for label, value in _rows(result, directory):
         table.add_row(label, value)
+    table.add_row("see all of it", page_command(directory, program))
     return table
+
+
+def page_command(directory: RunDirectory, program: Sequence[str]) -> str:
+    """The command that opens the page over the folder in which the run lies; that folder goes without saying where it is the usual one."""
+    folder = directory.path.parent
+    usual = folder.resolve() == (Path.cwd() / "runs").resolve()
+    return shlex.join([*program, "ui", *([] if usual else [str(folder)])])
 
 
 def _rows(result: RunResult, directory: RunDirectory) -> Iterator[tuple[str, str]]:

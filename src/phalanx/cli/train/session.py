@@ -173,6 +173,6 @@ def _report(
         table["sample"] = text
     from phalanx.cli.train.result_table import result_table
 
-    console.print(result_table(result, directory))
+    console.print(result_table(result, directory, _program()))
     if as_json:
         click.echo(json.dumps(table))
