@@ -4,7 +4,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 import { get, ofRun } from "./api.js";
 import { AXES, Chart } from "./chart.js";
 import { choice, command, el, empty, panel, put, select, table } from "./dom.js";
-import { anything, duration, fixed, known, number, percent, si } from "./format.js";
+import { anything, duration, fixed, known, number, percent, plural, si } from "./format.js";
 import { stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
 
@@ -134,11 +134,13 @@ function drawBits(host, same, rows) {
   if (!same) return put(host);
   const parts = same.parts_at;
   const diff = command(`phalanx diff ${rows[0].path ?? "A"} ${rows[1].path ?? "B"} --replay`);
+  const why = (same.why_not ?? []).map(anything).join("; ");
+  const steps = known(same.steps_compared) ? `, in ${plural(same.steps_compared, "step")} that all recorded,` : "";
   const [tone, text] = !same.expected
-    ? ["plain", "These runs need not have the same bits: settings that belong to the run differ (below)."]
+    ? ["plain", `These runs need not have the same bits: ${why || "settings that belong to the run differ (below)"}.`]
     : known(parts)
       ? ["bad", `These runs must have the same bits, but they part at step ${parts}. What parted them: `]
-      : ["good", "These runs must have the same bits, and in all that both recorded they have."];
+      : ["good", `These runs must have the same bits${steps} and they have.`];
   put(host, el("p", { class: "verdict", data: { tone } }, text, tone === "bad" && diff));
 }
 
@@ -146,26 +148,35 @@ function drawBits(host, same, rows) {
 function drawTables(host, comparison, names) {
   /** @param {string} title @param {any[]} differences @param {string} same */
   const differing = (title, differences, same) => {
+    const owned = (differences ?? []).some((one) => one.owner);
     const rows = (differences ?? []).map((one) => [
-      el("code", { text: anything(one.path ?? one.name) }), one.owner ? el("span", { class: "owner", data: { owner: String(one.owner) }, text: String(one.owner).toLowerCase() }) : "",
-      ...names.map((_, index) => el("span", { class: "value", text: anything((one.values ?? [])[index]) })),
+      el("code", { text: anything(one.path) }),
+      ...(owned ? [el("span", { class: "owner", data: { owner: String(one.owner) }, text: String(one.owner).toLowerCase() })] : []),
+      ...names.map((_, index) => anything(one.values[index])),
     ]);
-    return panel(title, rows.length ? table(["", "Belongs to", ...names], rows, title) : el("p", { class: "muted", text: same }));
+    return panel(title, rows.length ? table(["", ...(owned ? ["Belongs to"] : []), ...names], rows, title) : el("p", { class: "muted", text: same }));
   };
   put(
     host,
     summaryTable(comparison.summary, names),
     differing("Settings that differ", comparison.settings, "All settings are the same."),
+    (comparison.notes ?? []).map((/** @type {unknown} */ note) => el("p", { class: "note", text: anything(note) })),
     differing("Environments that differ", comparison.environment, "The environments are the same."),
   );
 }
 
-/** Rows of one value per run, or of one run each. @param {any} summary @param {string[]} names */
+/** @param {any[]} summary @param {string[]} names */
 function summaryTable(summary, names) {
-  if (!Array.isArray(summary) || !summary.length) return null;
-  if (Array.isArray(summary[0].values)) {
-    return panel("Which is better where", table(["", ...names], summary.map((row) => [anything(row.title ?? row.name ?? row.path), ...row.values.map((/** @type {unknown} */ value, /** @type {number} */ index) => el("span", { class: row.best === index ? "best" : "value", text: anything(value) }))]), "Summary"));
-  }
-  const fields = Object.keys(summary[0]).filter((field) => !["id", "path", "name", "run"].includes(field));
-  return panel("Which is better where", table(["", ...names], fields.map((field) => [field.replaceAll("_", " "), ...summary.map((row) => anything(row[field]))]), "Summary"));
+  if (!summary?.length) return null;
+  const rows = summary.map((row) => [anything(row.name).replaceAll("_", " "), ...names.map((_, index) => el("span", { class: row.best === index ? "best" : null, text: shown(row.name, row.values[index]) }))]);
+  return panel("Which is better where", table(["", ...names], rows, "Which is better where"));
+}
+
+/** A result in the unit that its name tells. @param {string} name @param {any} value */
+function shown(name, value) {
+  if (!known(value)) return anything(value);
+  if (/goodput|mfu|share/.test(name)) return percent(value);
+  if (/(_s|seconds)$/.test(name) && !/per_s$/.test(name)) return duration(value);
+  if (/per_s$/.test(name)) return si(value);
+  return number(value, 5);
 }

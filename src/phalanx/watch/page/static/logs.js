@@ -1,6 +1,6 @@
 /** All ranks' lines, merged in time: the first failure on top, one line for what many said. */
 
-import { get, ofRun } from "./api.js";
+import { exported, get, ofRun } from "./api.js";
 import { copyMenu } from "./copy.js";
 import { el, empty, put, select } from "./dom.js";
 import { anything, clock, known, moment, plural, whole } from "./format.js";
@@ -65,7 +65,7 @@ export function logsView(host, page) {
   return {
     async update(signal) {
       const answer = await get(ofRun(page.id, "logs"), { ...filter, grouped: grouped ? 1 : 0, last }, signal);
-      lines = answer.lines ?? [];
+      lines = exported ? (answer.lines ?? []).filter((/** @type {LogLine} */ one) => matches(one, filter)) : (answer.lines ?? []);
       drawWindow();
       put(first, answer.first_failure && failure(answer.first_failure, (since, until) => change({ since, until })));
       older.hidden = !answer.more;
@@ -77,6 +77,16 @@ export function logsView(host, page) {
     keys: [["/", "search the text", () => text.querySelector("input").focus()], ...cursor.keys("line")],
     close: () => clearTimeout(timer),
   };
+}
+
+const LEVELS = ["debug", "info", "warning", "error"];
+
+/** What the server does where there is one. @param {LogLine} one @param {Record<string, string>} filter */
+function matches(one, { rank, node, level, since, until, grep }) {
+  return (
+    (!rank || String(one.rank) === rank) && (!node || String(one.node) === node) && (!grep || one.text.includes(grep)) &&
+    (!level || LEVELS.indexOf(one.level) >= LEVELS.indexOf(level)) && (!since || (one.last ?? one.t) >= Number(since)) && (!until || (one.first ?? one.t) <= Number(until))
+  );
 }
 
 /** @param {LogLine} one */

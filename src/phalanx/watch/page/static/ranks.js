@@ -101,11 +101,11 @@ export function ranksView(host, page) {
     const [low, high] = bounds(shown, 0.98);
     // Around the median the scale is symmetric, and never so narrow that noise looks like an alarm.
     const reach = Math.max(0.25, Math.min(1, Math.max(1 - low, high - 1)));
+    heat.picked = rank < 0 ? -1 : map.row_ranks.findLastIndex((first) => first <= rank);
     heat.set(
       { rows: map.rows, columns: map.columns, values: shown },
       relative ? { low: 1 - reach, high: 1 + reach, around: true, format: (value) => `${value.toFixed(2)} ×` } : { low, high, around: false, format: metric[2] },
     );
-    heat.picked = rank < 0 ? -1 : map.row_ranks.findLastIndex((first) => first <= rank);
     put(
       status,
       `${plural(map.ranks, "rank")}, steps ${whole(map.column_steps[0])} to ${whole(map.column_steps.at(-1))}. `,
@@ -141,13 +141,9 @@ export function ranksView(host, page) {
   /** @param {AbortSignal} signal */
   async function drawRank(signal) {
     if (rank < 0) return put(aside, el("h2", { text: "A rank" }), el("p", { class: "muted", text: "Click a row (or arrow keys, then Enter): its history, its node, and its neighbors in each group." }));
-    let one;
-    try {
-      one = await get(ofRun(page.id, `rank/${rank}`), { column: metric[0] }, signal);
-    } catch (error) {
-      if (signal.aborted) throw error;
-      return put(aside, el("h2", { text: `Rank ${whole(rank)}` }), el("p", { class: "muted", text: /** @type {Error} */ (error).message }));
-    }
+    const one = await get(ofRun(page.id, `rank/${rank}`), { column: metric[0] }, signal).catch((/** @type {Error} */ error) => ({ error, ...fromMap() }));
+    if (signal.aborted) return;
+    if (!one.steps) return put(aside, el("h2", { text: `Rank ${whole(rank)}` }), el("p", { class: "muted", text: one.error?.message ?? "It reported nothing." }));
     const place = Object.entries(one.place ?? {});
     history.options.title = `${metric[1]} of rank ${rank}`;
     history.options.lines[0].format = metric[2];
@@ -162,6 +158,13 @@ export function ranksView(host, page) {
     );
     history.element.querySelector(".title").textContent = metric[1];
     history.set({ x: one.steps, series: { value: { y: one.values } } });
+  }
+
+  /** The chosen rank's row of the map, in a file that has no more. */
+  function fromMap() {
+    const row = map?.row_ranks.indexOf(rank) ?? -1;
+    if (!map || map.reduced || row < 0) return {};
+    return { steps: map.column_steps, values: [...map.values.subarray(row * map.columns, (row + 1) * map.columns)].map((value) => (known(value) ? value : null)) };
   }
 
   /** @param {string} axis @param {any} peers */

@@ -1,6 +1,6 @@
 /** One run: what is wrong on top, then its curves with marks of what happened, then what exactly it is. */
 
-import { get, ofRun } from "./api.js";
+import { exported, get, ofRun } from "./api.js";
 import { AXES, Chart, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
 import { age, anything, bytes, duration, fixed, known, moment, number, percent, plural, si, whole } from "./format.js";
@@ -9,6 +9,7 @@ import { layoutText, stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
 
 const POINTS = 1200;
+const MOST_TOLD = 60;
 const MEMORY = ["parameters", "gradients", "optimizer", "activations", "buffers", "other"];
 const MEMORY_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c6", "--c7"];
 
@@ -126,7 +127,8 @@ export function runView(host, page) {
   return {
     async update(signal) {
       const curvesOf = get(ofRun(page.id, "curves"), { names: NAMES.join(","), x, ...range, points: POINTS }, signal);
-      const [run, why, curves] = await Promise.all([get(ofRun(page.id), {}, signal), get(ofRun(page.id, "why"), {}, signal).catch(nothingWrong), curvesOf]);
+      const [run, why, whole] = await Promise.all([get(ofRun(page.id), {}, signal), get(ofRun(page.id, "why"), {}, signal).catch(nothingWrong), curvesOf]);
+      const curves = exported ? between(whole, range) : whole;
       page.title(run.name);
       drawSummary(head, run);
       problemBox(problems, page.id, why.reasons ?? []);
@@ -145,6 +147,15 @@ export function runView(host, page) {
     ],
     close: () => charts.forEach((chart) => chart.close()),
   };
+}
+
+/** What a server leaves out of its answer. @param {any} curves @param {{first: string | null, last: string | null}} range */
+function between(curves, { first, last }) {
+  if (first === null) return curves;
+  const kept = curves.x.flatMap((/** @type {number} */ x, /** @type {number} */ index) => (x >= Number(first) && x <= Number(last ?? Infinity) ? [index] : []));
+  const cut = (/** @type {any[]} */ values) => kept.map((/** @type {number} */ index) => values[index]);
+  const series = Object.fromEntries(Object.entries(curves.series).map(([name, { y, lo, hi }]) => [name, { y: cut(y), lo: lo && cut(lo), hi: hi && cut(hi) }]));
+  return { ...curves, x: cut(curves.x), series };
 }
 
 /** A server without that answer is no reason to show nothing. @param {Error} error @returns {{reasons: any[]}} */
@@ -203,7 +214,7 @@ function drawMemory(host, curves) {
 function drawHappened(host, id, marks) {
   const told = marks.filter(({ kind }) => kind !== "evaluation");
   if (!told.length) return put(host);
-  const shown = told.slice(-60).reverse();
+  const shown = told.slice(-MOST_TOLD).reverse();
   const rows = shown.map((mark) => [
     whole(mark.step),
     known(mark.t) ? el("a", { href: runAddress(id, "logs", { since: mark.t - 30, until: mark.t + 30 }), title: `${moment(mark.t)}: the lines around it`, text: moment(mark.t).slice(11) }) : "–",

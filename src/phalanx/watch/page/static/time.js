@@ -1,6 +1,6 @@
 /** Where the time went: from the time held down to the steps that the weights are made of, per bucket, cause and attempt, and in money. */
 
-import { get, ofRun } from "./api.js";
+import { exported, get, ofRun } from "./api.js";
 import { copyMenu } from "./copy.js";
 import { choice, el, empty, panel, put, table } from "./dom.js";
 import { anything, dollars, duration, known, moment, number, percent, whole } from "./format.js";
@@ -95,7 +95,7 @@ export function timeView(host, page) {
   const bar = el(
     "div", { class: "bar" },
     choice("Divided by", [["bucket", "bucket"], ["group", "group"], ["cause", "cause"]], by, (name) => ((by = name), page.set({ by }), draw())),
-    el("label", { class: "field" }, el("span", { text: "$ per accelerator-hour" }), price),
+    !exported && el("label", { class: "field" }, el("span", { text: "$ per accelerator-hour" }), price),
     el("span", { class: "space" }),
     copyMenu("where the time went", copied, page.say),
   );
