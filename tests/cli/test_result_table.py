@@ -15,5 +15,7 @@ def test_the_page_over_the_runs_beside_this_one_is_the_next_thing_to_try(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert page_command(RunDirectory(Path("runs/quickstart")), ["phalanx"]) == "phalanx ui"
-    assert page_command(RunDirectory(tmp_path / "runs" / "x"), [".venv/bin/phalanx"]) == ".venv/bin/phalanx ui"
+    assert (
+        page_command(RunDirectory(tmp_path / "runs" / "x"), [".venv/bin/phalanx"]) == ".venv/bin/phalanx ui"
+    )
     assert page_command(RunDirectory(Path("/data/my runs/x")), ["phalanx"]) == "phalanx ui '/data/my runs'"

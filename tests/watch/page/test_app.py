@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(folder: Path) -> Iterator[TestClient]:
     with TestClient(
-        application(Runs([folder]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
+        application(Runs([folder]), access_for("127.0.0.1", ""), kept_s=0.0), base_url="http://127.0.0.1"
     ) as made:
         yield made
 

@@ -13,6 +13,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochLeft,
+    Evaluating,
     Event,
     Finished,
     NonFinite,
@@ -55,6 +56,9 @@ def lives(draw: st.DrawFn) -> list[Event]:
                 saved.append(done)
                 ledger["ckpt.blocking"] += 0.5
                 events.append(Event(t, attempt, CheckpointSaved(done, "x")))
+        if draw(st.integers(0, 4)) == 0:
+            t += 7.0
+            events.append(Event(t, attempt, Evaluating(done, 1, 9)))
         ending = draw(st.sampled_from(["none", "none", "stopped", "left"]))
         if ending == "stopped":
             events.append(Event(t + 1, attempt, Stopped(done, "asked", dict(ledger) if has_ledger else {})))

@@ -39,10 +39,10 @@ def _plain(value: object) -> object:
 
 
 class Parameters:
-    """The query of a request."""
+    """The query of a request, and what its path names."""
 
-    def __init__(self, query: Mapping[str, str]) -> None:
-        self._query = query
+    def __init__(self, query: Mapping[str, str], path: Mapping[str, str] | None = None) -> None:
+        self._query, self.path = query, path or {}
 
     def text(self, name: str, default: str = "", most: int = 2000) -> str:
         """A text. Raises ``RequestError`` if it is too long."""

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from phalanx.watch.page.answer import Parameters, RequestError, json_answer, not_found
 from phalanx.watch.page.export import ExportError, exported
 from phalanx.watch.page.guard import Access, Guard
+from phalanx.watch.page.kept import KEPT_S, KeptAnswers
 from phalanx.watch.page.live import Live
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views import checkpoints, curves, fleet, goodput, others, run
@@ -34,9 +35,10 @@ _MOST_WATCHED = 500
 View = Callable[[Runs, Place, Parameters], object]
 
 
-def application(runs: Runs, access: Access, live: Live | None = None) -> ASGIApp:
-    """The application over ``runs``, for those whom ``access`` lets in."""
-    live = live or Live(runs.news)
+def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
+    """The application over ``runs``, for those whom ``access`` lets in; an answer is given again for ``kept_s`` seconds."""
+    kept = KeptAnswers(kept_s)
+    live = Live(runs.news, lambda place: kept.changed(place.id))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -50,10 +52,13 @@ def application(runs: Runs, access: Access, live: Live | None = None) -> ASGIApp
 
     routes = [
         Route("/", _index),
-        Route("/api/runs", partial(_answer, lambda _parameters: runs.list_all())),
+        Route("/api/runs", partial(_list, runs, kept)),
         Route("/api/events", _events(runs, live)),
         Route("/export/{id}.html", partial(_export, runs)),
-        *(Route(f"/api/run/{{id}}{path}", partial(_view, runs, view)) for path, view in _views().items()),
+        *(
+            Route(f"/api/run/{{id}}{path}", partial(_view, runs, kept, view))
+            for path, view in _views().items()
+        ),
         Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
     ]
     app = Starlette(
@@ -81,16 +86,18 @@ async def _index(_request: Request) -> Response:
     return FileResponse(STATIC / "index.html", media_type="text/html")
 
 
-async def _answer(make: Callable[[Parameters], object], request: Request) -> Response:
-    content = await to_thread.run_sync(make, Parameters(request.query_params))
-    return content if isinstance(content, Response) else json_answer(content)
+async def _list(runs: Runs, kept: KeptAnswers, _request: Request) -> Response:
+    return await kept.get("", "runs", lambda: json_answer(runs.list_all()))
 
 
-async def _view(runs: Runs, view: View, request: Request) -> Response:
-    def make(parameters: Parameters) -> object:
-        return view(runs, runs.place(request.path_params["id"]), parameters)
+async def _view(runs: Runs, kept: KeptAnswers, view: View, request: Request) -> Response:
+    run = str(request.path_params["id"])
 
-    return await _answer(make, request)
+    def make() -> Response:
+        content = view(runs, runs.place(run), Parameters(request.query_params, request.path_params))
+        return content if isinstance(content, Response) else json_answer(content)
+
+    return await kept.get(run, f"{request.url.path}?{request.url.query}", make)
 
 
 async def _export(runs: Runs, request: Request) -> Response:

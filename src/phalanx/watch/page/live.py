@@ -23,6 +23,7 @@ MOST_VIEWERS = 256
 HEARTBEAT_S = 15.0
 STALLED_S = 30.0
 LOOK_S = 1.0
+_VIEWERS_A_LOOK = 25
 _FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json")
 News = dict[str, object]
 Describe = Callable[[Place], News]
@@ -60,8 +61,23 @@ class Viewer:
 class Live:
     """All viewers, and the task that looks for them."""
 
-    def __init__(self, describe: Describe, *, look_s: float = LOOK_S, stalled_s: float = STALLED_S) -> None:
-        self._describe, self._look_s, self._stalled_s = describe, look_s, stalled_s
+    def __init__(
+        self,
+        describe: Describe,
+        on_change: Callable[[Place], None] = lambda _place: None,
+        *,
+        look_s: float = LOOK_S,
+        stalled_s: float = STALLED_S,
+    ) -> None:
+        """
+        Args:
+            describe: Called in a thread for a run that has changed.
+            on_change: Called before its viewers are told.
+            look_s: Between two looks, for a few viewers.
+            stalled_s: A viewer that takes nothing for so long is let go.
+        """
+        self._describe, self._on_change = describe, on_change
+        self._look_s, self._stalled_s = look_s, stalled_s
         self._viewers: set[Viewer] = set()
         self._signs: dict[str, object] = {}
 
@@ -73,10 +89,12 @@ class Live:
     async def watch(self) -> None:
         """Looks until it is cancelled."""
         while True:
-            await asyncio.sleep(self._look_s)
+            # Telling many takes longer: they are told less often, so that they have a bounded share of a processor.
+            await asyncio.sleep(self._look_s * (1 + len(self._viewers) / _VIEWERS_A_LOOK))
             places = {place.id: place for viewer in self._viewers for place in viewer.places.values()}
             changed = await to_thread.run_sync(self._changed, list(places.values()))
             for place, news in changed:
+                self._on_change(place)
                 for viewer in self._viewers:
                     if place.id in viewer.places:
                         viewer.note(place, news)

@@ -16,9 +16,12 @@ import uvicorn
 from phalanx.watch.page.app import application
 from phalanx.watch.page.guard import access_for, is_loopback, new_token
 from phalanx.watch.page.views.runs import Runs
+from phalanx.watch.series.stored import StoredSeries, default_folder
 
 USUAL_PORT = 7425
 _TRIES = 20
+_BEHIND_RUNS = 10
+"""The server's niceness: a run on the same machine goes first."""
 _MOST_CONNECTIONS = 1024
 
 
@@ -39,13 +42,19 @@ def serve(
     token = new_token() if demand_token or not is_loopback(host) else ""
     sock = listen(host, port)
     url = address(host, sock.getsockname()[1], token)
-    runs = Runs(folders)
+    runs = Runs(folders, stored=StoredSeries(default_folder()))
+    os.nice(_BEHIND_RUNS)
     tell(
         f"{url}  ({len(runs.places())} runs in {', '.join(map(str, folders))}; Ctrl-C ends the page, never a run)"
     )
     if open_page or (open_page is None and _has_browser()):
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-    uvicorn_of(runs, host, token).run(sockets=[sock])
+    over = threading.Event()
+    threading.Thread(target=runs.read_ahead, args=(over.is_set,), daemon=True).start()
+    try:
+        uvicorn_of(runs, host, token).run(sockets=[sock])
+    finally:
+        over.set()
 
 
 def uvicorn_of(runs: Runs, host: str, token: str) -> uvicorn.Server:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from phalanx.watch.series.run_series import USUAL_BUDGET_S, RunSeries
+from phalanx.watch.series.stored import WORTH_BYTES, StoredSeries
 
 USUAL_BYTES = 512 << 20
 
@@ -14,10 +15,16 @@ USUAL_BYTES = 512 << 20
 class SeriesCache:
     """Gives out series by run directory; the ones that nobody asked for longest go when all together take more than ``most_bytes``."""
 
-    def __init__(self, most_bytes: int = USUAL_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most_bytes: int = USUAL_BYTES, stored: StoredSeries | None = None) -> None:
+        """
+        Args:
+            most_bytes: For all series together; one alone may take more.
+            stored: Where series of long files are kept between two servers.
+        """
+        self._most_bytes, self._stored = most_bytes, stored
         self._lock = threading.Lock()
         self._held: OrderedDict[Path, RunSeries] = OrderedDict()
+        self._saved_bytes: dict[Path, int] = {}
 
     def get(self, path: Path, budget_s: float = USUAL_BUDGET_S) -> RunSeries:
         """The series of the run in ``path``, refreshed for about ``budget_s`` seconds."""
@@ -25,10 +32,30 @@ class SeriesCache:
             found = self._held.get(path)
             if found is None:
                 found = self._held[path] = RunSeries(path)
+                self._saved_bytes[path] = 0
             self._held.move_to_end(path)
-        found.refresh(budget_s)
+        with found.lock:
+            if self._stored is not None and found.version == (0, 0):
+                self._stored.load(found)
+                self._saved_bytes[path] = found.version[1]
+            found.refresh(budget_s)
+            self._save(path, found)
         self._drop_old()
         return found
+
+    def _save(self, path: Path, run: RunSeries) -> None:
+        """Keeps a series whose file has grown by half since, once it was read to its end."""
+        read = run.version[1]
+        least = max(WORTH_BYTES, 1.5 * self._saved_bytes.get(path, 0))
+        if self._stored is None or run.unread is not None or read < least:
+            return
+        self._saved_bytes[path] = read
+        self._stored.save(run)
+
+    @property
+    def full(self) -> bool:
+        """True if another series might push one out."""
+        return self.nbytes > 0.8 * self._most_bytes
 
     @property
     def nbytes(self) -> int:

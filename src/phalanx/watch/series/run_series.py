@@ -10,20 +10,17 @@ import math
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.observe.events import (
     FROM_OUTSIDE,
-    CheckpointSaved,
-    EpochLeft,
     Evaluated,
     Event,
     Finished,
     MemoryMeasured,
-    NonFinite,
-    Restored,
     RunStarted,
     Step,
     Stopped,
@@ -33,7 +30,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.series.marks import Mark, mark_of
 from phalanx.watch.series.step_lines import Row, row_of, step_row
 from phalanx.watch.series.table import MOST_STEP, NAMES, StepTable
-from phalanx.watch.series.tail import FileTail
+from phalanx.watch.series.tail import FileTail, Position, read_lines_at
 
 MOST_MARKS = 20_000
 MOST_STARTS = 10_000
@@ -42,19 +39,19 @@ MOST_OTHERS = 200_000
 """Lines that are no steps, of which it is remembered where they are."""
 MOST_MEMORY_KINDS = 16
 USUAL_BUDGET_S = 1.5
-_TOLD = (
-    RunStarted,
-    Restored,
-    CheckpointSaved,
-    NonFinite,
-    EpochLeft,
-    Evaluated,
-    MemoryMeasured,
-    Stopped,
-    Finished,
-)
-"""Kinds of events, beside steps, on which the accounts of a run depend, or by which an attempt is dated."""
 _UNREADABLE = (ValueError, RecursionError, OverflowError)
+
+
+@dataclass(frozen=True)
+class SeriesState:
+    """What a series has read, without what follows from the lines at ``others``."""
+
+    position: Position
+    rows: int
+    columns: dict[str, bytes]
+    others: list[tuple[int, int]]
+    torn_lines: int
+    last_t: float | None
 
 
 class RunSeries:
@@ -75,7 +72,7 @@ class RunSeries:
         self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
         """The events of kind ``RunStarted``."""
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
-        """Of lines that are no steps and that accounts depend on: the number of rows before it, and its offset."""
+        """Of every event that is no step: the number of rows before it, and the offset of its line."""
         self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
         self.torn_lines = 0
         self.last_t: float | None = None
@@ -126,6 +123,35 @@ class RunSeries:
                 self._more = False
                 self.problem = f"cannot read {self._tail.path}: {error.strerror}"
 
+    def state(self) -> SeriesState:
+        """What was read so far, to go on from in another process."""
+        with self.lock:
+            return SeriesState(
+                position=self._tail.position(),
+                rows=self.table.rows,
+                columns=self.table.to_bytes(),
+                others=list(self.others),
+                torn_lines=self.torn_lines,
+                last_t=self.last_t,
+            )
+
+    def resume(self, state: SeriesState) -> None:
+        """Goes on from ``state``, if the file is still the one that it was read from. Raises ``OSError``, ``ValueError``."""
+        with self.lock:
+            if not self._tail.resume(state.position):
+                return
+            lines = read_lines_at(self._tail.path, [offset for _, offset in state.others])
+            table = StepTable.from_bytes(state.rows, state.columns)
+            self._begin()
+            self.table = table
+            for (rows, offset), line in zip(state.others, lines, strict=True):
+                table.rows = rows  # as it was when the line was first read
+                self._take_other(line, offset)
+            table.rows = state.rows
+            self.torn_lines, self.last_t = state.torn_lines, state.last_t
+            if state.others and state.others[-1][0] < state.rows:
+                self.ending = None  # a step came after it
+
     def _take(self, lines: tuple[tuple[int, bytes], ...]) -> None:
         rows: list[Row] = []
         for offset, line in lines:
@@ -170,8 +196,7 @@ class RunSeries:
             else:
                 self._flush([row])
             return
-        if isinstance(body, _TOLD):
-            self.others.append((self.table.rows, offset))
+        self.others.append((self.table.rows, offset))
         if not isinstance(body, FROM_OUTSIDE):
             self.ending = event if isinstance(body, Stopped | Finished) else None
         if isinstance(body, RunStarted):

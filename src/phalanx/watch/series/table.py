@@ -64,6 +64,22 @@ class StepTable:
             len(column.rows) for column in self.sparse.values()
         )
 
+    def to_bytes(self) -> dict[str, bytes]:
+        """The columns, as they are in memory."""
+        return {name: self.column(name).tobytes() for name in self._columns}
+
+    @staticmethod
+    def from_bytes(rows: int, columns: dict[str, bytes]) -> StepTable:
+        """The inverse of ``to_bytes``. Raises ``ValueError`` and ``KeyError`` if a column is missing or not of that length."""
+        table = StepTable()
+        for name, dtype in _TYPES.items():
+            found = np.frombuffer(columns[name], dtype)
+            if len(found) != rows:
+                raise ValueError(f"the column {name} has {len(found)} rows, not {rows}")
+            table._columns[name] = found.copy() if rows else np.empty(_FIRST_ROWS, dtype)
+        table.rows = rows
+        return table
+
     def column(self, name: str) -> npt.NDArray[np.generic]:
         """The values of all rows. Raises ``KeyError`` for a name that no table has."""
         return self._columns[name][: self.rows]

@@ -29,6 +29,18 @@ class Batch:
     """There is more to read now."""
 
 
+@dataclass(frozen=True)
+class Position:
+    """The place up to which a file was read, and by what it is known again."""
+
+    device: int
+    inode: int
+    head: bytes
+    read_bytes: int
+    """Offset of the first line that was not read yet."""
+    dropped_lines: int
+
+
 class FileTail:
     """The place in one file up to which it was read."""
 
@@ -50,6 +62,26 @@ class FileTail:
         self._head = b""
         self._rest = b""
         self._dropping = False
+
+    def position(self) -> Position:
+        """The place up to which the file was read, in whole lines."""
+        device, inode = self._file or (0, 0)
+        return Position(device, inode, self._head, self.read_bytes - len(self._rest), self.dropped_lines)
+
+    def resume(self, position: Position) -> bool:
+        """Goes on from a place; False, and from the beginning, if the file that lies there now is another one. Raises ``OSError``."""
+        self._forget()
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            found = os.fstat(descriptor)
+            self._file, self._head = (position.device, position.inode), position.head
+            self.read_bytes, self.dropped_lines = position.read_bytes, position.dropped_lines
+            if stat.S_ISREG(found.st_mode) and not self._is_another(descriptor, found):
+                return True
+        finally:
+            os.close(descriptor)
+        self._forget()
+        return False
 
     def next_batch(self) -> Batch:
         """Reads the next block of the file; of a file that is not there, nothing.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -18,15 +19,21 @@ from phalanx.watch.page.places import Place, Places
 from phalanx.watch.page.rows import Row, Rows
 from phalanx.watch.series.cache import USUAL_BYTES, SeriesCache
 from phalanx.watch.series.run_series import RunSeries
+from phalanx.watch.series.stored import StoredSeries
 from phalanx.watch.series.thinned import thinned_events
 
 
 class Runs:
     """The runs below some folders. Threads of requests share one."""
 
-    def __init__(self, folders: Sequence[Path], most_series_bytes: int = USUAL_BYTES) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        most_series_bytes: int = USUAL_BYTES,
+        stored: StoredSeries | None = None,
+    ) -> None:
         self._places, self._rows = Places(folders), Rows()
-        self._series = SeriesCache(most_series_bytes)
+        self._series = SeriesCache(most_series_bytes, stored)
         self._thinned = KeptStories()
 
     @property
@@ -74,6 +81,17 @@ class Runs:
     def series(self, place: Place) -> RunSeries:
         """The run's numbers, as new as its file."""
         return self._series.get(place.path)
+
+    def read_ahead(self, until: Callable[[], bool]) -> None:
+        """Reads runs that nobody has asked for yet, the newest first, until there is no more room or ``until()``, and half of the time."""
+        places = sorted(self.places(), key=lambda place: self.row(place).updated or 0.0, reverse=True)
+        for place in places:
+            while not (until() or self._series.full):
+                began_s = time.monotonic()
+                unread = self.series(place).unread
+                time.sleep(time.monotonic() - began_s)
+                if unread is None:
+                    break
 
     def thinned(self, place: Place) -> list[Event]:
         """The events on which the run's accounts depend. Raises ``RequestError`` if its file cannot be read."""
