@@ -28,6 +28,8 @@ export const MARKS = {
 const QUIET = new Set(["checkpoint", "evaluation", "message", "messages"]);
 const NEAR_PX = 6;
 const FEW_DOTS = 40;
+/** Share of the values, at each end, that "cut" leaves out of the axis. */
+const OUTERMOST = 0.02;
 /** Distances of ticks in bytes. */
 const POWERS_OF_TWO = Array.from({ length: 60 }, (_, power) => 2 ** power);
 
@@ -64,7 +66,7 @@ export function smoothed(values, weight) {
 
 export class Chart {
   /**
-   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean, binary?: boolean,
+   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean, binary?: boolean, below?: boolean,
    *   onZoom?: (first: number | null, last: number | null) => void, say?: (text: string) => void}} options
    */
   constructor(options) {
@@ -72,6 +74,7 @@ export class Chart {
     this.axis = axisOf(options.axis ?? "step");
     this.log = false;
     this.logX = false;
+    this.cut = false;
     this.weight = 0;
     this.hiddenKinds = new Set();
     /** @type {Curves} */
@@ -83,11 +86,13 @@ export class Chart {
     this.canvas = el("div", { class: "plot", role: "img" });
     this.tip = el("div", { class: "tip", hidden: true });
     const log = el("button", { type: "button", class: "quiet", text: "log", title: "Logarithmic axis", "aria-pressed": "false", on: { click: () => this.setLog(!this.log) } });
+    const cut = el("button", { type: "button", class: "quiet", text: "cut", title: "Fit the axis to all but the outermost values", "aria-pressed": "false", on: { click: () => this.setCut(!this.cut) } });
     this.logButton = log;
+    this.cutButton = cut;
     this.element = el(
       "figure",
       { class: "chart panel" },
-      el("figcaption", { class: options.lines.length > 2 ? "many" : null }, el("span", { class: "title", text: options.title }), this.legend, el("span", { class: "space" }), log, copyMenu(options.title, () => this.columns(), options.say)),
+      el("figcaption", { class: options.below || options.lines.length > 2 ? "many" : null }, el("span", { class: "title", text: options.title }), this.legend, el("span", { class: "space" }), el("span", { class: "tools" }, cut, log, copyMenu(options.title, () => this.columns(), options.say))),
       el("div", { class: "stage", style: { "min-height": `${options.height ?? 190}px` } }, this.canvas, this.tip),
       this.note,
     );
@@ -106,6 +111,25 @@ export class Chart {
     this.log = on;
     this.logButton.setAttribute("aria-pressed", String(on));
     this.build();
+  }
+
+  /** @param {boolean} on */
+  setCut(on) {
+    this.cut = on;
+    this.cutButton.setAttribute("aria-pressed", String(on));
+    this.build();
+  }
+
+  /** The range of the axis of values. @param {number} low @param {number} high of what is drawn @returns {[number, number]} */
+  range(low, high) {
+    if (this.cut) {
+      const values = this.options.lines.flatMap(({ name }) => this.curves.series[name]?.y.filter(known) ?? []).sort((one, other) => one - other);
+      const out = Math.floor(values.length * OUTERMOST);
+      [low, high] = [values[out] ?? low, values[values.length - 1 - out] ?? high];
+    }
+    if (this.log) return /** @type {any} */ (uPlot).rangeLog(low, high, 10, false);
+    if (this.options.zero) return [Math.min(0, low || 0), (high || 1) * 1.08];
+    return /** @type {any} */ (uPlot).rangeNum(low, high, 0.06, false);
   }
 
   /** @param {string} name of the axis @param {boolean} [log] */
@@ -172,7 +196,7 @@ export class Chart {
       },
       scales: {
         x: { time: false, distr: this.logX ? 3 : 1 },
-        y: { distr: this.log ? 3 : 1, range: this.options.zero && !this.log ? (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => [Math.min(0, low || 0), (high || 1) * 1.08] : undefined },
+        y: { distr: this.log ? 3 : 1, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (known(low) ? this.range(low, high) : [0, 1]) },
       },
       axes: [
         { ...axis, size: 24, gap: 3, grid: { show: false }, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : formatX(tick))) },
@@ -295,7 +319,11 @@ export class Chart {
     });
     this.canvas.setAttribute("aria-label", `${this.options.title} over ${title}${last >= 0 ? ` up to ${format(this.curves.x[last])}` : ""}. ${parts.join("; ")}`);
     this.note.hidden = !this.curves.reduced;
-    if (this.curves.reduced) say(this.note, `${si(this.curves.total)} points drawn as ${si(this.curves.x.length)}; the band keeps the least and the greatest of each. Drag to see all.`);
+    if (this.curves.reduced) say(this.note, `${si(this.curves.total)} points drawn as ${si(this.curves.x.length)}; ${this.hasBand() ? "the band keeps the least and the greatest of each" : "peaks are kept"}. Drag to see all.`);
+  }
+
+  hasBand() {
+    return this.options.lines.some(({ name }) => this.curves.series[name]?.lo);
   }
 
   fit() {

@@ -14,8 +14,8 @@ const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 /** @typedef {{name: string, title: string, format: (value: number | null) => string, tick?: (value: number | null) => string}} Metric */
 /** @type {Metric[]} */
 const METRICS = [
-  { name: "loss", title: "Loss", format: (value) => fixed(value), tick: (value) => number(value, 3) },
-  { name: "eval_loss", title: "Held-out loss", format: (value) => fixed(value), tick: (value) => number(value, 3) },
+  { name: "loss", title: "Loss", format: (value) => fixed(value), tick: (value) => number(value, 4) },
+  { name: "eval_loss", title: "Held-out loss", format: (value) => fixed(value), tick: (value) => number(value, 4) },
   { name: "bits_per_byte", title: "Bits per byte", format: (value) => fixed(value) },
   { name: "grad_norm", title: "Gradient norm", format: (value) => number(value) },
   { name: "lr", title: "Learning rate", format: (value) => number(value, 3) },
@@ -32,6 +32,7 @@ export function compareView(host, page) {
   let x = page.params.get("x") ?? "step";
   let main = METRICS.some(({ name }) => name === page.params.get("y")) ? String(page.params.get("y")) : "loss";
   let weight = Number(page.params.get("smooth")) || 0;
+  const range = { first: page.params.get("first"), last: page.params.get("last") };
   let logX = page.params.get("logx") === "1";
   const logY = page.params.get("logy") === "1";
   /** @type {any[]} */
@@ -51,6 +52,7 @@ export function compareView(host, page) {
   const grid = el("div", { class: "charts compare" });
   const tables = el("div");
   const smoothing = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(weight), "aria-label": "Smoothing", on: { input: () => ((weight = Number(smoothing.value)), page.set({ smooth: weight || null }), draw()) } });
+  const all = el("button", { type: "button", text: "Show all", hidden: range.first === null, on: { click: () => zoom(null, null) } });
   const logBox = el("input", { type: "checkbox", checked: logX, on: { change: () => ((logX = logBox.checked), page.set({ logx: logX ? 1 : null }), draw()) } });
   put(
     host,
@@ -59,13 +61,23 @@ export function compareView(host, page) {
     el(
       "div", { class: "bar" },
       select("curve", METRICS.map(({ name, title }) => [name, title]), main, (name) => ((main = name), page.set({ y: name }), rebuild())),
-      choice("Axis", AXES.map(([name, title]) => [name, title]), x, (name) => ((x = name), page.set({ x }), page.reload())),
+      choice("Axis", AXES.map(([name, title]) => [name, title]), x, (name) => ((x = name), page.set({ x }), zoom(null, null))),
       el("label", { class: "field" }, el("span", { text: "smoothing" }), smoothing),
       el("label", { class: "field" }, logBox, el("span", { text: "logarithmic axis" })),
+      all,
     ),
     grid,
     tables,
   );
+
+  /** @param {number | null} first @param {number | null} last */
+  function zoom(first, last) {
+    range.first = first === null ? null : String(Math.floor(first));
+    range.last = last === null ? null : String(Math.ceil(last));
+    all.hidden = first === null;
+    page.set(range);
+    page.reload();
+  }
 
   function rebuild() {
     for (const chart of charts) chart.close();
@@ -73,7 +85,7 @@ export function compareView(host, page) {
     charts = names.map((name, place) => {
       const metric = /** @type {Metric} */ (METRICS.find((one) => one.name === name));
       const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], format: metric.format, tick: metric.tick, sparse: true }));
-      const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, marks: false, say: page.say });
+      const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, marks: false, below: true, onZoom: zoom, say: page.say });
       chart.element.classList.toggle("wide", place === 0);
       chart.element.dataset.metric = name;
       if (place === 0) chart.log = logY;
@@ -113,7 +125,7 @@ export function compareView(host, page) {
   return {
     async update(signal) {
       const names = METRICS.map(({ name }) => name).join(",");
-      const asked = ids.map((id) => get(ofRun(id, "curves"), { names, x, points: POINTS }, signal));
+      const asked = ids.map((id) => get(ofRun(id, "curves"), { names, x, ...range, points: POINTS }, signal));
       const [comparison, all, ...found] = await Promise.all([get("/api/compare", { ids: ids.join(",") }, signal).catch((/** @type {Error} */ error) => ({ missing: true, error })), get("/api/runs", {}, signal), ...asked]);
       curves = found;
       const before = rows.map((row) => row?.name).join();
@@ -125,6 +137,7 @@ export function compareView(host, page) {
       if (!charts.length || before !== rows.map((row) => row.name).join()) rebuild();
       else draw();
     },
+    keys: [["a", "show all", () => zoom(null, null)]],
     close: () => charts.forEach((chart) => chart.close()),
   };
 }

@@ -20,8 +20,8 @@ const MEMORY_LINES = MEMORY.map((kind, index) => ({ name: `memory.${kind}`, labe
 
 /** Charts in the order of the page: title, lines, what else. @type {[string, Line[], {zero?: boolean, optional?: boolean, wide?: boolean}][]} */
 const CHARTS = [
-  ["Loss", [{ name: "loss", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 3) }, { name: "eval_loss", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { wide: true }],
-  ["Bits per byte", [{ name: "bits_per_byte", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 3) }, { name: "eval_bits_per_byte", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { optional: true }],
+  ["Loss", [{ name: "loss", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 4) }, { name: "eval_loss", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { wide: true }],
+  ["Bits per byte", [{ name: "bits_per_byte", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 4) }, { name: "eval_bits_per_byte", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { optional: true }],
   ["Gradient norm", [{ name: "grad_norm", label: "norm", color: "--c4" }], {}],
   ["Learning rate", [{ name: "lr", label: "rate", color: "--c6", format: (value) => number(value, 3) }], { zero: true }],
   ["Tokens per second", [{ name: "tokens_per_s", label: "tokens/s", color: "--c3", format: (value) => si(value) }], { zero: true }],
