@@ -67,7 +67,7 @@ function fromExport(path, params) {
 
 /**
  * @typedef {{rows: number, columns: number, row_ranks: number[], column_steps: number[], column_times: number[],
- *   minimum: number | null, maximum: number | null, median: number | null, reduced: boolean, ranks: number, values: Float32Array}} HeatMap
+ *   row_worst?: number[], minimum: number | null, maximum: number | null, median: number | null, reduced: boolean, ranks: number, values: Float32Array}} HeatMap
  */
 
 /** @type {HeatMap} */

@@ -72,7 +72,7 @@ export class Heat {
     this.tip = el("div", { class: "tip", role: "status", hidden: true });
     this.legend = el("div", { class: "scale" });
     this.element = el("div", { class: "heat" }, el("div", { class: "stage" }, this.canvas, this.tip), this.legend);
-    this.resize = new ResizeObserver(() => this.draw());
+    this.resize = new ResizeObserver(() => (this.paint(), this.draw()));
     this.resize.observe(this.canvas);
   }
 
@@ -84,7 +84,15 @@ export class Heat {
   set(cells, scale) {
     this.cells = cells;
     this.scale = scale;
-    const { rows, columns, values } = cells;
+    this.paint();
+    this.draw();
+  }
+
+  /** Paints the image, of no more cells than there are pixels: scaled down by the canvas, a lone slow rank would fade. */
+  paint() {
+    const [mapWidth, mapHeight] = [this.canvas.clientWidth - LEFT, this.canvas.clientHeight - BOTTOM];
+    const { rows, columns, values } = shrunk(this.cells, Math.max(1, mapHeight), Math.max(1, mapWidth));
+    const { scale } = this;
     this.image.width = Math.max(1, columns);
     this.image.height = Math.max(1, rows);
     const context = /** @type {CanvasRenderingContext2D} */ (this.image.getContext("2d"));
@@ -97,7 +105,6 @@ export class Heat {
     }
     context.putImageData(pixels, 0, 0);
     this.drawLegend(colors);
-    this.draw();
   }
 
   /** Place on the color scale, 0 to 1. @param {number} value */
@@ -127,7 +134,7 @@ export class Heat {
     const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     context.scale(ratio, ratio);
     const [mapWidth, mapHeight] = [width - LEFT, height - BOTTOM];
-    context.imageSmoothingEnabled = this.cells.rows > mapHeight * ratio || this.cells.columns > mapWidth * ratio;
+    context.imageSmoothingEnabled = false;
     context.fillStyle = color("--unknown");
     context.fillRect(LEFT, 0, mapWidth, mapHeight);
     if (this.cells.rows && this.cells.columns) context.drawImage(this.image, LEFT, 0, mapWidth, mapHeight);
@@ -154,11 +161,16 @@ export class Heat {
   /** @param {CanvasRenderingContext2D} context @param {number} width @param {number} height */
   drawPlace(context, width, height) {
     const { rows, columns } = this.cells;
-    context.strokeStyle = color("--text");
+    context.strokeStyle = context.fillStyle = color("--text");
     if (this.picked >= 0) {
-      context.lineWidth = 1.5;
-      const size = Math.max(3, height / rows);
-      context.strokeRect(LEFT + 1, Math.min(height - size, (this.picked / rows) * height), width - 2, size);
+      // Beside the row, not over it.
+      const y = ((this.picked + 0.5) / rows) * height;
+      context.beginPath();
+      context.moveTo(LEFT, y);
+      context.lineTo(LEFT - 6, y - 4);
+      context.lineTo(LEFT - 6, y + 4);
+      context.fill();
+      if (height / rows > 6) context.strokeRect(LEFT + 0.5, (this.picked / rows) * height, width - 1, height / rows);
     }
     if (!this.place) return;
     const [row, column] = this.place;
@@ -219,6 +231,21 @@ export class Heat {
 function ticks(count, most) {
   const step = Math.max(1, Math.ceil(count / Math.max(1, most)));
   return Array.from({ length: Math.ceil(count / step) }, (_, index) => index * step);
+}
+
+/** So many cells at most, each the greatest of those that it stands for. @param {Cells} cells @param {number} mostRows @param {number} mostColumns @returns {Cells} */
+export function shrunk(cells, mostRows, mostColumns) {
+  const [rows, columns] = [Math.min(cells.rows, Math.floor(mostRows)), Math.min(cells.columns, Math.floor(mostColumns))];
+  if (rows === cells.rows && columns === cells.columns) return cells;
+  const values = new Float32Array(rows * columns).fill(NaN);
+  for (let row = 0; row < cells.rows; row += 1) {
+    for (let column = 0; column < cells.columns; column += 1) {
+      const value = cells.values[row * cells.columns + column];
+      const place = Math.floor((row * rows) / cells.rows) * columns + Math.floor((column * columns) / cells.columns);
+      if (!(values[place] >= value) && Number.isFinite(value)) values[place] = value;
+    }
+  }
+  return { rows, columns, values };
 }
 
 /** @param {Cells} cells @returns {Float32Array} each value over the median of its column */

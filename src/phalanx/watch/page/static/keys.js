@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 
-const SECOND_KEY_MS = 1200;
+const SECOND_KEY_MS = 3000;
 
 /** @param {() => import("./main.js").Key[]} keys those of the present view */
 export function bindKeys(keys) {

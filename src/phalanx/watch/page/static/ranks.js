@@ -44,7 +44,7 @@ export function ranksView(host, page) {
   const aside = el("aside", { class: "panel aside", "aria-label": "The chosen rank" });
   const none = el("div", { hidden: true });
   const goto = el("input", { type: "number", min: "0", placeholder: "rank", "aria-label": "Go to rank", on: { change: () => goto.value !== "" && choose(Number(goto.value)) } });
-  const history = new Chart({ title: "history", lines: [{ name: "value", label: "value", color: "--c1", format: metric[2] }], height: 150, say: page.say, zero: true, marks: false });
+  const history = new Chart({ title: "history", lines: [{ name: "value", label: "value", color: "--c1", format: metric[2] }], height: 150, say: page.say, zero: true, marks: false, below: true });
   const all = el("button", { type: "button", text: "Show all", hidden: range.first === null, on: { click: () => look(null, null) } });
   const lately = el("button", { type: "button", text: "Last 100 steps", on: { click: () => look((map?.column_steps.at(-1) ?? 0) - 99, null) } });
   const bar = el(
@@ -72,9 +72,9 @@ export function ranksView(host, page) {
     page.reload();
   }
 
-  /** A row may stand for several ranks; the header names the first. @param {number} row */
+  /** A row may stand for several ranks: the one with most is meant. @param {number} row */
   function worstOfRow(row) {
-    return map?.row_ranks[row] ?? 0;
+    return map?.row_worst?.[row] ?? map?.row_ranks[row] ?? 0;
   }
 
   /** @param {number} row @returns {string} */
