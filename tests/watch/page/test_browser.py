@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from phalanx.watch.page.export import export_run
 from phalanx.watch.page.server import listen, uvicorn_of
 from phalanx.watch.page.views.runs import Runs
 from ranks import Ranks
@@ -285,6 +286,25 @@ def test_what_comes_from_a_run_is_only_ever_text(open_page: Open) -> None:
         expect(page.locator(".crumbs .name")).to_have_text(HOSTILE_NAME)
     assert page.evaluate("window.hacked") is None
     assert page.locator("img, main script").count() == 0
+
+
+def test_an_exported_file_shows_every_view_without_a_server(
+    open_page: Open, runs: Path, tmp_path: Path
+) -> None:
+    for name in ("fleet", "hostile"):
+        export_run(runs / name, tmp_path / f"{name}.html")
+        watched = open_page((tmp_path / f"{name}.html").as_uri())
+        page = watched.page
+        expect(page.locator(".live")).to_have_attribute("data-state", "file")
+        expect(page.locator("figure.wide canvas")).to_be_visible()
+        for view in VIEWS:
+            page.evaluate(
+                "(view) => { location.hash = location.hash.split('/').slice(0, 3).join('/') + view; }", view
+            )
+            page.wait_for_function("document.querySelector('main').innerText.length > 20")
+            expect(page.locator(".trouble")).to_be_hidden()
+        assert page.evaluate("window.hacked") is None
+        assert [url for url in watched.asked if not url.startswith(("file:", "data:"))] == []
 
 
 def test_the_keys_of_the_present_view_are_shown_on_a_question_mark(open_page: Open) -> None:

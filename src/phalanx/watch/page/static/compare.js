@@ -9,6 +9,8 @@ import { stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
 
 const POINTS = 800;
+/** More differences than this are folded away. */
+const MANY = 24;
 const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 /** @typedef {{name: string, title: string, format: (value: number | null) => string, tick?: (value: number | null) => string}} Metric */
@@ -167,7 +169,8 @@ function drawTables(host, comparison, names) {
       ...(owned ? [el("span", { class: "owner", data: { owner: String(one.owner) }, text: String(one.owner).toLowerCase() })] : []),
       ...names.map((_, index) => anything(one.values[index])),
     ]);
-    return panel(title, rows.length ? table(["", ...(owned ? ["Belongs to"] : []), ...names], rows, title) : el("p", { class: "muted", text: same }));
+    if (!rows.length) return panel(title, el("p", { class: "muted", text: same }));
+    return el("details", { class: "panel fold", open: rows.length <= MANY }, el("summary", { text: `${title} (${rows.length})` }), table(["", ...(owned ? ["Belongs to"] : []), ...names], rows, title));
   };
   put(
     host,

@@ -9,6 +9,8 @@ import { known } from "./format.js";
 const LEFT = 58;
 const BOTTOM = 22;
 const STOPS = 256;
+/** Of the map, in pixels: few ranks get a low one, many share a high one. */
+const [ROW_HEIGHT, LEAST_HEIGHT, MOST_HEIGHT] = [26, 104, 400];
 /** Dark to bright (viridis, at nine places; BSD-licensed by matplotlib's authors, CC0). */
 const VIRIDIS = [[68, 1, 84], [71, 44, 122], [59, 81, 139], [44, 113, 142], [33, 144, 141], [39, 173, 129], [92, 200, 99], [170, 220, 50], [253, 231, 37]];
 /** Below, at, and above what is usual: blue, the ground, red. */
@@ -48,7 +50,7 @@ export function bounds(values, share) {
 export class Heat {
   /**
    * @param {{label: string, rowName: (row: number) => string, columnName: (column: number) => string,
-   *   read: (row: number, column: number) => string[], onPick: (row: number, column: number) => void, height?: number}} options
+   *   read: (row: number, column: number) => string[], onPick: (row: number, column: number) => void}} options
    */
   constructor(options) {
     this.options = options;
@@ -61,7 +63,7 @@ export class Heat {
     this.picked = -1;
     this.image = document.createElement("canvas");
     this.canvas = el("canvas", {
-      tabindex: "0", role: "application", "aria-label": options.label, style: { height: `${options.height ?? 420}px` },
+      tabindex: "0", role: "application", "aria-label": options.label,
       on: {
         pointermove: (/** @type {PointerEvent} */ event) => this.hover(event),
         pointerleave: () => this.point(null),
@@ -84,6 +86,7 @@ export class Heat {
   set(cells, scale) {
     this.cells = cells;
     this.scale = scale;
+    style(this.canvas, { height: `${BOTTOM + Math.max(LEAST_HEIGHT, Math.min(MOST_HEIGHT, cells.rows * ROW_HEIGHT))}px` });
     this.paint();
     this.draw();
   }
@@ -149,7 +152,7 @@ export class Heat {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (const row of ticks(rows, height / 32)) context.fillText(this.options.rowName(row), LEFT - 6, Math.max(6, Math.min(height - 6, ((row + 0.5) / rows) * height)));
+    for (const row of ticks(rows, height / 32)) context.fillText(this.options.rowName(row), LEFT - 10, Math.max(6, Math.min(height - 6, ((row + 0.5) / rows) * height)));
     context.textBaseline = "top";
     for (const column of ticks(columns, width / 90)) {
       const x = LEFT + ((column + 0.5) / columns) * width;

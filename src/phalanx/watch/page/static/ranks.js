@@ -37,7 +37,6 @@ export function ranksView(host, page) {
     columnName: (column) => whole(map?.column_steps[column]),
     read: (row, column) => describe(row, column),
     onPick: (row) => choose(worstOfRow(row)),
-    height: 420,
   });
   const status = el("p", { class: "note" });
   const worst = el("div");
