@@ -5,7 +5,7 @@
 
 import { copyMenu } from "./copy.js";
 import { color, el, put, say, style } from "./dom.js";
-import { age, known, number, si } from "./format.js";
+import { age, duration, known, number, si } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 /** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, dots?: boolean}} Line
@@ -43,7 +43,8 @@ export const AXES = [
 
 /** @param {number} seconds */
 function elapsed(seconds) {
-  return seconds === 0 ? "0" : age(Date.now() / 1000 - seconds - 0.5);
+  if (Math.abs(seconds) < 60) return seconds === 0 ? "0" : duration(seconds);
+  return age(Date.now() / 1000 - seconds - 0.5);
 }
 
 /** @param {string} name */

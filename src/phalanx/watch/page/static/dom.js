@@ -98,7 +98,7 @@ export function color(name) {
 
 /** What a view shows in place of what is not there, and what to do about it. @param {string} title @param {...Children} advice */
 export function empty(title, ...advice) {
-  return el("div", { class: "empty" }, el("h3", { text: title }), el("p", {}, ...advice));
+  return el("div", { class: "empty" }, el("h2", { text: title }), el("p", {}, ...advice));
 }
 
 /** A command that can be copied. @param {string} text */
@@ -125,7 +125,7 @@ export function table(head, rows, caption = "", numeric = [], wide = -1) {
       "table",
       { class: wide >= 0 ? "fitted" : null },
       caption && el("caption", { class: "hidden", text: caption }),
-      el("thead", {}, el("tr", {}, head.map((cell, index) => el("th", { scope: "col", class: side(index) }, cell)))),
+      el("thead", {}, el("tr", {}, head.map((cell, index) => (cell === "" ? el("td", { class: side(index) }) : el("th", { scope: "col", class: side(index) }, cell))))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, index) => el("td", { class: side(index) }, cell))))),
     ),
   );

@@ -1,6 +1,7 @@
 /** The fleet: members, epochs on a time line, and of each fault who noticed it, how long each phase took, what it cost. */
 
 import { get, ofRun } from "./api.js";
+import { colorKey, stackedBar } from "./bars.js";
 import { copyMenu } from "./copy.js";
 import { command, el, empty, panel, put, table } from "./dom.js";
 import { anything, bytes, clock, duration, known, moment, plural, whole } from "./format.js";
@@ -78,20 +79,14 @@ function faultTable(id, faults) {
   const rows = faults.map((fault, index) => [
     linesAround(id, fault.t),
     anything(fault.what), anything(fault.node), anything(fault.detected_by),
-    el("div", { class: "stack", style: { width: `${(100 * totals[index]) / longest}%` }, role: "img", "aria-label": phaseText(fault.phases) },
-      Object.entries(fault.phases ?? {}).map(([phase, seconds]) => el("i", { title: `${PHASE_NAMES[phase] ?? phase}: ${duration(Number(seconds))}`, style: { "flex-grow": Number(seconds), background: `var(${PHASES[phase] ?? "--t-other"})` } }))),
+    stackedBar(Object.entries(fault.phases ?? {}).map(([phase, seconds]) => ({ title: PHASE_NAMES[phase] ?? phase, value: Number(seconds), color: PHASES[phase] ?? "--t-other" })), duration, totals[index] / longest),
     duration(totals[index] || null), whole(fault.lost_steps), bytes(fault.moved_bytes),
   ]);
   return el(
     "div", {},
-    el("div", { class: "key" }, used.map((phase) => el("span", { class: "entry" }, el("i", { style: { background: `var(${PHASES[phase]})` } }), PHASE_NAMES[phase]))),
+    colorKey(used.map((phase) => [PHASE_NAMES[phase], PHASES[phase]])),
     el("div", { class: "attempts" }, table(["At", "What", "Node", "Noticed by", "Phases", "Took", "Steps lost", "Moved"], rows, "Faults", [5, 6, 7])),
   );
-}
-
-/** @param {Record<string, number>} phases */
-function phaseText(phases) {
-  return Object.entries(phases ?? {}).map(([phase, seconds]) => `${PHASE_NAMES[phase] ?? phase} ${duration(seconds)}`).join(", ");
 }
 
 /** @param {any[]} members */

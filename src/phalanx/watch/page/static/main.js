@@ -38,6 +38,8 @@ const VIEWS = {
   runs: runsView, compare: compareView, run: runView, time: timeView, ranks: ranksView,
   fleet: fleetView, logs: logsView, profile: profileView, checkpoints: checkpointsView, lost: lostView,
 };
+/** Of views that show none, for those who hear the page. @type {Record<string, string>} */
+const TITLES = { runs: "Runs", compare: "Compare", ranks: "Ranks", logs: "Logs", profile: "Profile" };
 const LIVE = {
   live: ["live", "What is shown follows the runs."],
   reconnecting: ["reconnecting", "The server does not answer at the moment; what is shown may be old."],
@@ -123,6 +125,8 @@ function showHeading(route) {
   const home = el("a", { class: "home", href: exported ? runAddress(exported.id) : "#/" }, emblem(), "Phalanx");
   const of = route.id ? el("a", { class: "name", href: runAddress(route.id), text: "…" }) : el("span", { class: "name", text: { runs: "Runs", compare: "Compare" }[route.view] ?? "" });
   put(heading, home, el("span", { class: "slash", text: "/", "aria-hidden": "true" }), of);
+  const title = TITLES[route.view];
+  if (title) heading.append(el("h1", { class: "hidden", text: title }));
   tabs.hidden = !route.id;
   put(
     tabs,
@@ -174,7 +178,7 @@ function report(error) {
 
 /** @type {MakeView} */
 function lostView(host) {
-  put(host, el("div", { class: "empty" }, el("h3", { text: "There is no such view" }), el("p", {}, el("a", { href: "#/", text: "All runs" }))));
+  put(host, el("div", { class: "empty" }, el("h2", { text: "There is no such view" }), el("p", {}, el("a", { href: "#/", text: "All runs" }))));
   return { update: async () => {} };
 }
 

@@ -1,6 +1,7 @@
 /** One run: what is wrong on top, then its curves with marks of what happened, then what exactly it is. */
 
 import { exported, get, ofRun } from "./api.js";
+import { stackedBar } from "./bars.js";
 import { AXES, Chart, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
 import { age, anything, bytes, duration, fixed, known, moment, number, percent, plural, si, whole } from "./format.js";
@@ -204,7 +205,7 @@ function drawMemory(host, curves) {
   put(
     host,
     el("h2", { text: "Memory by kind" }),
-    el("div", { class: "stack", role: "img", "aria-label": parts.map(({ label, value }) => `${label} ${bytes(value)}`).join(", ") }, parts.map(({ color, value }) => el("i", { style: { "flex-grow": value, background: `var(${color})` } }))),
+    stackedBar(parts.map(({ label, color, value }) => ({ title: label, color, value })), bytes),
     el("dl", {}, parts.map(({ label, color, value }) => el("div", {}, el("dt", { class: "entry" }, el("i", { style: { background: `var(${color})` } }), label), el("dd", { text: bytes(value) })))),
     el("p", { class: "note", text: "The rank with most, when it was last measured; each kind at its own peak." }),
   );

@@ -1,6 +1,7 @@
 /** Where the time went: from the time held down to the steps that the weights are made of, per bucket, cause and attempt, and in money. */
 
 import { exported, get, ofRun } from "./api.js";
+import { colorKey, stackedBar } from "./bars.js";
 import { copyMenu } from "./copy.js";
 import { choice, el, empty, panel, put, table } from "./dom.js";
 import { anything, dollars, duration, known, moment, number, percent, whole } from "./format.js";
@@ -164,13 +165,12 @@ function attempts(list) {
   const used = new Map(list.flatMap((one) => Object.keys(one.buckets ?? {}).map((name) => groupOf(name))));
   const rows = list.map((one) => [
     whole(one.attempt), el("span", { class: "kind light", text: moment(one.started) }), duration(total(one.buckets)),
-    el("div", { class: "stack", style: { width: `${(100 * total(one.buckets)) / longest}%` }, role: "img", "aria-label": Object.entries(one.buckets ?? {}).map(([name, seconds]) => `${titleOf(name)} ${duration(Number(seconds))}`).join(", ") },
-      Object.entries(one.buckets ?? {}).map(([name, seconds]) => el("i", { title: `${titleOf(name)}: ${duration(Number(seconds))}`, style: { "flex-grow": Number(seconds), background: `var(${groupOf(name)[1]})` } }))),
+    stackedBar(Object.entries(one.buckets ?? {}).map(([name, seconds]) => ({ title: titleOf(name), value: Number(seconds), color: groupOf(name)[1] })), duration, total(one.buckets) / longest),
     one.reason ?? "",
   ]);
   return panel(
     "Attempt by attempt",
-    el("div", { class: "key" }, [...used].map(([title, color]) => el("span", { class: "entry" }, el("i", { style: { background: `var(${color})` } }), title))),
+    colorKey(used),
     el("div", { class: "attempts" }, table(["", "Started", "Held", "Where it went", "Ended by"], rows, "Attempts", [0, 2])),
   );
 }
