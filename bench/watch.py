@@ -30,6 +30,9 @@ from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 
+import tomli_w
+
+from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -40,6 +43,7 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
 )
+from phalanx.run.read import read_table, to_table
 
 STEP_S = 10.0
 BEGAN_S = 1.79e9
@@ -50,22 +54,17 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "other", "total"
 def write_run(folder: Path, number: int, steps: int) -> None:
     """Writes the events of a run of ``steps`` steps of ten seconds with one recovery, evaluations and checkpoints."""
     folder.mkdir(parents=True)
+    describe(folder, number, steps)
     clock = [BEGAN_S + number]
     ledger = {
-        **{"start.process": 30.0, "start.rendezvous": 20.0, "start.restore": 5.0, "start.warmup": 12.0},
-        **{
-            "step.compute": 0.0,
-            "step.optimizer": 0.0,
-            "step.comm_exposed.dp": 0.0,
-            "step.comm_exposed.tp": 0.0,
-        },
-        **{
-            "step.bubble": 0.0,
-            "step.data_wait": 0.0,
-            "step.host_gap": 0.0,
-            "ckpt.blocking": 0.0,
-            "eval": 0.0,
-        },
+        "start.process": 30.0,
+        "start.rendezvous": 20.0,
+        "start.restore": 5.0,
+        "start.warmup": 12.0,
+        **dict.fromkeys(
+            ("step.compute", "step.optimizer", "step.comm_exposed.dp", "step.comm_exposed.tp"), 0.0
+        ),
+        **dict.fromkeys(("step.bubble", "step.data_wait", "step.host_gap", "ckpt.blocking", "eval"), 0.0),
     }
     first, attempt = 1, 0
     while first <= steps:
@@ -98,6 +97,16 @@ def write_run(folder: Path, number: int, steps: int) -> None:
         first, attempt = last - last % 500 + 1, attempt + 1
 
 
+def describe(folder: Path, number: int, steps: int) -> None:
+    """Writes the run file and the record of a run, as a start of one does."""
+    wanted = (f'name="run-{number}"', f"train.steps={steps}", f"runtime.seed={number}", 'data.path="nowhere"')
+    spec = read_table({"model": {"preset": "llama3-8b"}}, PRESETS, wanted, folder / "run.toml")
+    (folder / "run.toml").write_bytes(tomli_w.dumps(to_table(spec)).encode())
+    (folder / "record.json").write_text(
+        json.dumps({"identity": "0" * 64, "data_fingerprint": "0" * 64, "attempts": 2})
+    )
+
+
 def _loss(step: int, number: int) -> float:
     return 2.0 + 9.0 / math.sqrt(step) + 0.02 * math.sin(step * 0.7 + number)
 
@@ -128,26 +137,26 @@ def _step(step: int, steps: int, number: int, ledger: dict[str, float]) -> Step:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds until a view was there, the first time and the median of the next ones, and its size."""
+    """Seconds until a view was there, the first time and the median of the next ones, the server's processor time of each, and the size."""
 
     view: str
     first_s: float
+    first_processor_s: float
     again_s: float
+    again_processor_s: float
     kilobytes: float
 
 
 @contextmanager
-def page(folder: Path) -> Iterator[tuple[str, int]]:
-    """``phalanx ui`` over a folder in a process of its own: its address and process number."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", str(port), "--no-open"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def page(folder: Path, cache: Path) -> Iterator[tuple[str, int]]:
+    """``phalanx ui`` over a folder in a process of its own, with its cache in another: its address and process number."""
+    command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", "0", "--no-open"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
-    process.stdout.readline()
+    address = process.stdout.readline().split()[0].rstrip("/")
     try:
-        yield f"http://127.0.0.1:{port}", process.pid
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait()
@@ -160,47 +169,216 @@ def fetch(url: str) -> bytes:
 
 def memory_mb(pid: int) -> float:
     """Resident memory of a process now, in megabytes."""
-    fields = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmRSS"))
+
+
+def processor_s(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def timed(view: str, get: Callable[[], int], pid: int, again: int = 5) -> Timing:
+    """Times a question the first time, and again when no answer is kept any more."""
+    times, used, size = [], [], 0
+    for number in range(1 + again):
+        time.sleep(1.1 if number else 0)
+        used_s, began_s = processor_s(pid), time.perf_counter()
+        size = get()
+        times.append(time.perf_counter() - began_s)
+        used.append(processor_s(pid) - used_s)
+    return Timing(
+        view, times[0], used[0], statistics.median(times[1:]), statistics.fmean(used[1:]), size / 1e3
     )
-    return int(fields["VmRSS"].split()[0]) / 1e3
 
 
-def timed(view: str, get: Callable[[], int], again: int = 5) -> Timing:
-    began = time.perf_counter()
-    size = get()
-    first = time.perf_counter() - began
-    times = []
-    for _ in range(again):
-        began = time.perf_counter()
-        get()
-        times.append(time.perf_counter() - began)
-    return Timing(view, first, statistics.median(times), size / 1e3)
+PATHS = (
+    *("/curves?names=all", "", "/curves?names=loss&x=time", "/curves?names=loss&first=54000&last=55000"),
+    *("/goodput?price_per_accelerator_hour=2", "/fleet", "/checkpoints"),
+)
 
 
 def views(folder: Path) -> dict[str, object]:
-    """Times of all views of the runs in ``folder``, and the server's memory before, with one run and with all of them."""
-    with page(folder) as (address, pid):
-        found = [timed("/api/runs", lambda: len(fetch(f"{address}/api/runs")))]
-        ids = [run["id"] for run in json.loads(fetch(f"{address}/api/runs"))["runs"]]
-        memory = {"runs listed": memory_mb(pid)}
+    """Times of all views of the runs in ``folder``: at once, when a person asks before the server has read ahead, and from its cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        with page(folder, Path(cache)) as (address, pid):
+            found = [timed("list of all runs", lambda: len(fetch(f"{address}/api/runs")), pid)]
+            ids = [run["id"] for run in json.loads(fetch(f"{address}/api/runs"))["runs"]]
 
-        def get(path: str, one: str) -> Callable[[], int]:
-            return lambda: len(fetch(f"{address}/api/run/{one}{path}"))
+            def get(path: str, one: str) -> Callable[[], int]:
+                return lambda: len(fetch(f"{address}/api/run/{one}{path}"))
 
-        paths = (
-            "/curves?names=all",
-            "",
-            "/curves?names=loss&x=time",
-            "/curves?names=loss&first=54000&last=55000",
-        )
-        for path in (*paths, "/goodput?price_per_accelerator_hour=2", "/fleet", "/checkpoints"):
-            found.append(timed(f"/api/run/ID{path}", get(path, ids[0])))
-        memory["one run seen"] = memory_mb(pid)
-        found.append(
-            timed(
-                "loss of every run", lambda: sum(get("/curves?names=loss&points=600", one)() for one in ids)
+            found += [timed(f"one run {path or '(summary)'}", get(path, ids[-1]), pid) for path in PATHS]
+            everything = [get("/curves?names=loss&points=600", one) for one in ids]
+            found.append(timed("loss of all runs", lambda: sum(one() for one in everything), pid, again=3))
+            memory = memory_mb(pid)
+        with page(folder, Path(cache)) as (address, pid):
+            everything = [get("/curves?names=loss&points=600", one) for one in ids]
+            found.append(
+                timed(
+                    "loss of all runs, a new server", lambda: sum(one() for one in everything), pid, again=1
+                )
             )
-        )
-        memory["every run seen"] = memory_mb(pid)
-    return {"timings": [vars(one) for one in found], "memory_mb": memory}
+    return {"timings": [vars(one) for one in found], "memory_mb": memory, "runs": len(ids)}
+
+
+# --- watchers -----------------------------------------------------------------------------------
+
+
+RUN = """
+name = "watched"
+[model]
+layers = 4
+dim = 256
+heads = 4
+ffn_dim = 704
+[data]
+corpus = ["python-stdlib"]
+[train]
+steps = {steps}
+batch_size = 8
+seq_len = 256
+slots = 4
+micro_batch_size = 2
+[checkpoint]
+every_steps = 1000
+[evaluation]
+every_steps = 0
+final_sequences = 8
+[observe]
+memory_at_step = 0
+[runtime]
+device = "cpu"
+"""
+UNMEASURED_STEPS = 10
+
+
+def train(folder: Path, name: str, steps: int) -> float:
+    """Trains on two ranks and returns the median time of a step."""
+    file = folder / "run.toml"
+    file.write_text(RUN.format(steps=steps))
+    run_dir = folder / "runs" / name
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        str(file),
+        "--ranks",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        "--json",
+    ]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    steps_s = [
+        event.body.step_s for event in read_events(run_dir / "events.jsonl") if isinstance(event.body, Step)
+    ]
+    return statistics.median(steps_s[UNMEASURED_STEPS:])
+
+
+def view(address: str, over: Flag) -> None:
+    """An open page: it hears of changes, and asks for the newest numbers after each."""
+    while not over.is_set():
+        with (
+            suppress(OSError, ValueError),
+            urllib.request.urlopen(f"{address}/api/events", timeout=20) as events,
+        ):
+            for line in events:
+                if over.is_set():
+                    return
+                if line.startswith(b"data: ") and (run := json.loads(line[6:]).get("id")):
+                    fetch(f"{address}/api/run/{run}")
+                    fetch(f"{address}/api/run/{run}/curves?names=loss,lr,tokens_per_s&points=800")
+
+
+@contextmanager
+def viewers(address: str, number: int) -> Iterator[None]:
+    """So many viewers, in a process of their own, and one here that asks and never reads."""
+    port = int(address.rpartition(":")[2])
+    stalled = socket.create_connection(("127.0.0.1", port))
+    stalled.sendall(b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    process = subprocess.Popen([sys.executable, __file__, "--view", address, "--viewers", str(number)])
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+        stalled.close()
+
+
+def watchers(folder: Path, rounds: int, steps: int, number: int) -> dict[str, object]:
+    """Step times without and with viewers, by turns, and the processor time of the server while they looked."""
+    pairs, shares = [], []
+    with page(folder / "runs", folder / "cache") as (address, pid):
+        for round_number in range(rounds):
+            times = {}
+            for watched in (False, True) if round_number % 2 == 0 else (True, False):
+                name = f"{'watched' if watched else 'alone'}-{round_number}"
+                if not watched:
+                    times[watched] = train(folder, name, steps)
+                    continue
+                with viewers(address, number):
+                    began_s, used_s = time.perf_counter(), processor_s(pid)
+                    times[watched] = train(folder, name, steps)
+                    shares.append((processor_s(pid) - used_s) / (time.perf_counter() - began_s))
+            pairs.append((times[False], times[True]))
+    ratios = [watched / alone for alone, watched in pairs]
+    return {
+        "step_alone_s": statistics.median(alone for alone, _ in pairs),
+        "step_watched_s": statistics.median(watched for _, watched in pairs),
+        "ratios": sorted(ratios),
+        "median_ratio": statistics.median(ratios),
+        "server_share_of_a_core": statistics.median(shares),
+        "viewers": number,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--views", action="store_true", help="only the times of views")
+    parser.add_argument(
+        "--watchers", action="store_true", help="only the step times of a run that is watched"
+    )
+    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--train-steps", type=int, default=60)
+    parser.add_argument("--viewers", type=int, default=50)
+    parser.add_argument("--folder", type=Path, help="runs that are there already, for --views")
+    parser.add_argument("--view", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    if given.view:
+        look(given.view, given.viewers)
+        return
+    both = given.views == given.watchers
+    report: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as made:
+        if given.views or both:
+            folder = given.folder or Path(made) / "many"
+            for number in range(0 if given.folder else given.runs):
+                write_run(folder / f"run-{number:02d}", number, given.steps)
+            report |= views(folder)
+        if given.watchers or both:
+            (Path(made) / "few" / "runs").mkdir(parents=True)
+            report |= watchers(Path(made) / "few", given.rounds, given.train_steps, given.viewers)
+    print(json.dumps(report, indent=None if given.json else 1))
+
+
+def look(address: str, number: int) -> None:
+    """Looks, until it is ended; viewers belong to other machines, so they go last here."""
+    os.nice(19)
+    over = Flag()
+    threads = [Thread(target=view, args=(address, over), daemon=True) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

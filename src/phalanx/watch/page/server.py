@@ -20,7 +20,7 @@ from phalanx.watch.series.stored import StoredSeries, default_folder
 
 USUAL_PORT = 7425
 _TRIES = 20
-_BEHIND_RUNS = 10
+_BEHIND_RUNS = 5
 """The server's niceness: a run on the same machine goes first."""
 _MOST_CONNECTIONS = 1024
 
