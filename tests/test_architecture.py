@@ -102,6 +102,8 @@ QUICK = (
     "phalanx.cli.watch.diff_command",
     "phalanx.cli.watch.goodput_command",
     "phalanx.cli.watch.watch_command",
+    "phalanx.cli.watch.ui_command",
+    "phalanx.watch",
     "phalanx.fleet.control.coordinator",
     "phalanx.fleet.node.agent",
     "phalanx.launch.local",
