@@ -12,7 +12,8 @@ import pytest
 
 from observe.recorded import step
 from phalanx.observe.events import Event, Message
-from phalanx.watch.page.export import ExportError, export_run, page_in_one_file
+from phalanx.watch.page.export import ExportError, export_run, exported, page_in_one_file
+from phalanx.watch.page.views.runs import Runs
 from watch.made_runs import crashed, write_events
 
 
@@ -64,6 +65,14 @@ def test_the_file_holds_the_answers_that_a_server_would_give(tmp_path: Path, sta
         assert f"{base}{key}" in answers
     assert answers[f"{base}/curves?x=step"]["series"]["loss"]["y"][-1] == 2.0
     assert answers["/api/runs"]["runs"][0]["id"] == data["id"]
+
+
+def test_other_runs_of_the_server_are_not_in_the_file(tmp_path: Path, static: Path) -> None:
+    crashed(tmp_path / "runs" / "a-secret-project")
+    runs = Runs([tmp_path / "runs"])
+    crashed(tmp_path / "runs" / "shown")
+    (shown,) = (place for place in Runs([tmp_path / "runs"]).places() if place.path.name == "shown")
+    assert b"a-secret-project" not in exported(runs, shown, static)
 
 
 def test_no_text_of_a_run_ends_the_script_that_holds_it(tmp_path: Path, static: Path) -> None:

@@ -92,7 +92,10 @@ class Live:
             # Telling many takes longer: they are told less often, so that they have a bounded share of a processor.
             await asyncio.sleep(self._look_s * (1 + len(self._viewers) / _VIEWERS_A_LOOK))
             places = {place.id: place for viewer in self._viewers for place in viewer.places.values()}
-            changed = await to_thread.run_sync(self._changed, list(places.values()))
+            try:
+                changed = await to_thread.run_sync(self._changed, list(places.values()))
+            except OSError:  # a disk that is gone for a moment: the next look tells
+                continue
             for place, news in changed:
                 self._on_change(place)
                 for viewer in self._viewers:
