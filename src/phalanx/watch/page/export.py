@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -97,19 +98,17 @@ def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
         "/why": others.why_view,
     }
     for path, view in views.items():
-        yield from _answer(f"{base}{path}", lambda view=view: view(runs, place, plain))
+        yield from _answer(f"{base}{path}", partial(view, runs, place, plain))
     for axis in AXES:
         asked = Parameters({"names": "all", "x": axis, "points": _POINTS})
-        yield from _answer(
-            f"{base}/curves?x={axis}", lambda asked=asked: curves.curves_view(runs, place, asked)
-        )
+        yield from _answer(f"{base}/curves?x={axis}", partial(curves.curves_view, runs, place, asked))
     asked = Parameters({"grouped": "1", "last": "1000"})
-    yield from _answer(f"{base}/logs", lambda: others.logs_view(runs, place, asked))
+    yield from _answer(f"{base}/logs", partial(others.logs_view, runs, place, asked))
     for column in HEAT_COLUMNS:
-        yield from _answer(f"{base}/ranks?column={column}", lambda column=column: heat_table(place, column))
-    yield from _answer(f"{base}/profiles", lambda: others.profiles_view(runs, place, plain))
+        yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, place, column))
+    yield from _answer(f"{base}/profiles", partial(others.profiles_view, runs, place, plain))
     for name in others.profile_names(place):
-        yield from _answer(f"{base}/profile/{name}", lambda name=name: others.profile_view(place, name))
+        yield from _answer(f"{base}/profile/{name}", partial(others.profile_view, place, name))
 
 
 def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]]:
