@@ -2,12 +2,12 @@
 
 *Views*: 40 runs of 100,000 steps, written through the event log that runs write through, are served by ``phalanx ui`` in a process of its own; each
 view is asked for twice, over HTTP: the first time after the server has started, when the run's file must be read, and again.
-*Watchers*: a run on two ranks trains alone, and with 50 viewers that follow its events and fetch its curves, beside one viewer that never reads, by
-turns. The ratio is that of the medians of step times, of pairs of runs next to each other.
+*Watchers*: a run on two ranks trains while 50 viewers, who follow its events and fetch its curves, and one who never reads, come and go. The median step
+with them is held against the mean of those before and after; ``noise`` is what those without viewers differ by among each other.
 
     python bench/watch.py
     python bench/watch.py --views --runs 40 --steps 100000 --json
-    python bench/watch.py --watchers --rounds 5
+    python bench/watch.py --watchers --rounds 5 --period 30
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
@@ -236,7 +237,7 @@ ffn_dim = 704
 [data]
 corpus = ["python-stdlib"]
 [train]
-steps = {steps}
+steps = 100000
 batch_size = 8
 seq_len = 256
 slots = 4
@@ -251,31 +252,35 @@ memory_at_step = 0
 [runtime]
 device = "cpu"
 """
-UNMEASURED_STEPS = 10
+UNMEASURED_STEPS = 5
+SETTLING_S = 5.0
 
 
-def train(folder: Path, name: str, steps: int) -> float:
-    """Trains on two ranks and returns the median time of a step."""
+@contextmanager
+def training(folder: Path) -> Iterator[Path]:
+    """A run on two ranks that goes on until it is ended: its event file."""
     file = folder / "run.toml"
-    file.write_text(RUN.format(steps=steps))
-    run_dir = folder / "runs" / name
-    command = [
-        sys.executable,
-        "-m",
-        "phalanx",
-        "train",
-        str(file),
-        "--ranks",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        "--json",
-    ]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    steps_s = [
-        event.body.step_s for event in read_events(run_dir / "events.jsonl") if isinstance(event.body, Step)
-    ]
-    return statistics.median(steps_s[UNMEASURED_STEPS:])
+    file.write_text(RUN)
+    run_dir = folder / "runs" / "watched"
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--ranks", "2", "--run-dir", str(run_dir)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while len(steps_of(run_dir / "events.jsonl")) < UNMEASURED_STEPS:
+            if process.poll() is not None:
+                raise SystemExit(f"the run in {run_dir} ended: see its logs")
+            time.sleep(1)
+        yield run_dir / "events.jsonl"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def steps_of(file: Path) -> list[tuple[float, float]]:
+    """When each step was logged, and how long it took."""
+    if not file.exists():
+        return []
+    return [(event.t, event.body.step_s) for event in read_events(file) if isinstance(event.body, Step)]
 
 
 def view(address: str, over: Flag) -> None:
@@ -308,28 +313,36 @@ def viewers(address: str, number: int) -> Iterator[None]:
         stalled.close()
 
 
-def watchers(folder: Path, rounds: int, steps: int, number: int) -> dict[str, object]:
-    """Step times without and with viewers, by turns, and the processor time of the server while they looked."""
-    pairs, shares = [], []
-    with page(folder / "runs", folder / "cache") as (address, pid):
-        for round_number in range(rounds):
-            times = {}
-            for watched in (False, True) if round_number % 2 == 0 else (True, False):
-                name = f"{'watched' if watched else 'alone'}-{round_number}"
-                if not watched:
-                    times[watched] = train(folder, name, steps)
-                    continue
-                with viewers(address, number):
-                    began_s, used_s = time.perf_counter(), processor_s(pid)
-                    times[watched] = train(folder, name, steps)
-                    shares.append((processor_s(pid) - used_s) / (time.perf_counter() - began_s))
-            pairs.append((times[False], times[True]))
-    ratios = [watched / alone for alone, watched in pairs]
+def watchers(folder: Path, rounds: int, period_s: float, number: int) -> dict[str, object]:
+    """Step times of one run while viewers come and go; each time with them is held against those before and after it."""
+    periods: list[tuple[bool, float, float]] = []
+    shares = []
+    with page(folder / "runs", folder / "cache") as (address, pid), training(folder) as file:
+        for turn in range(2 * rounds + 1):
+            watched = turn % 2 == 1
+            with viewers(address, number) if watched else nullcontext():
+                time.sleep(SETTLING_S)
+                began_s, used_s = time.time(), processor_s(pid)
+                time.sleep(period_s)
+                periods.append((watched, began_s, time.time()))
+                if watched:
+                    shares.append((processor_s(pid) - used_s) / period_s)
+        steps = steps_of(file)
+    medians = []
+    for _, began_s, ended_s in periods:
+        inside = [step_s for t, step_s in steps if began_s + step_s <= t <= ended_s]
+        medians.append(statistics.median(inside) if inside else math.nan)
+    ratios = [
+        medians[turn] / statistics.fmean((medians[turn - 1], medians[turn + 1]))
+        for turn in range(1, len(medians), 2)
+    ]
+    alone = medians[::2]
     return {
-        "step_alone_s": statistics.median(alone for alone, _ in pairs),
-        "step_watched_s": statistics.median(watched for _, watched in pairs),
-        "ratios": sorted(ratios),
+        "step_alone_s": alone,
+        "step_watched_s": medians[1::2],
+        "ratios": ratios,
         "median_ratio": statistics.median(ratios),
+        "noise": [after / before for before, after in pairwise(alone)],
         "server_share_of_a_core": statistics.median(shares),
         "viewers": number,
     }
@@ -346,7 +359,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--train-steps", type=int, default=60)
+    parser.add_argument("--period", type=float, default=30.0, help="seconds with viewers, and without")
     parser.add_argument("--viewers", type=int, default=50)
     parser.add_argument("--folder", type=Path, help="runs that are there already, for --views")
     parser.add_argument("--view", help=argparse.SUPPRESS)
@@ -365,7 +378,7 @@ def main() -> None:
             report |= views(folder)
         if given.watchers or both:
             (Path(made) / "few" / "runs").mkdir(parents=True)
-            report |= watchers(Path(made) / "few", given.rounds, given.train_steps, given.viewers)
+            report |= watchers(Path(made) / "few", given.rounds, given.period, given.viewers)
     print(json.dumps(report, indent=None if given.json else 1))
 
 
