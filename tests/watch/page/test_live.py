@@ -69,14 +69,16 @@ def test_a_change_of_a_run_reaches_its_viewers(tmp_path: Path) -> None:
         sent.append(message.get("body", b""))
 
     async def during(_live: Live) -> None:
-        await asyncio.sleep(0.2)
-        write_events(tmp_path / "run", [Event(1.9e9, 1, step(41, 50))])
-        while not _told(b"".join(sent)):
-            await asyncio.sleep(0.01)
+        for number in range(41, 1000):  # what is there at the first look is no news
+            write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 1000))])
+            await asyncio.sleep(0.05)
+            if _told(b"".join(sent)):
+                return
 
     _served(tmp_path, send, during)
     (news,) = _told(b"".join(sent))[:1]
-    assert (news["kind"], news["step"]) == ("changed", 41)
+    assert news["kind"] == "changed"
+    assert news["step"] >= 41
 
 
 def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
@@ -87,9 +89,12 @@ def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
     async def during(live: Live) -> None:
         await asyncio.sleep(0.1)
         assert len(live._viewers) == 1
-        write_events(tmp_path / "run", [Event(1.9e9, 1, step(41, 50))])
-        while live._viewers:
-            await asyncio.sleep(0.01)
+        for number in range(41, 1000):
+            write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 1000))])
+            await asyncio.sleep(0.05)
+            if not live._viewers:
+                return
+        raise AssertionError("it still is a viewer")
 
     _served(tmp_path, send, during)
 
