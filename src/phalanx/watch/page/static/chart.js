@@ -8,8 +8,8 @@ import { color, el, put, say, style } from "./dom.js";
 import { age, duration, known, number, si } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
-/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, dots?: boolean}} Line
- * `color` names one of the style sheet; `tick` is the format beside the axis; a sparse line passes over gaps */
+/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, exact?: boolean}} Line
+ * `color` names one of the style sheet; `tick` is the format beside the axis; a sparse line passes over gaps; an exact one is never smoothed */
 /** @typedef {{x: number, kind: string, text: string, step?: number, t?: number}} Mark */
 /** @typedef {{y: (number | null)[], lo?: (number | null)[], hi?: (number | null)[]}} Values */
 /** @typedef {{x: number[], series: Record<string, Values>, reduced?: boolean, total?: number, marks?: Mark[]}} Curves */
@@ -158,13 +158,13 @@ export class Chart {
     const positive = (/** @type {(number | null)[]} */ values) => (this.log ? values.map((value) => (known(value) && value > 0 ? value : null)) : values);
     return [
       x,
-      ...this.options.lines.flatMap(({ name }) => {
+      ...this.options.lines.flatMap(({ name, exact }) => {
         const line = series[name];
         if (!line) return [none, none, none];
-        // Smoothed lines stand before the band of what was measured.
-        const lo = this.weight && !line.lo ? line.y : (line.lo ?? none);
-        const hi = this.weight && !line.hi ? line.y : (line.hi ?? none);
-        return [positive(smoothed(line.y, this.weight)), positive(lo), positive(hi)];
+        // A smoothed line stands before what was measured.
+        const weight = exact ? 0 : this.weight;
+        const beside = weight ? line.y : none;
+        return [positive(smoothed(line.y, weight)), positive(line.lo ?? beside), positive(line.hi ?? beside)];
       }),
     ];
   }
@@ -216,7 +216,8 @@ export class Chart {
 
   /** @param {Line} line */
   strokes(line) {
-    const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: Boolean(line.sparse) };
+    const faint = color(`${line.color}-band`);
+    const edge = { stroke: () => (this.weight && !line.exact ? faint : "transparent"), width: 1, points: { show: false }, spanGaps: Boolean(line.sparse) };
     return [
       { label: line.label, stroke: color(line.color), width: 1.6, spanGaps: Boolean(line.sparse), points: { show: this.hasDots(line), size: 5, fill: color(line.color) } },
       edge,

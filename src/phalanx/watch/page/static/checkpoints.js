@@ -16,7 +16,7 @@ export function checkpointsView(host, page) {
       }
       const total = found.reduce((sum, one) => sum + (one.size_bytes ?? 0), 0);
       const rows = found.map((one, index) => [
-        el("b", { text: whole(one.step) }), index === 0 ? el("span", { class: "tag", text: "newest" }) : "", bytes(one.size_bytes), el("span", { title: moment(one.saved), text: `${age(one.saved)} ago` }),
+        el("b", { text: whole(one.step) }), index === 0 ? el("span", { class: "tag", text: "newest" }) : "", bytes(one.size_bytes), el("span", { class: "kind light", title: moment(one.saved), text: `${age(one.saved)} ago` }),
         verified(one.verified, one.problem), (Array.isArray(one.where) ? one.where : [one.where]).map((/** @type {unknown} */ place) => el("div", { text: anything(place) })), anything(one.restorable),
       ]);
       const copied = () => ({ step: found.map(({ step }) => step), size_bytes: found.map((one) => one.size_bytes), saved: found.map((one) => one.saved), verified: found.map((one) => one.verified), where: found.map((one) => anything(one.where)), restorable: found.map((one) => anything(one.restorable)) });

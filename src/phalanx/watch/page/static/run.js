@@ -17,21 +17,21 @@ const MEMORY_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c6", "--c7"];
 /** @typedef {import("./chart.js").Line} Line */
 
 /** @type {Line[]} */
-const MEMORY_LINES = MEMORY.map((kind, index) => ({ name: `memory.${kind}`, label: kind, color: MEMORY_COLORS[index], format: bytes, sparse: true }));
+const MEMORY_LINES = MEMORY.map((kind, index) => ({ name: `memory.${kind}`, label: kind, color: MEMORY_COLORS[index], format: bytes, sparse: true, exact: true }));
 
 /** Charts in the order of the page: title, lines, what else. @type {[string, Line[], {zero?: boolean, optional?: boolean, wide?: boolean}][]} */
 const CHARTS = [
-  ["Loss", [{ name: "loss", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 4) }, { name: "eval_loss", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { wide: true }],
-  ["Bits per byte", [{ name: "bits_per_byte", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 4) }, { name: "eval_bits_per_byte", label: "held out", color: "--c2", format: (value) => fixed(value), sparse: true }], { optional: true }],
+  ["Loss", [{ name: "loss", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 4) }, { name: "eval_loss", label: "held out", color: "--c2", exact: true, format: (value) => fixed(value), sparse: true }], { wide: true }],
+  ["Bits per byte", [{ name: "bits_per_byte", label: "training", color: "--c1", format: (value) => fixed(value), tick: (value) => number(value, 4) }, { name: "eval_bits_per_byte", label: "held out", color: "--c2", exact: true, format: (value) => fixed(value), sparse: true }], { optional: true }],
   ["Gradient norm", [{ name: "grad_norm", label: "norm", color: "--c4" }], {}],
-  ["Learning rate", [{ name: "lr", label: "rate", color: "--c6", format: (value) => number(value, 3) }], { zero: true }],
+  ["Learning rate", [{ name: "lr", label: "rate", color: "--c6", exact: true, format: (value) => number(value, 3) }], { zero: true }],
   ["Tokens per second", [{ name: "tokens_per_s", label: "tokens/s", color: "--c3", format: (value) => si(value) }], { zero: true }],
   ["MFU", [{ name: "mfu", label: "of the peak", color: "--c3", format: (value) => percent(value) }], { zero: true, optional: true }],
-  ["Goodput", [{ name: "goodput", label: "of this attempt", color: "--c3", format: (value) => percent(value) }], { zero: true, optional: true }],
+  ["Goodput", [{ name: "goodput", label: "of this attempt", color: "--c3", exact: true, format: (value) => percent(value) }], { zero: true, optional: true }],
   ["Step time", [{ name: "step_s", label: "seconds", color: "--c7", format: (value) => duration(value) }], { zero: true }],
   ["Waiting for data", [{ name: "data_wait_share", label: "of the step", color: "--c5", format: (value) => percent(value) }], { zero: true, optional: true }],
   ["Memory by kind", MEMORY_LINES, { zero: true, optional: true }],
-  ["Peak memory", [{ name: "peak_memory_bytes", label: "peak", color: "--c4", format: bytes }], { zero: true, optional: true }],
+  ["Peak memory", [{ name: "peak_memory_bytes", label: "peak", color: "--c4", exact: true, format: bytes }], { zero: true, optional: true }],
   ["Expert balance", [{ name: "balance", label: "largest over mean", color: "--c8", format: (value) => fixed(value, 2) }], { zero: true, optional: true }],
 ];
 const NAMES = CHARTS.flatMap(([, lines]) => lines.map(({ name }) => name));
