@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -114,6 +114,39 @@ class RecordedRun:
     def finish(self) -> None:
         """The run is complete."""
         self.log.append(Finished({"run_dir": str(self.directory.path), "step": self.step}, self.ledger()))
+
+    def log_lines(self, rank: int, texts: Sequence[str], level: str = "warning") -> None:
+        """A rank says some lines, a second apart from now on."""
+        from phalanx.observe.logs.line import LogLine, encode
+
+        path = self.directory.log(0, rank)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            for number, text in enumerate(texts):
+                line = LogLine(
+                    self.now + number, level, f"node-{rank}", rank, 0, 0, self.step, text, f"rank-{rank:05d}"
+                )
+                file.write(encode(line))
+
+    def measure_ranks(self, ranks: int, slow: int, steps: int) -> None:
+        """Each rank measures itself in steps that were done; one computes for half as long again as the others from the middle on."""
+        import numpy as np
+        from phalanx.observe.rank_stream import RankFrame, RankStreamWriter
+
+        writer = RankStreamWriter(self.directory.ranks)
+        for step in range(1, steps + 1):
+            compute_s = np.full(ranks, 1.0, np.float32)
+            if step > steps // 2:
+                compute_s[slow] = 1.5
+            columns = dict.fromkeys(
+                ("data_wait_s", "memory_bytes", "temperature_c"), np.full(ranks, np.nan, np.float32)
+            )
+            writer.append(
+                RankFrame(
+                    step, self.now - STEP_S * (steps - step), 0, ranks, {"compute_s": compute_s, **columns}
+                )
+            )
+        writer.close()
 
     def lose_a_node(self) -> None:
         """A worker of the fleet is lost; the next epoch goes on one step before."""

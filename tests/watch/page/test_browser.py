@@ -15,9 +15,7 @@ import pytest
 from phalanx.watch.page.export import export_run
 from phalanx.watch.page.server import listen, uvicorn_of
 from phalanx.watch.page.views.runs import Runs
-from ranks import Ranks
 from recorded_runs import RecordedRun, a_folder_of_runs, renamed
-from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
 CHROMIUM = Path("/usr/bin/chromium")
 playwright_api = pytest.importorskip(
@@ -53,14 +51,14 @@ def serving(folder: Path, port: int = 0) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
-    """A folder of runs: some recorded, one trained in earnest, one by somebody who means harm."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, recorded by the writers of real ones; the last is by somebody who means harm."""
     folder = tmp_path_factory.mktemp("runs")
     for _ in a_folder_of_runs(folder):
         pass
-    ranks.run(
-        1, train_on_this_rank, tiny_run(make_dataset(tmp_path_factory.mktemp("data")), folder / "tiny", 4)
-    )
+    tiny = RecordedRun(folder / "tiny", "tiny", 4)
+    tiny.train(4)
+    tiny.finish()
     hostile = RecordedRun(folder / "hostile", "hostile", 10)
     renamed(hostile, HOSTILE_NAME)
     hostile.train(3)
@@ -173,6 +171,7 @@ def test_a_click_on_a_column_sorts_by_it_and_what_is_not_known_comes_last(open_p
 
 
 def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open) -> None:
+    pytest.importorskip("phalanx.watch.runs.compare", reason="no room compares runs here")
     page = open_page().page
     for name in ("long", "fleet"):
         page.get_by_role("checkbox", name=f"Choose {name}", exact=True).check()
@@ -184,16 +183,21 @@ def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open
     plot = page.locator("figure.wide .plot")
     expect(plot).to_have_attribute("aria-label", re.compile("Loss over tokens"))
     assert "x=tokens" in page.url
+    row = page.locator("tr", has_text="optimizer.lr")
+    expect(row).to_contain_text("0.001")
+    expect(row).to_contain_text("0.002")
+    expect(page.locator(".verdict")).to_contain_text("need not have the same bits")
 
 
 # --- one run ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_every_view_of_every_run_says_something_and_fits_the_screen(open_page: Open, width: int) -> None:
+@pytest.mark.parametrize(("width", "names"), [(360, ("fleet", HOSTILE_NAME)), (1280, ("long",))])
+def test_every_view_of_a_run_says_something_and_fits_the_screen(
+    open_page: Open, width: int, names: tuple[str, ...]
+) -> None:
     page = open_page(width=width).page
-    rows = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
-    for address in [f"#/run/{row['id']}{view}" for row in rows for view in VIEWS]:
+    for address in [f"#/run/{id_of(page, name)}{view}" for name in names for view in VIEWS]:
         page.evaluate("(hash) => { location.hash = hash; }", address)
         expect(page.locator("main")).not_to_be_empty()
         page.wait_for_function("document.querySelector('main').innerText.length > 20")
@@ -270,6 +274,57 @@ def test_a_fault_is_shown_with_its_node_its_phases_and_what_it_cost(open_page: O
     expect(row).to_contain_text("1.00 MiB")
     expect(page.locator(".epoch")).to_have_count(2)
     expect(page.locator("tbody tr", has_text="lost")).to_contain_text("node-1")
+
+
+def test_a_slow_rank_stands_out_and_is_opened_from_the_map_by_click_or_keys(
+    open_page: Open, tmp_path: Path
+) -> None:
+    pytest.importorskip("phalanx.observe.rank_stream", reason="ranks write no numbers here")
+    run = RecordedRun(tmp_path / "wide", "wide", 40)
+    run.train(40)
+    run.measure_ranks(ranks=8, slow=5, steps=40)
+    with serving(tmp_path) as port:
+        page = open_page(f"http://127.0.0.1:{port}/").page
+        go(page, "wide", "/ranks")
+        expect(page.locator(".worst button").first).to_contain_text("rank 5")
+        box = page.locator(".heat .stage canvas").bounding_box()
+        assert box
+        page.mouse.click(box["x"] + box["width"] - 20, box["y"] + (box["height"] - 22) * 5.5 / 8)
+        expect(page.locator(".aside h2")).to_have_text("Rank 5")
+        expect(page.locator(".aside .plot")).to_have_attribute("aria-label", re.compile("greatest 1.50 s"))
+        assert "rank=5" in page.url
+        page.locator(".heat .stage canvas").focus()
+        page.keyboard.press("ArrowUp")
+        expect(page.locator(".heat .tip")).to_contain_text("rank 4")
+        page.keyboard.press("Enter")
+        expect(page.locator(".aside h2")).to_have_text("Rank 4")
+        page.close()
+
+
+def test_lines_are_filtered_and_what_many_ranks_say_is_one_line_with_a_count(
+    open_page: Open, tmp_path: Path
+) -> None:
+    pytest.importorskip("phalanx.watch.logs.read", reason="processes write no lines here")
+    run = RecordedRun(tmp_path / "talk", "talk", 40)
+    for rank in range(3):
+        run.log_lines(rank, ["cannot reach 10.0.0.7"])
+    run.log_lines(1, [HOSTILE, "RuntimeError: no space left"], "error")
+    with serving(tmp_path) as port:
+        page = open_page(f"http://127.0.0.1:{port}/").page
+        go(page, "talk", "/logs")
+        expect(page.locator(".logline", has_text="cannot reach")).to_have_count(1)
+        expect(page.locator(".logline", has_text="cannot reach").locator(".count")).to_have_text("×3")
+        expect(page.locator(".logline .text", has_text=HOSTILE)).to_have_count(1)
+        page.get_by_label("same lines as one").uncheck()
+        expect(page.locator(".logline", has_text="cannot reach")).to_have_count(3)
+        page.keyboard.press("/")
+        page.keyboard.type("no space")
+        expect(page.locator(".logline")).to_have_count(1)
+        page.get_by_label("level").select_option("error")
+        page.wait_for_url(re.compile("level=error"))
+        assert "grep=no+space" in page.url
+        assert page.evaluate("window.hacked") is None
+        page.close()
 
 
 # --- the page as a whole ---------------------------------------------------------------------------
@@ -366,6 +421,11 @@ def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
         page.close()
 
 
+def lists(watched: Watched) -> int:
+    """How often the page asked for all runs."""
+    return sum(url.endswith("/api/runs") for url in watched.asked)
+
+
 def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_asks_nothing(
     open_page: Open, tmp_path: Path
 ) -> None:
@@ -377,11 +437,11 @@ def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_asks_nothin
         expect(page.locator("tbody tr")).to_have_count(1)
         held = []
         page.route("**/api/runs", lambda route: route.continue_() if held else held.append(route))
-        before = len(watched.asked)
+        before = lists(watched)
         for _ in range(4):
             run.train(1)
             page.wait_for_timeout(400)
-        assert len(watched.asked) == before + 1  # one is being answered, the rest is remembered
+        assert lists(watched) == before + 1  # one is being answered, the rest is remembered
         held[0].continue_()
         expect(page.locator("tbody .c-step")).to_contain_text("9 / 1,000")
         page.evaluate(

@@ -3,13 +3,13 @@
 import { exported, get, ofRun } from "./api.js";
 import { copyMenu } from "./copy.js";
 import { el, empty, put, select } from "./dom.js";
-import { anything, clock, known, moment, plural, whole } from "./format.js";
+import { clock, known, moment, plural, whole } from "./format.js";
 import { Cursor } from "./keys.js";
 
 const FEW = 500;
 const TYPING_MS = 250;
 
-/** @typedef {{t: number, level: string, node: any, rank: any, epoch: any, step: any, text: string, count: number, first: number, last: number, place: any}} LogLine */
+/** @typedef {{t: number, level: string, node: any, rank: any, epoch: any, step: any, text: string, process?: string, count: number, first: number, last: number, place: string}} LogLine */
 
 /** @type {import("./main.js").MakeView} */
 export function logsView(host, page) {
@@ -84,7 +84,7 @@ const LEVELS = ["debug", "info", "warning", "error"];
 /** What the server does where there is one. @param {LogLine} one @param {Record<string, string>} filter */
 function matches(one, { rank, node, level, since, until, grep }) {
   return (
-    (!rank || String(one.rank) === rank) && (!node || String(one.node) === node) && (!grep || one.text.includes(grep)) &&
+    (!rank || rank.split(",").includes(String(one.rank))) && (!node || String(one.node) === node) && (!grep || one.text.includes(grep)) &&
     (!level || LEVELS.indexOf(one.level) >= LEVELS.indexOf(level)) && (!since || (one.last ?? one.t) >= Number(since)) && (!until || (one.first ?? one.t) <= Number(until))
   );
 }
@@ -92,12 +92,11 @@ function matches(one, { rank, node, level, since, until, grep }) {
 /** @param {LogLine} one */
 function line(one) {
   const many = one.count > 1;
-  const who = [known(one.rank) ? `rank ${one.rank}` : "", anything(one.node) === "–" ? "" : anything(one.node)].filter(Boolean).join(" ");
   const row = el(
     "div", { class: "logline", role: "listitem", data: { level: one.level } },
     el("time", { text: clock(one.t), title: many ? `${moment(one.first)} to ${moment(one.last)}` : moment(one.t) }),
     el("span", { class: "level", text: one.level }),
-    el("span", { class: "who", text: who, title: anything(one.place) === "–" ? null : anything(one.place) }),
+    el("span", { class: "who", text: many ? one.place : who(one), title: one.place }),
     el("span", { class: "step", text: known(one.step) ? `step ${whole(one.step)}` : "" }),
     el("span", { class: "text" }, many && el("span", { class: "count", text: `×${whole(one.count)}`, title: plural(one.count, "line") }), el("span", { text: one.text })),
   );
@@ -105,12 +104,25 @@ function line(one) {
   return row;
 }
 
-/** @param {LogLine} one @param {(since: string, until: string) => void} around */
+/** Who said it, in short: the rank and its node, or the process. @param {LogLine} one */
+function who(one) {
+  const process = known(one.rank) ? `rank ${one.rank}` : (one.process ?? "");
+  return [process, one.node === process ? "" : one.node].filter(Boolean).join(" ");
+}
+
+/** @param {LogLine} one */
+function when(one) {
+  return [moment(one.t), who(one), known(one.step) ? `step ${whole(one.step)}` : ""].filter(Boolean).join(" · ");
+}
+
+/** The failure that came before the others, how that is known, and who failed because of it. @param {any} one @param {(since: string, until: string) => void} around */
 function failure(one, around) {
   return el(
     "section", { class: "first-failure", "aria-label": "First failure" },
-    el("div", { class: "line" }, el("b", { text: "First failure" }), el("span", { class: "muted", text: [moment(one.t), known(one.rank) ? `rank ${one.rank}` : "", anything(one.node) === "–" ? "" : anything(one.node), known(one.step) ? `step ${whole(one.step)}` : ""].filter(Boolean).join(" · ") }), el("span", { class: "space" }),
+    el("div", { class: "line" }, el("b", { text: "First failure" }), el("span", { class: "muted", text: when(one) }), el("span", { class: "space" }),
       el("button", { type: "button", text: "lines around it", on: { click: () => around(String(one.t - 30), String(one.t + 30)) } })),
     el("pre", { tabindex: "0", text: one.text }),
+    (one.evidence ?? []).map((/** @type {string} */ line) => el("p", { class: "note", text: line })),
+    one.followers?.length > 0 && el("details", {}, el("summary", { class: "note", text: `${plural(one.followers.length, "failure")} that followed` }), one.followers.map((/** @type {LogLine} */ other) => el("p", { class: "follower" }, el("span", { class: "muted", text: `${when(other)}  ` }), other.text.split("\n").at(-1)))),
   );
 }

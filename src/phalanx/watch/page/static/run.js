@@ -178,6 +178,7 @@ function drawSummary(host, run) {
       el("h1", { text: run.name }), stateChip(run.state), el("span", { class: "muted", text: layoutText(run) }),
       (run.tags ?? []).map((/** @type {string} */ tag) => el("span", { class: "tag", text: tag })),
       el("span", { class: "space" }),
+      !exported && el("a", { class: "muted", href: `/export/${encodeURIComponent(run.id)}.html`, download: `${run.id}.html`, title: "This run in one file that needs no server", text: "export" }),
       el("span", { class: "muted", title: moment(run.updated), text: run.state === "running" ? `updated ${age(run.updated)} ago` : `${age(run.updated)} ago` }),
     ),
     run.note && el("p", { class: "notetext", text: run.note }),
