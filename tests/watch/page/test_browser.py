@@ -205,6 +205,22 @@ def test_every_view_of_a_run_says_something_and_fits_the_screen(
         expect(page.locator(".trouble")).to_be_hidden()
 
 
+def test_what_is_wrong_stands_above_all_else_with_its_evidence_and_what_to_do(open_page: Open) -> None:
+    page = open_page().page
+    reason = {
+        "code": "lost-node", "severity": "critical", "title": "Node node-1 is lost", "where": "node-1", "since": 1_790_000_050.0,
+        "evidence": ["its agent has said nothing for 9 s", HOSTILE], "doing": "a spare takes its rank", "next": "phalanx status RUN",
+    }  # fmt: skip
+    page.route("**/why", lambda route: route.fulfill(json={"reasons": [reason]}))
+    go(page, "fleet")
+    box = page.locator("details.problem")
+    for text in (reason["title"], *reason["evidence"], reason["doing"], reason["next"]):  # type: ignore[misc]
+        expect(box).to_contain_text(str(text))
+    assert page.evaluate("window.hacked") is None
+    box.locator("a").click()
+    page.wait_for_url(re.compile(r"/logs\?since=1789999990&until=1790000110"))
+
+
 def test_a_curve_of_many_steps_says_that_it_is_reduced_and_keeps_its_peak(open_page: Open) -> None:
     page = open_page().page
     go(page, "long")

@@ -2,11 +2,12 @@
 
 import { exported, get, ofRun } from "./api.js";
 import { copyMenu } from "./copy.js";
-import { el, empty, put, select } from "./dom.js";
+import { el, empty, keyed, put, select } from "./dom.js";
 import { clock, known, moment, plural, whole } from "./format.js";
 import { Cursor } from "./keys.js";
 
 const FEW = 500;
+const MOST_KEY = 200;
 const TYPING_MS = 250;
 
 /** @typedef {{t: number, level: string, node: any, rank: any, epoch: any, step: any, text: string, process?: string, count: number, first: number, last: number, place: string}} LogLine */
@@ -70,7 +71,7 @@ export function logsView(host, page) {
       put(first, answer.first_failure && failure(answer.first_failure, (since, until) => change({ since, until })));
       older.hidden = !answer.more;
       if (newest) lines.reverse();
-      put(body, lines.map(line));
+      keyed(body, lines, (one) => `${one.first} ${one.process} ${one.text.slice(0, MOST_KEY)}`, row, fillRow);
       const filtered = Object.values(filter).some(Boolean);
       put(none, !lines.length && (filtered ? empty("No line matches", "Widen the time, or clear a filter.") : empty("No lines", "The processes of a run write their lines below RUN/logs. This run has none: it may have been made by an older version, or has not begun.")));
     },
@@ -89,19 +90,25 @@ function matches(one, { rank, node, level, since, until, grep }) {
   );
 }
 
-/** @param {LogLine} one */
-function line(one) {
+/** A click opens a long line, unless it ends a selection of text. */
+function row() {
+  const made = el("div", { class: "logline", role: "listitem" });
+  made.addEventListener("click", () => getSelection()?.isCollapsed !== false && made.toggleAttribute("data-open"));
+  return made;
+}
+
+/** @param {HTMLElement} made @param {LogLine} one */
+function fillRow(made, one) {
   const many = one.count > 1;
-  const row = el(
-    "div", { class: "logline", role: "listitem", data: { level: one.level } },
+  made.dataset.level = one.level;
+  put(
+    made,
     el("time", { text: clock(one.t), title: many ? `${moment(one.first)} to ${moment(one.last)}` : moment(one.t) }),
     el("span", { class: "level", text: one.level }),
     el("span", { class: "who", text: many ? one.place : who(one), title: one.place }),
     el("span", { class: "step", text: known(one.step) ? `step ${whole(one.step)}` : "" }),
     el("span", { class: "text" }, many && el("span", { class: "count", text: `×${whole(one.count)}`, title: plural(one.count, "line") }), el("span", { text: one.text })),
   );
-  row.addEventListener("click", () => getSelection()?.isCollapsed !== false && row.toggleAttribute("data-open"));
-  return row;
 }
 
 /** Who said it, in short: the rank and its node, or the process. @param {LogLine} one */
