@@ -91,6 +91,7 @@ export function ranksView(host, page) {
     return [
       rowTitle(row), `step ${whole(map.column_steps[column])}, ${moment(map.column_times?.[column])}`, `${metric[1]} ${metric[2](map.values[cell])}`,
       known(ratio) ? `${ratio.toFixed(2)} × the step's median` : "",
+      map.reduced && map.row_worst ? `most of all: rank ${whole(map.row_worst[row])}` : "",
     ].filter(Boolean);
   }
 
@@ -125,7 +126,7 @@ export function ranksView(host, page) {
     put(
       worst,
       el("div", { class: "worst" }, el("span", { class: "muted", text: "Greatest on average: " }),
-        top.map(({ row, mean }) => el("button", { type: "button", class: "chip", text: `${rowTitle(row)}  ${mean.toFixed(2)} ×`, on: { click: () => choose(worstOfRow(row)) } }))),
+        top.map(({ row, mean }) => el("button", { type: "button", class: "chip", text: `rank ${whole(worstOfRow(row))}  ${mean.toFixed(2)} ×`, title: rowTitle(row), on: { click: () => choose(worstOfRow(row)) } }))),
     );
   }
 
