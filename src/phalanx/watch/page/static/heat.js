@@ -9,6 +9,8 @@ import { known } from "./format.js";
 const LEFT = 58;
 const BOTTOM = 22;
 const STOPS = 256;
+/** So near, in pixels, a pointer catches a row. */
+const REACH = 3;
 /** Of the map, in pixels: few ranks get a low one, many share a high one. */
 const [ROW_HEIGHT, LEAST_HEIGHT, MOST_HEIGHT] = [26, 104, 400];
 /** Dark to bright (viridis, at nine places; BSD-licensed by matplotlib's authors, CC0). */
@@ -188,7 +190,19 @@ export class Heat {
     const x = (event.clientX - box.left - LEFT) / (box.width - LEFT);
     const y = (event.clientY - box.top) / (box.height - BOTTOM);
     const inside = x >= 0 && x < 1 && y >= 0 && y < 1 && rows > 0 && columns > 0;
-    this.point(inside ? [Math.floor(y * rows), Math.floor(x * columns)] : null);
+    if (!inside) return this.point(null);
+    const column = Math.floor(x * columns);
+    this.point([this.greatestNear(Math.floor(y * rows), column, Math.floor((REACH * rows) / (box.height - BOTTOM))), column]);
+  }
+
+  /** The row of the greatest value within `reach` of `row`: nobody points at a row of one pixel. @param {number} row @param {number} column @param {number} reach */
+  greatestNear(row, column, reach) {
+    const { rows, columns, values } = this.cells;
+    let best = row;
+    for (let other = Math.max(0, row - reach); other <= Math.min(rows - 1, row + reach); other += 1) {
+      if (values[other * columns + column] > values[best * columns + column]) best = other;
+    }
+    return best;
   }
 
   /** @param {[number, number] | null} place */
