@@ -11,7 +11,10 @@ export function bindKeys(keys) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const target = /** @type {HTMLElement} */ (event.target);
-    if (event.key === "Escape" && isTyping(target)) return target.blur();
+    if (event.key === "Escape" && isTyping(target)) {
+      event.preventDefault(); // a browser would clear the search
+      return target.blur();
+    }
     if (isTyping(target) || document.querySelector("dialog[open]")) return;
     if (event.key === "Enter" && target.closest("a, button, summary, select")) return; // its own meaning
     if (event.timeStamp - since > SECOND_KEY_MS) first = "";
