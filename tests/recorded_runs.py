@@ -131,6 +131,7 @@ class RecordedRun:
     def measure_ranks(self, ranks: int, slow: int, steps: int) -> None:
         """Each rank measures itself in steps that were done; one computes for half as long again as the others from the middle on."""
         import numpy as np
+
         from phalanx.observe.rank_stream import RankFrame, RankStreamWriter
 
         writer = RankStreamWriter(self.directory.ranks)

@@ -157,6 +157,37 @@ class NonFinite:
     step: int
     what: str
     skipped: bool
+    first_sample: int = 0
+    """The first sample of the step's batch, in the run's order."""
+    samples: int = 0
+    """How many it has; 0 if that was not recorded."""
+    ranks: list[int] = field(default_factory=list)
+    """The ranks whose own losses were not finite."""
+
+
+@dataclass(frozen=True)
+class LossSpike:
+    """The loss or gradient norm of ``step`` was far above that of the steps before (``phalanx.train.step.spikes``)."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    typical_loss: float
+    """The median of the window before."""
+    deviations: float
+    """By how many deviations the loss or the norm, whichever has more, is above its median."""
+    action: Literal["continue", "stop", "skip"]
+    """What followed, as ``train.on_spike`` says. After "skip" and "stop" the step changed no weight."""
+    first_sample: int
+    """The first sample of the step's batch, in the run's order."""
+    samples: int
+    """How many it has."""
+    typical_grad_norm: float = 0.0
+    what: str = "loss"
+    """What rose: "loss" or "gradient norm"."""
+    slot: int | None = None
+    """The slot with the largest loss, if they were told apart."""
+    slot_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +266,7 @@ Known = (
     | CheckpointFailed
     | CheckpointCopied
     | NonFinite
+    | LossSpike
     | RanksChanged
     | Message
     | EpochLeft

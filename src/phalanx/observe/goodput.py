@@ -6,7 +6,7 @@ the events say what became of the steps:
 * ``committed``: a durable checkpoint of the surviving line covers the step, or the run finished.
 * ``pending``: done, not yet covered; a crash now would cost it.
 * ``discarded.rollback``: done, lost in a crash, done again.
-* ``discarded.nonfinite``: done, then skipped because a number was not finite.
+* ``discarded.nonfinite``: done, then skipped because a number was not finite, or a loss spike.
 
 The time between two attempts (queueing, a person asleep) is held by nobody: it is reported as ``gap``.
 Everything is in integer nanoseconds, so that the parts sum to the whole exactly. The definition follows
@@ -26,6 +26,7 @@ from phalanx.observe.events import (
     EpochLeft,
     Event,
     Finished,
+    LossSpike,
     NonFinite,
     Restored,
     RunStarted,
@@ -267,7 +268,7 @@ class _Line:
                 case Restored(step=step):
                     self._go_back_to(step)
                     cursor = step
-                case NonFinite(skipped=True):
+                case NonFinite(skipped=True) | LossSpike(action="skip"):
                     skipped += 1
                 case CheckpointSaved(step=step):
                     self.durable_step = max(self.durable_step, step)

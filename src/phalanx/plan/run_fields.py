@@ -229,7 +229,10 @@ _TRAINING = {
                 'with "slot" a rank keeps a set of its experts\' gradients for each slot of a team, where slots have several '
                 "micro-batches; the plan counts one set"
             ),
-            **_all("on_nonfinite max_skipped", _irrelevant("a step that is skipped is an exception")),
+            **_all(
+                "on_nonfinite max_skipped on_spike spike_window spike_deviations",
+                _irrelevant("a step that is skipped is an exception"),
+            ),
             "document_mask": _noted(
                 "attention that stops at the ends of documents computes fewer scores; the plan counts those of "
                 "whole sequences"

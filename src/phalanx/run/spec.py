@@ -280,7 +280,14 @@ class TrainSpec:
     on_nonfinite: Annotated[Literal["stop", "skip"], FLEET] = "stop"
     """Action when the loss or the gradient is infinite or NaN: stop the run, or skip the step."""
     max_skipped: Annotated[int, FLEET, POSITIVE] = 10
-    """Consecutive skipped steps after which the run stops even if on_nonfinite is "skip"."""
+    """Consecutive skipped steps after which the run stops even if on_nonfinite or on_spike is "skip"."""
+    on_spike: Annotated[Literal["continue", "stop", "skip"], LATER] = "continue"
+    """Action when a step's loss or gradient norm is far above that of the steps before: go on and say so; stop before the step, saved; or skip
+    the step, so that its samples are left out. The checkpoint before a spike is kept."""
+    spike_window: Annotated[int, LATER, ValueRange(at_least=8, at_most=1024)] = 128
+    """Steps that say which loss and gradient norm are usual; half of them must be done before any step can be a spike."""
+    spike_deviations: Annotated[float, LATER, ValueRange(above=0)] = 8.0
+    """Deviations above the window's median (1.4826 times its median absolute deviation) from which a step is a spike."""
     document_mask: bool = False
     """If true, attention does not cross the ends of documents; positions are not reset there."""
     targets_within_documents: Annotated[bool, LATER] = False

@@ -9,7 +9,8 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
@@ -163,6 +164,10 @@ class Mirror:
             return CopyOutcome(step, nbytes, time.monotonic() - began_s, found)
         retention_error = self._retain() if self._rank == 0 else None
         return CopyOutcome(step, nbytes, time.monotonic() - began_s, None, retention_error)
+
+    def keep_before(self, steps: Sequence[int]) -> None:
+        """From the next copy on, the newest copy before each of these steps is not deleted."""
+        self._retention = replace(self._retention, before=tuple(steps))
 
     def _await_commit(self, step: int) -> None:
         """Rank 0 commits on disk after the other ranks' saves have ended."""

@@ -143,6 +143,11 @@ class AsyncSaver:
         stall_s = time.perf_counter() - begin
         return SaveReceipt(step, True, staged.image.layout.nbytes, stall_s, staged.waited_s, staged.copied_s)
 
+    def keep_before(self, steps: Sequence[int]) -> None:
+        """From the next commit on, the newest checkpoint before each of these steps is not deleted."""
+        if self._retention is not None:
+            self._retention = replace(self._retention, before=tuple(steps))
+
     def fence(self) -> None:
         """To be called before the optimizer changes weights: the copies from the GPU come first. On CPU it does nothing."""
         self._staging.fence()

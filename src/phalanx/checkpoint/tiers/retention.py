@@ -11,11 +11,14 @@ from dataclasses import dataclass
 class Retention:
     """Keeps the newest ``keep_last`` checkpoints, and every step divisible by ``keep_every`` for good.
 
+    ``before``: steps of which the newest checkpoint that comes earlier is kept as well, so that one can go back to it.
+
     Raises ValueError where the rule would keep nothing.
     """
 
     keep_last: int
     keep_every: int | None = None
+    before: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -28,7 +31,8 @@ class Retention:
         ordered = sorted(set(steps))
         newest = set(ordered[-self.keep_last :])
         for_good = {step for step in ordered if self.keep_every is not None and step % self.keep_every == 0}
-        return [step for step in ordered if step not in newest | for_good]
+        earlier = {max(found) for one in self.before if (found := [step for step in ordered if step < one])}
+        return [step for step in ordered if step not in newest | for_good | earlier]
 
 
 def is_copied(step: int, every_steps: int, last_step: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,12 +85,14 @@ def replay(
         for done in range(len(steps))
         for current in built.rounds
     )
-    stepper = Stepper(built, batches, Ledger(time.monotonic_ns()), progress.updates)
+    withholds = partial(progress.withholds, spec.train)
+    stepper = Stepper(built, batches, Ledger(time.monotonic_ns()), progress.updates, withholds)
     for step in steps:
         witness.step = step
         before_step(step, built)
         witness.see_weights("weight")
         report = stepper.run(step, before_update=witness.see_gradients)
+        progress.advance(report, stepper.updates, spec.train)
         witness.see_weights("updated")
         observed += witness.take()
         numbers[step] = {"loss": report.loss, "grad_norm": report.grad_norm}

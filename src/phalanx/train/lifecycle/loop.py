@@ -23,6 +23,7 @@ from phalanx.observe.events import (
     Evaluated,
     Evaluating,
     Finished,
+    LossSpike,
     MemoryMeasured,
     NonFinite,
     Restored,
@@ -44,6 +45,7 @@ from phalanx.train.start.checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.rank_times import RankTimes
+from phalanx.train.step.spikes import Spike, SpikeRule
 from phalanx.train.step.step import Audit, Stepper, StepReport
 from phalanx.train.step.weights_hash import weights_sha256
 
@@ -57,6 +59,10 @@ class NonFiniteError(RunFailedError):
     """The loss or the gradient was infinite or not a number, and the run is to stop at that."""
 
 
+class LossSpikeError(RunFailedError):
+    """The loss or the gradient norm was far above what is usual, and the run is to stop at that."""
+
+
 class UnsavedError(RunFailedError):
     """The run came to its end, but its last state could not be saved."""
 
@@ -66,6 +72,7 @@ def train(training: Training) -> RunResult | None:
 
     Raises:
         NonFiniteError: As ``train.on_nonfinite`` or ``train.max_skipped`` says.
+        LossSpikeError: As ``train.on_spike`` or ``train.max_skipped`` says.
         UnsavedError: The last checkpoint failed; the run can be started again from an older one.
     """
     spec, ledger, guardian = training.inputs.spec, training.inputs.ledger, training.inputs.guardian
@@ -75,10 +82,12 @@ def train(training: Training) -> RunResult | None:
     recent_s: list[float] = []
     guardian.reads(training.data)
     with _prefetch(training, begun, samples) as batches:
-        stepper = Stepper(training.built, batches, ledger, progress.updates)
+        withholds = partial(progress.withholds, spec.train)
+        stepper = Stepper(training.built, batches, ledger, progress.updates, withholds)
         ranks = RankTimes(
             stepper, training.inputs.attempt, (spec.observe.ranks_every_steps, guardian.window_steps())
         )
+        _keep_before_spikes(training, progress)
         audit = guardian.audit(stepper, samples)
         guardian.begins(progress.step, training.shards, extra_of(training, progress))
         own = training.restored is not None and not training.restored.taken_over
@@ -96,10 +105,15 @@ def train(training: Training) -> RunResult | None:
                     progress.step + 1, training.flags(), before_update=training.fence, audit=audit
                 )
             recent_s.append(time.perf_counter() - begin)
-            if not report.applied:
+            spike = SpikeRule.of(spec.train).find(progress.recent, report.loss, report.grad_norm)
+            if spike is not None:
+                _tell_spike_or_raise(training, progress, report, spike)
+            elif not report.applied:
                 guardian.not_finite(progress.step + 1, report)
                 _skip_or_raise(training, progress, report)
-            progress.advance(report, stepper.updates, spec.train.batch_size)
+            progress.advance(report, stepper.updates, spec.train)
+            if spike is not None:
+                _keep_before_spikes(training, progress)
             _log_step(training, progress, report, recent_s)
             last = progress.step == spec.train.steps
             ending = last or report.flags.stop or report.flags.leave
@@ -270,7 +284,16 @@ def _skip_or_raise(training: Training, progress: TrainProgress, report: StepRepo
     if len(report.nonfinite) > 3:
         sources += f" and {len(report.nonfinite) - 3} more"
     what = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}: not finite are {sources}"
-    training.reporter.emit(NonFinite(progress.step + 1, what, skipped=skip))
+    training.reporter.emit(
+        NonFinite(
+            progress.step + 1,
+            what,
+            skipped=skip,
+            first_sample=progress.next_sample,
+            samples=train.batch_size,
+            ranks=list(report.nonfinite_ranks),
+        )
+    )
     if skip:
         return
     save(training, progress)
@@ -282,6 +305,56 @@ def _skip_or_raise(training: Training, progress: TrainProgress, report: StepRepo
     )
     weights = f"the weights are those of step {progress.step}, {saved}"
     raise NonFiniteError(f"step {progress.step + 1}: {what}; {weights}. {remedy}", remedy)
+
+
+def _tell_spike_or_raise(
+    training: Training, progress: TrainProgress, report: StepReport, spike: Spike
+) -> None:
+    """Reports a spike; returns if training goes on with or without its update, else saves the run and raises ``LossSpikeError``."""
+    train, step = training.inputs.spec.train, progress.step + 1
+    enough = train.on_spike == "skip" and progress.skipped_in_a_row + 1 >= train.max_skipped
+    training.reporter.emit(
+        LossSpike(
+            step=step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            typical_loss=spike.typical_loss,
+            deviations=spike.deviations,
+            action="stop" if enough else train.on_spike,
+            first_sample=progress.next_sample,
+            samples=train.batch_size,
+            typical_grad_norm=spike.typical_grad_norm,
+            what=spike.what,
+            slot=report.worst_slot,
+            slot_loss=report.worst_slot_loss,
+        )
+    )
+    if train.on_spike == "continue" or (train.on_spike == "skip" and not enough):
+        return
+    save(training, progress)
+    saved = "and saved" if settle(training) else "but could not be saved: older checkpoints are kept"
+    run = training.inputs.directory.path
+    action = "continue" if enough else "skip"
+    remedy = (
+        f"look at the batch with `phalanx data show {run} --step {step}`; "
+        f"`phalanx train {run} --from {progress.step} --set train.on_spike={action}` "
+        + ("takes it as it is" if enough else "leaves its samples out")
+    )
+    often = f", and {train.max_skipped} steps in a row were not applied" if enough else ""
+    what = (
+        f"the {spike.what} is {spike.deviations:.3g} deviations above what is usual{often}: loss {report.loss:.4g} (usual "
+        f"{spike.typical_loss:.4g}), gradient norm {report.grad_norm:.4g} (usual {spike.typical_grad_norm:.4g})"
+    )
+    weights = f"the weights are those of step {progress.step}, {saved}"
+    raise LossSpikeError(f"step {step}: {what}; {weights}. {remedy}", remedy)
+
+
+def _keep_before_spikes(training: Training, progress: TrainProgress) -> None:
+    """Has the checkpoints before the newest spikes kept, so that one can go back to them."""
+    first_steps = [first for first, _ in progress.spikes]
+    training.saver.keep_before(first_steps)
+    if training.mirror:
+        training.mirror.keep_before(first_steps)
 
 
 def _log_step(training: Training, progress: TrainProgress, report: StepReport, recent_s: list[float]) -> None:

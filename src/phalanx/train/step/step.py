@@ -81,7 +81,7 @@ class StepReport:
     tokens: int
     lr: float
     applied: bool
-    """True if the weights were updated: not if the loss or the gradient norm was not finite."""
+    """True if the weights were updated: not if the loss or the gradient norm was not finite, nor if the update was withheld."""
     flags: StepFlags
     """The requests of all ranks, joined by "or"."""
     balance: float | None = None
@@ -90,6 +90,11 @@ class StepReport:
     """If the step was not applied: the slots and parameters that were not finite, on any rank."""
     nonfinite_ranks: tuple[int, ...] = ()
     """If the step was not applied: the ranks whose own losses were not finite."""
+    withheld: bool = False
+    """True if all was finite and the update was not applied all the same, because ``Stepper.withholds`` said so."""
+    worst_slot: int = 0
+    """The slot with the largest mean loss, and that loss."""
+    worst_slot_loss: float | None = None
 
 
 @dataclass
@@ -101,6 +106,8 @@ class Stepper:
     ledger: Ledger
     updates: int = 0
     """Updates applied so far; Adam's bias correction counts them."""
+    withholds: Callable[[float, float], bool] = lambda _loss, _norm: False
+    """Says, by a step's loss and gradient norm, that its update is not to be applied. Must say the same on every rank."""
 
     def __post_init__(self) -> None:
         model, train = self.built.model, self.built.spec.train
@@ -141,11 +148,13 @@ class Stepper:
             self._wait_for_device()  # the all-reduce would wait anyway; this books it as computing, not communication
         # 2. What all ranks must know before the update: mean loss, token count, flags, gradient norm.
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
-            loss, count, asked = self._reduce_losses(losses, tokens, flags)
+            loss, count, asked, worst = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps)
-        applied = math.isfinite(loss) and math.isfinite(norm)
-        nonfinite, nonfinite_ranks = ((), ()) if applied else self._nonfinite_sources(losses)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        nonfinite, nonfinite_ranks = ((), ()) if finite else self._nonfinite_sources(losses)
+        withheld = finite and self.withholds(loss, norm)
+        applied = finite and not withheld
         # 3. The update.
         if applied:
             with self.ledger.bucket(Bucket.STEP_OPTIMIZER):
@@ -157,7 +166,9 @@ class Stepper:
                 self._wait_for_device()
         self.built.model.abandon()
         balance = self._balance_experts(applied=applied)
-        return StepReport(loss, norm, count, lr, applied, asked, balance, nonfinite, nonfinite_ranks)
+        return StepReport(
+            loss, norm, count, lr, applied, asked, balance, nonfinite, nonfinite_ranks, withheld, *worst
+        )
 
     @contextmanager
     def _auditing(self) -> Iterator[None]:
@@ -233,8 +244,8 @@ class Stepper:
 
     def _reduce_losses(
         self, losses: Tensor, tokens: Tensor, flags: StepFlags
-    ) -> tuple[float, int, StepFlags]:
-        """Mean loss and token count of the batch, and the flags of all ranks joined, in one all-reduce.
+    ) -> tuple[float, int, StepFlags, tuple[int, float | None]]:
+        """Mean loss and token count of the batch, the flags of all ranks joined, and the slot with the largest loss, in one all-reduce.
 
         ``losses`` and ``tokens`` are this rank's ``(pieces,)``. The mean is NaN if any piece is not finite.
         """
@@ -247,7 +258,20 @@ class Stepper:
         # fsum is exact, so the order of slots does not matter either.
         count = round(math.fsum(values[pieces:]))
         loss = math.fsum(values[:pieces]) / count if all(map(math.isfinite, values)) else math.nan
-        return loss, count, StepFlags(*(number > 0 for number in numbers[2 * pieces :]))
+        joined = StepFlags(*(number > 0 for number in numbers[2 * pieces :]))
+        return loss, count, joined, self._worst_slot(values[:pieces], values[pieces:])
+
+    def _worst_slot(self, losses: Sequence[float], tokens: Sequence[float]) -> tuple[int, float | None]:
+        """The slot with the largest mean loss, and that loss; of the pieces' sums and counts, in the slots' order."""
+        context = self._mesh.layout.context
+        means = [
+            math.fsum(losses[start : start + context]) / count
+            if (count := sum(tokens[start : start + context]))
+            else 0.0
+            for start in range(0, len(losses), context)
+        ]
+        worst = max(range(len(means)), key=lambda slot: means[slot])
+        return worst, means[worst] if math.isfinite(means[worst]) else None
 
     def _gradient_norm(self, scale: float) -> float:
         """The norm of the whole gradient times ``scale``, in exact addition over parameters that this rank owns."""

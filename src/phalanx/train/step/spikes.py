@@ -1,0 +1,83 @@
+"""Loss spikes: a step whose loss or gradient norm is far above what the steps before it had.
+
+The rule is a function of the run's own numbers: the losses and gradient norms of its last steps, which have the same bits on every rank and on
+every fleet, and travel in checkpoints and snapshots. So every rank decides alike, and so does a run that was interrupted. *Usual* is the
+median of the window and *deviation* is 1.4826 times the median absolute deviation, which estimates a standard deviation (Rousseeuw and
+Croux, JASA 1993) and is not moved by the spikes themselves, as a mean is. That a step so found may be left out is PaLM's remedy (arXiv
+2204.02311, section 5.1: other samples at the same place, and the spike is gone) and that of OLMo's skip-step optimizer (arXiv 2501.00656).
+
+Only what rises counts: early in training the loss falls faster than any noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from phalanx.run.spec import TrainSpec
+
+_MAD_TO_DEVIATION = 1.4826
+_LEAST_LOSS_DEVIATION = 0.005
+"""Of the usual loss. Where the window is nearly still (the same few batches again and again), no deviation is less than this: with 8 of
+them a spike is 4 % up, less than what any published spike was."""
+_LEAST_NORM_DEVIATION = 0.25
+"""Of the usual gradient norm. Norms have long tails: with 8 deviations a spike is three times the usual norm or more."""
+
+History = Sequence[Sequence[float]]
+"""The loss and gradient norm of each of a run's last steps, the oldest first."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """What was found in a step, beside what is usual."""
+
+    what: str
+    """ "loss" or "gradient norm": the one with more deviations."""
+    deviations: float
+    typical_loss: float
+    typical_grad_norm: float
+
+
+@dataclass(frozen=True)
+class SpikeRule:
+    """Finds spikes among the last ``window`` steps, of which half must be there, at more than ``deviations`` above what is usual."""
+
+    window: int
+    deviations: float
+
+    @classmethod
+    def of(cls, train: TrainSpec) -> SpikeRule:
+        """The rule of a run."""
+        return cls(train.spike_window, train.spike_deviations)
+
+    def find(self, history: History, loss: float, grad_norm: float) -> Spike | None:
+        """The spike that a step with this loss and gradient norm is after the steps of ``history``; ``None`` if it is none.
+
+        A step that is not finite is none: ``train.on_nonfinite`` speaks about it.
+        """
+        if 2 * len(history) < self.window or not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return None
+        losses, norms = zip(*history, strict=True)
+        usual_loss, above_loss = _above(losses, loss, _LEAST_LOSS_DEVIATION)
+        usual_norm, above_norm = _above(norms, grad_norm, _LEAST_NORM_DEVIATION)
+        most = max(above_loss, above_norm)
+        if not most > self.deviations:
+            return None
+        what = "loss" if above_loss >= above_norm else "gradient norm"
+        return Spike(what, most, usual_loss, usual_norm)
+
+    def remember(self, history: History, loss: float, grad_norm: float) -> list[list[float]]:
+        """The history after one more step. Spikes count too: where the level has changed for good, it is usual after half a window."""
+        kept = [list(step) for step in history]
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            kept.append([loss, grad_norm])
+        return kept[-self.window :]
+
+
+def _above(values: Sequence[float], value: float, least: float) -> tuple[float, float]:
+    """The median of ``values``, and by how many deviations ``value`` is above it."""
+    usual = median(values)
+    deviation = max(_MAD_TO_DEVIATION * median(abs(one - usual) for one in values), least * abs(usual))
+    return usual, (value - usual) / deviation if deviation else 0.0

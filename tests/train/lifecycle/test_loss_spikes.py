@@ -1,0 +1,125 @@
+"""A loss spike in a run of real ranks: told, stopped at or left out, with the same bits on every fleet."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.data.formats.document import Document
+from phalanx.data.prepare import prepare
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import LossSpike
+from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, RunSpec, SourceSpec
+from ranks import Ranks
+from tiny_runs import tiny_run, train_on_this_rank
+
+SPIKE = 13
+STEPS = 22
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of bytes that the other one never has."""
+    folder = tmp_path_factory.mktemp("noise") / "noise"
+    documents = [Document(f"document-{n}", "ÿþ%$#@!~^&*Ÿ" * 60) for n in range(12)]
+    prepare(documents, folder, tokenizer="bytes", held_out_fraction=0.1)
+    return folder
+
+
+@pytest.fixture
+def spiking(dataset: Path, noise: Path, tmp_path: Path) -> RunSpec:
+    """A run whose data in one step, ``SPIKE``, are another dataset's."""
+    return spiking_run(dataset, noise, tmp_path / "run")
+
+
+def spiking_run(dataset: Path, noise: Path, run_dir: Path) -> RunSpec:
+    base = tiny_run(dataset, run_dir, STEPS, spike_window=8)
+    sources = (
+        SourceSpec("words", str(dataset), (1.0, 0.0, 1.0), epochs=0),
+        SourceSpec("noise", str(noise), (0.0, 1.0, 0.0), epochs=0),
+    )
+    return dataclasses.replace(
+        base,
+        data=DataSpec(stages=(0, SPIKE - 1, SPIKE), sources=sources),
+        checkpoint=CheckpointSpec(every_steps=2, keep_last=1),
+        evaluation=EvalSpec(every_steps=0),
+    )
+
+
+def asked(spec: RunSpec, action: str, run_dir: Path) -> RunSpec:
+    train = dataclasses.replace(spec.train, on_spike=action)  # type: ignore[arg-type]
+    return dataclasses.replace(spec, train=train, run_dir=str(run_dir))
+
+
+def spikes_of(run_dir: Path) -> list[LossSpike]:
+    return [
+        event.body for event in read_events(run_dir / "events.jsonl") if isinstance(event.body, LossSpike)
+    ]
+
+
+def state(run_dir: Path, step: int) -> dict[str, Any]:
+    return DiskTier(run_dir / "checkpoints").extra(step)
+
+
+def test_a_spike_is_told_with_its_batch_and_the_checkpoint_before_it_is_kept(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    ranks.run(2, train_on_this_rank, spiking)
+    spike, *others = spikes_of(tmp_path / "run")
+    assert not others
+    assert (spike.step, spike.action, spike.first_sample, spike.samples) == (
+        SPIKE,
+        "continue",
+        (SPIKE - 1) * spiking.train.batch_size,
+        spiking.train.batch_size,
+    )
+    assert spike.loss > spike.typical_loss + 1
+    assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [SPIKE - 1, STEPS]
+
+
+def test_watching_for_spikes_changes_no_bit(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
+    hashes = set()
+    for action in ("continue", "stop", "skip"):
+        spec = tiny_run(dataset, tmp_path / action, 12, on_spike=action, spike_window=8)
+        hashes.add(ranks.run(1, train_on_this_rank, spec)[0]["weights_sha256"])
+    assert len(hashes) == 1
+
+
+def test_a_skipped_spike_leaves_the_same_bits_on_any_ranks_interrupted_or_not(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    hashes = set()
+    for count, broken_off in ((1, None), (2, None), (3, SPIKE), (2, SPIKE + 3)):
+        run_dir = tmp_path / f"skip-{count}-{broken_off}"
+        spec = asked(spiking, "skip", run_dir)
+        if broken_off:
+            ranks.run(count, train_on_this_rank, spec, broken_off)
+        hashes.add(ranks.run(3 - count or 1, train_on_this_rank, spec)[0]["weights_sha256"])
+        assert {(spike.step, spike.action) for spike in spikes_of(run_dir)} == {(SPIKE, "skip")}
+        assert state(run_dir, STEPS)["left_out"] == [[(SPIKE - 1) * 16, 16]]
+        assert state(run_dir, STEPS)["updates"] == STEPS - 1
+    assert len(hashes) == 1
+    other = ranks.run(1, train_on_this_rank, asked(spiking, "continue", tmp_path / "go-on"))[0]
+    assert other["weights_sha256"] not in hashes
+
+
+def test_the_run_stops_before_a_spike_and_goes_on_past_it_when_told_to(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    skipped = ranks.run(1, train_on_this_rank, asked(spiking, "skip", tmp_path / "skip"))[0]
+    stop = asked(spiking, "stop", tmp_path / "run")
+    with pytest.raises(
+        AssertionError, match=rf"step {SPIKE}: .*--from {SPIKE - 1} --set train.on_spike=skip"
+    ):
+        ranks.run(2, train_on_this_rank, stop)
+    assert DiskTier(tmp_path / "run" / "checkpoints").steps()[-1] == SPIKE - 1
+    child = asked(spiking, "skip", tmp_path / "child")
+    start = str(DiskTier(tmp_path / "run" / "checkpoints").folder(SPIKE - 1))
+    child = dataclasses.replace(
+        child, checkpoint=dataclasses.replace(child.checkpoint, init_from=start, init_with="training")
+    )
+    assert ranks.run(1, train_on_this_rank, child)[0]["weights_sha256"] == skipped["weights_sha256"]
