@@ -59,6 +59,74 @@ def test_a_step_is_found_again_from_each_of_its_records(place: Path) -> None:
     assert found == {"source": one["source"], "records": [{"record": one["record"], "steps": [5]}]}
 
 
+def test_the_samples_of_a_step_are_shown_as_text_with_their_documents(place: Path) -> None:
+    order = json.loads(run(["data", "order", "runs/mixed", "--step", "5", "--json"], place).stdout)["samples"]
+    shown = json.loads(run(["data", "show", "runs/mixed", "--step", "5", "--json"], place).stdout)["samples"]
+    assert [{name: one[name] for name in order[0]} for one in shown] == order
+    for one in shown:
+        stored = run(
+            ["data", "show", one["source"], "--record", str(one["record"]), "--seq-len", "24"], place
+        ).stdout
+        assert stored.strip() == one["text"].strip()
+        for document in one["documents"]:
+            where = [
+                "data",
+                "where",
+                "runs/mixed",
+                "--source",
+                one["source"],
+                "--document",
+                str(document),
+                "--json",
+            ]
+            found = json.loads(run(where, place).stdout)["records"]
+            assert one["record"] in [there["record"] for there in found]
+
+
+def test_a_slot_of_a_step_is_shown_on_a_screen(place: Path) -> None:
+    lines = run(["data", "show", "runs/mixed", "--step", "5", "--slot", "3"], place).stdout.splitlines()
+    assert len(lines) == 4, "two samples, each where it is and its text"
+    assert lines[0].startswith("slot 3 sample 70 ")
+    assert max(len(line) for line in lines[1::2]) <= 80
+
+
+def test_the_early_steps_of_a_child_run_are_its_parents(place: Path) -> None:
+    child = [
+        "train",
+        "runs/mixed",
+        "--from",
+        "6",
+        "--set",
+        "train.steps=8",
+        "--run-dir",
+        "runs/child",
+        "--json",
+    ]
+    last_json(run(child, place))
+    early = json.loads(run(["data", "show", "runs/child", "--step", "5", "--json"], place).stdout)
+    assert early["run"].endswith("runs/mixed")
+    own = json.loads(run(["data", "show", "runs/child", "--step", "7", "--json"], place).stdout)
+    assert own["run"] == "runs/child"
+    assert own["samples"][0]["sample"] == 6 * 16
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["runs/mixed", "--step", "7"], "ends after step 6"),
+        (["runs/mixed", "--step", "1", "--slot", "8"], "there is no slot 8: the run has 8, from 0"),
+        (["runs/mixed", "--slot", "1"], "add --step N"),
+        (["runs/mixed", "--step", "1", "--record", "1"], "are about a dataset"),
+        (["web", "--step", "1"], "web is no run directory"),
+    ],
+)
+def test_what_no_step_has_is_not_shown(place: Path, words: list[str], says: str) -> None:
+    done = run(["data", "show", *words], place)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_document_is_found_by_its_number(place: Path) -> None:
     shown = run(["data", "where", "runs/mixed", "--source", "web", "--document", "0"], place)
     assert shown.stdout.startswith("record 0: ")

@@ -23,6 +23,8 @@ from phalanx.run.mixture_rules import stages_of
 from phalanx.run.spec import RunSpec
 
 _SCANNED_TOKENS = 1 << 24
+_COUNTED_TOKENS = 1 << 27
+"""Documents are numbered by counting their ends from the beginning: seconds up to here, and not done beyond."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,23 @@ def records_of_document(spec: RunSpec, place: DatasetPlace, document: int, end_o
     raise DatasetError(
         f"there is no document {document:,}: {place.address} has {place.index.train.documents:,} to train on, counted from 0"
     )
+
+
+def documents_of_record(place: DatasetPlace, record: int, seq_len: int, end_of_document: int) -> range | None:
+    """The documents, counted from 0 in the order of the shards, whose tokens a record of the training split holds as its inputs.
+
+    The inverse of ``records_of_document``. Reads the tokens before it; ``None`` if there are too many.
+    """
+    start, shards = record * seq_len, place.shards(TRAIN)
+    if start > _COUNTED_TOKENS:
+        return None
+    before = sum(
+        int(np.count_nonzero(shards.read(at, min(at + _SCANNED_TOKENS, start)) == end_of_document))
+        for at in range(0, start, _SCANNED_TOKENS)
+    )
+    inside = shards.read(start, min(start + seq_len, shards.tokens))
+    # An end belongs to its own document, so that one in the last place begins no other.
+    return range(before, before + 1 + int(np.count_nonzero(inside[:-1] == end_of_document)))
 
 
 def _steps_alone(spec: RunSpec, order: SampleOrder, record: int, origin: DataOrigin) -> Iterator[int]:

@@ -55,7 +55,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
       phalanx data mixture run.toml --set data.sources.math.weights=[0.1,0.5]
     """
     with explained(*_ERRORS):
-        spec, index = _read(run, overrides)
+        spec, index = read_data_run(run, overrides)
         stages, uses = mixture_facts(spec, index)
     if as_json:
         click.echo(
@@ -107,8 +107,8 @@ def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: boo
       phalanx data order runs/quickstart-1f3a9c04 --step 120 --json
     """
     with explained(*_ERRORS):
-        spec, index = _read(run, overrides)
-        found = readings_of_step(spec, index, step, _origin(spec))
+        spec, index = read_data_run(run, overrides)
+        found = readings_of_step(spec, index, step, data_origin(spec))
     if as_json:
         click.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
         return
@@ -150,8 +150,8 @@ def where_command(
     if (record is None) == (document is None):
         raise click.UsageError("give --record or --document")
     with explained(*_ERRORS):
-        spec, index = _read(run, overrides)
-        origin = _origin(spec)
+        spec, index = read_data_run(run, overrides)
+        origin = data_origin(spec)
         if document is None:
             assert record is not None
             records = [record]
@@ -188,7 +188,7 @@ def _of_document(
     yield from (record for record in records if record < whole)
 
 
-def _read(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
+def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
     """The run of a run file or directory, and the index of its data."""
     spec = read_run(run / RUN_FILE if run.is_dir() else run, PRESETS, overrides)
     if run.is_dir():
@@ -197,8 +197,8 @@ def _read(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex 
     return spec, read_data_index(spec.data)
 
 
-def _origin(spec: RunSpec) -> DataOrigin:
-    """Where the run goes on from, as the checkpoint says that it took its place in the data from."""
+def data_origin(spec: RunSpec) -> DataOrigin:
+    """Where a run goes on from, as the checkpoint says that it took its place in the data from."""
     start = Path(spec.checkpoint.init_from)
     step = step_of(start)
     if spec.checkpoint.init_with != "training" or step is None:

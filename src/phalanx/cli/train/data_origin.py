@@ -31,15 +31,42 @@ _PLACE = click.argument("place", metavar="FOLDER_OR_URL")
     "--seq-len", type=click.IntRange(min=1), help="With --record: its tokens; packed datasets have their own."
 )
 @click.option("--held-out", is_flag=True, help="With --record: of the held-out split.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=1),
+    help="FOLDER_OR_URL is a run's directory: show the samples of this step, as text.",
+)
+@click.option("--slot", type=click.IntRange(min=0), help="With --step: those of this slot alone.")
 @_JSON
-def show_command(place: str, record: int | None, seq_len: int | None, held_out: bool, as_json: bool) -> None:
+def show_command(
+    place: str,
+    record: int | None,
+    seq_len: int | None,
+    held_out: bool,
+    step: int | None,
+    slot: int | None,
+    as_json: bool,
+) -> None:
     """Say what a dataset consists of and, if it was prepared from a recipe, what became of each document; also while it is prepared.
+    Or show what a run trained on in a step: where its loss has jumped, say.
 
     \b
       phalanx data show data/web
       phalanx data show s3://bucket/web --json
       phalanx data show data/chats --record 17       # what is learned stands between ⟦ and ⟧
+      phalanx data show runs/mix-1f3a9c04 --step 812 --slot 3
     """
+    if step is not None:
+        if record is not None or seq_len or held_out:
+            raise click.UsageError(
+                "--step shows samples of a run; --record, --seq-len and --held-out are about a dataset"
+            )
+        from phalanx.cli.train.data_batch import show_step
+
+        show_step(Path(place), step, slot, as_json=as_json)
+        return
+    if slot is not None:
+        raise click.UsageError("--slot is a part of a step: add --step N")
     with explained(DataError, StoreError):
         if record is not None:
             _show_record(place, record, seq_len, HELD_OUT if held_out else TRAIN, as_json)
