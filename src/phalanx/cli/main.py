@@ -32,6 +32,7 @@ _COMMANDS = {
     "goodput": ("watch", "Where every second of a run went."),
     "status": ("watch", "How far a run is, and its fleet's members, spares and happenings."),
     "ranks": ("watch", "The ranks side by side: which are slower than their peers, and where they sit."),
+    "why": ("watch", "What is wrong with a run, since when, and what to do."),
     "diff": ("watch", "Where two runs part: field, step, tensor, and by a replay the module and rank."),
     "runs": ("watch", "The runs in a folder: list, show, compare, tag and remove them."),
     "reproduce": ("watch", "Run a run again, or say what differs between then and now."),

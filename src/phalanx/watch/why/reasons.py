@@ -4,36 +4,16 @@ A rule looks at one value, ``Observed``, which a reader fills from what lies in 
 clock nor disk. A run to which nothing is wrong has none: what a rule cannot know, it does not say.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
 
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.why.judge import judge
+from phalanx.watch.why.read import observe
+from phalanx.watch.why.reason import Reason, Severity
 
-Severity = Literal["critical", "warning", "info"]
-"""Critical: training stands still or its result is in danger. Warning: it goes on, at a cost. Info: worth knowing, nothing to do."""
-
-
-@dataclass(frozen=True)
-class Reason:
-    """One thing that is wrong with a run."""
-
-    code: str
-    """The rule that found it, such as ``stalled``: a word for programs."""
-    severity: Severity
-    title: str
-    where: str
-    """What of the fleet is concerned: a rank, node, folder or step; "" if it is the whole run."""
-    since: float | None
-    """When it began, in Unix seconds, if that is known."""
-    evidence: tuple[str, ...]
-    """The observations that the rule concludes it from, each with its numbers."""
-    doing: str
-    """What is being done about it without the user."""
-    next: str
-    """What the user should do, with a command."""
+__all__ = ["Reason", "Severity", "reasons"]
 
 
 def reasons(directory: RunDirectory, now: float) -> list[Reason]:
     """Everything that is wrong with the run in ``directory`` at ``now`` (Unix seconds), worst first."""
-    del directory, now
-    return []
+    return judge(observe(directory, now))

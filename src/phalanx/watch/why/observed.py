@@ -1,0 +1,195 @@
+"""What the rules look at: all that is known of a run at one moment, as a value. They read nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import TypeVar
+
+from phalanx.fleet.control.fleet_file import FleetFile
+from phalanx.observe.events import (
+    FROM_OUTSIDE,
+    CheckpointSaved,
+    Event,
+    Finished,
+    RanksChanged,
+    Restored,
+    RunStarted,
+    Step,
+    Stopped,
+)
+from phalanx.run.spec import RunSpec
+from phalanx.watch.why.thresholds import NEW_STEPS, RECENT_STEPS
+
+Body = TypeVar("Body")
+
+
+@dataclass(frozen=True)
+class FailureSeen:
+    """Why a process of the run ended, as it has left it beside its log."""
+
+    who: str
+    kind: str
+    message: str
+    remedy: str
+    at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class DiskSeen:
+    """The file system that holds the run directory, in bytes."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class SlowRankSeen:
+    """A rank that computes longer than its peers, by the stream of ranks' numbers."""
+
+    rank: int
+    slowdown: float
+    """Its computing time over that of its peers, less one."""
+    compute_s: float
+    windows: int
+    """Windows that were looked at."""
+    slower: int
+    """Windows in which it was slower."""
+    since: float | None
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run as it is at ``now``."""
+
+    run: str
+    """Its directory, as it stands in commands."""
+    now: float
+    spec: RunSpec | None = None
+    """``None`` if its run file cannot be read."""
+    events: tuple[Event, ...] = ()
+    """The newest events, in the order written; all of them if the stream is short."""
+    past: tuple[Event, ...] = ()
+    """Samples of the stream before ``events``, among them the first start."""
+    held: bool | None = None
+    """True if a process holds the run directory, False if none does, ``None`` if that cannot be told from this machine."""
+    finished: bool = False
+    """There is a result."""
+    fleet: FleetFile | None = None
+    failures: tuple[FailureSeen, ...] = ()
+    """Of the newest start, the first to fail first."""
+    first_failure: str = ""
+    """The line of the logs that tells the first failure."""
+    checkpoints: tuple[tuple[int, float], ...] = ()
+    """Step and time of each checkpoint on disk, the oldest first."""
+    disk: DiskSeen | None = None
+    slow_ranks: tuple[SlowRankSeen, ...] = ()
+    machines: tuple[str, ...] = ()
+    """A sentence on each fact in which the nodes' machines differ."""
+    data_fingerprint: str = ""
+    """Of the data that the run was started with."""
+    data_now: str = ""
+    """Of the data as they are now; empty if that is not known."""
+    data_error: str = ""
+    """Why the data cannot be opened now."""
+
+    @cached_property
+    def attempt(self) -> int:
+        """The newest attempt (of a fleet: epoch) that a rank has written of; -1 if none has."""
+        own = (event.attempt for event in self.events if not isinstance(event.body, FROM_OUTSIDE))
+        return max(own, default=-1)
+
+    @cached_property
+    def mine(self) -> tuple[Event, ...]:
+        """The newest attempt's events."""
+        return tuple(event for event in self.events if event.attempt == self.attempt)
+
+    @cached_property
+    def steps(self) -> list[tuple[float, Step]]:
+        """Time and content of the newest attempt's logged steps."""
+        return [(event.t, event.body) for event in self.mine if isinstance(event.body, Step)]
+
+    @cached_property
+    def settled(self) -> list[tuple[float, Step]]:
+        """Its steps without the first ones, in which it still warms up, since the number of ranks changed last."""
+        changed = max((event.t for event in self.mine if isinstance(event.body, RanksChanged)), default=0.0)
+        whole = any(isinstance(event.body, RunStarted) for event in self.mine)
+        steps = [(t, step) for t, step in self.steps if t > changed]
+        return steps[NEW_STEPS:] if whole or changed else steps
+
+    @cached_property
+    def recent(self) -> list[tuple[float, Step]]:
+        """The newest of these."""
+        return self.settled[-RECENT_STEPS:]
+
+    @cached_property
+    def last_step(self) -> tuple[float, Step] | None:
+        """The newest step of any attempt."""
+        return next(
+            ((event.t, event.body) for event in reversed(self.events) if isinstance(event.body, Step)), None
+        )
+
+    @cached_property
+    def last_t(self) -> float:
+        """The time of the newest event that a rank wrote; 0 if there is none."""
+        return max((event.t for event in self.mine), default=0.0)
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds from one logged step to the next, as is usual; 0 while that is not known."""
+        took = [step.logged_s or step.step_s for _, step in self.steps[-RECENT_STEPS:]]
+        return median(took) if took else 0.0
+
+    @cached_property
+    def over(self) -> bool:
+        """True if the run has come to an end that it told of: it is finished, or it was stopped."""
+        if self.finished or (self.fleet is not None and self.fleet.over):
+            return True
+        return bool(self.mine) and isinstance(self.mine[-1].body, Stopped | Finished)
+
+    @cached_property
+    def running(self) -> bool:
+        """True if the run should make progress now: it has begun, it has not ended, and its processes are there as far as is known."""
+        return bool(self.events) and not self.over and self.held is not False
+
+    def newest(self, kind: type[Body]) -> tuple[float, Body] | None:
+        """Time and content of the newest event of a kind, of any attempt."""
+        return next(
+            ((event.t, event.body) for event in reversed(self.events) if isinstance(event.body, kind)), None
+        )
+
+    @cached_property
+    def started(self) -> RunStarted | None:
+        """The newest start."""
+        found = self.newest(RunStarted) or self._first_start
+        return found[1] if found else None
+
+    @cached_property
+    def first_started(self) -> RunStarted | None:
+        """The first start."""
+        return self._first_start[1] if self._first_start else None
+
+    @cached_property
+    def _first_start(self) -> tuple[float, RunStarted] | None:
+        starts = (
+            (event.t, event.body)
+            for event in (*self.past, *self.events)
+            if isinstance(event.body, RunStarted)
+        )
+        return next(starts, None)
+
+    @cached_property
+    def saved_step(self) -> int:
+        """The newest step that is durable on disk; 0 if there is none."""
+        saved = self.newest(CheckpointSaved)
+        steps = [step for step, _ in self.checkpoints]
+        return max([*steps, saved[1].step if saved else 0])
+
+    @cached_property
+    def began_at(self) -> float | None:
+        """The time at which the newest attempt began or restored its state."""
+        found = [event.t for event in self.mine if isinstance(event.body, RunStarted | Restored)]
+        return max(found, default=None)

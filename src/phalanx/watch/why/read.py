@@ -1,0 +1,186 @@
+"""Fills an ``Observed`` from a run directory, in bounded time however long the run: the thin, reading half of ``phalanx why``.
+
+Of the event stream the end is read, and a few samples of what lies before. What is missing or damaged is left out: a rule that
+would need it is silent then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from phalanx.data.errors import DataError
+from phalanx.data.sources import read_data_index
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
+from phalanx.observe.events import Event, decode
+from phalanx.run.data_folders import addresses, found_again
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, read_small_json
+from phalanx.run.spec import RunSpec
+from phalanx.store.errors import StoreError
+from phalanx.store.open_store import is_url
+from phalanx.train.lifecycle.ending import read_failure
+from phalanx.watch.why.observed import DiskSeen, FailureSeen, Observed
+
+_TAIL_BYTES = 4 << 20
+"""Of the newest events: some thousand logged steps."""
+_HEAD_BYTES = 256 << 10
+_SAMPLES, _SAMPLE_BYTES = 8, 32 << 10
+_MOST_FAILURES = 64
+_LOCK = re.compile(r"^\d+: FLOCK +\S+ +WRITE +(-?\d+) +[0-9a-f]+:[0-9a-f]+:(\d+) ", re.MULTILINE)
+_HOLDER = re.compile(r"process (\d+) on (\S+)")
+_FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
+
+
+def observe(directory: RunDirectory, now: float) -> Observed:
+    """What is known of the run in ``directory`` at ``now``."""
+    past, events = read_ends(directory.events)
+    spec = _spec(directory)
+    record = read_small_json(directory.record)
+    fingerprint = record.get("data_fingerprint")
+    data_now, data_error = _data_now(spec, record)
+    return Observed(
+        run=str(directory.path),
+        now=now,
+        spec=spec,
+        events=tuple(events),
+        past=tuple(past),
+        held=holds(directory),
+        finished=directory.result.exists(),
+        fleet=_fleet(directory),
+        failures=tuple(_failures(directory)),
+        checkpoints=tuple(_checkpoints(directory)),
+        disk=_disk(directory),
+        data_fingerprint=fingerprint if isinstance(fingerprint, str) else "",
+        data_now=data_now,
+        data_error=data_error,
+    )
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
+    """Samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            tail = max(0, size - _TAIL_BYTES)
+            starts = [(0, min(_HEAD_BYTES, tail))] if tail else []
+            starts += [(at, _SAMPLE_BYTES) for at in range(tail // _SAMPLES, tail, max(1, tail // _SAMPLES))]
+            past = [
+                event
+                for start, length in starts
+                for event in _between(file, start, min(start + length, tail))
+            ]
+            return past, list(_between(file, tail, size))
+    except OSError:
+        return [], []
+
+
+def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
+    """The events whose lines lie between two offsets; the first and last of what is cut there are left out."""
+    file.seek(start)
+    lines = file.read(end - start).split(b"\n")
+    for line in lines[1:] if start else lines:
+        with suppress(ValueError, RecursionError):
+            yield decode(line)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def holds(directory: RunDirectory, locks: Path = Path("/proc/locks")) -> bool | None:
+    """True if a process of this machine holds the run directory, False if none of any does, ``None`` if that cannot be told.
+
+    The kernel's own list is read: to try the lock would hold it for a moment, in which the run could be refused.
+    """
+    try:
+        inode, text = directory.lock.stat().st_ino, directory.lock.read_text(errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    holder = _HOLDER.match(text)
+    if holder is None or holder[2] != socket.gethostname():
+        return None
+    try:
+        listed = locks.read_text()
+    except OSError:
+        return None
+    return any(int(found[2]) == inode for found in _LOCK.finditer(listed))
+
+
+def _failures(directory: RunDirectory) -> list[FailureSeen]:
+    """What the processes of the newest start have left of why they failed, in the order of time."""
+    found: list[tuple[int, FailureSeen]] = []
+    with suppress(OSError):
+        names = [
+            (int(match[1]), match)
+            for name in os.listdir(directory.logs)
+            if (match := _FAILURE.fullmatch(name))
+        ]
+        newest = max((attempt for attempt, _ in names), default=0)
+        for attempt, match in [one for one in names if one[0] == newest][:_MOST_FAILURES]:
+            path = directory.logs / match[0]
+            failure = read_failure(path.with_name(match[0].removesuffix(".failure.json") + ".log"))
+            if failure is not None:
+                seen = FailureSeen(
+                    match[2], failure.kind, failure.message, failure.remedy, path.stat().st_mtime
+                )
+                found.append((attempt, seen))
+    return sorted((failure for _, failure in found), key=lambda one: one.at)
+
+
+def _fleet(directory: RunDirectory) -> FleetFile | None:
+    if not path_in(directory.path).exists():
+        return None
+    with suppress(FleetFileError):
+        return read_fleet_file(directory.path)
+    return None
+
+
+# --- disk and data --------------------------------------------------------------------------------
+
+
+def _spec(directory: RunDirectory) -> RunSpec | None:
+    with suppress(RunDirectoryError, RecursionError):
+        return read_resolved(directory)
+    return None
+
+
+def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
+    found = []
+    with suppress(OSError):
+        for step in directory.committed_steps():
+            with suppress(OSError):
+                found.append(
+                    (step, (directory.checkpoints / f"step-{step:08d}" / "checkpoint.json").stat().st_mtime)
+                )
+    return found
+
+
+def _disk(directory: RunDirectory) -> DiskSeen | None:
+    place = directory.checkpoints if directory.checkpoints.is_dir() else directory.path
+    with suppress(OSError):
+        usage = shutil.disk_usage(place)
+        return DiskSeen(usage.free, usage.total)
+    return None
+
+
+def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str]:
+    """The fingerprint of the data as they are now, or why they cannot be opened. Object stores are not asked: that may take long."""
+    if spec is None:
+        return "", ""
+    try:
+        data = found_again(spec.data, record, same_end=False)
+        if any(is_url(address) for address in addresses(data).values()):
+            return "", ""
+        return read_data_index(data).fingerprint, ""
+    except (DataError, RunDirectoryError, StoreError, OSError) as error:
+        return "", str(error)

@@ -1,0 +1,196 @@
+"""The fleet: slow ranks, lost nodes, spares that are used up, a coordinator that is gone, hardware that reports errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from phalanx.fleet.control.fleet_file import FleetFile, Happening
+from phalanx.fleet.core.state import FleetPhase
+from phalanx.observe.throughput import format_duration
+from phalanx.watch.why.observed import Observed
+from phalanx.watch.why.reason import Reason
+from phalanx.watch.why.thresholds import COORDINATOR_SILENT_S, FLEET_PATIENCE_S, RECOVERING_S, SLOW_RANK
+
+_HARDWARE = re.compile(r"\bXid\b|\bECC\b|throttl|remapped rows|\bhealth:", re.IGNORECASE)
+_SLOW = re.compile(r"^(straggler: |slow, and no spare)")
+_AWAY = ("lost", "quarantined")
+
+
+def _live(seen: Observed) -> FleetFile | None:
+    """The fleet of a run that goes on."""
+    return seen.fleet if seen.fleet is not None and seen.running and not seen.fleet.over else None
+
+
+def straggler(seen: Observed) -> Iterator[Reason]:
+    """A rank computes longer than its peers, and all wait for it."""
+    if not seen.running:
+        return
+    for slow in [one for one in seen.slow_ranks if one.slowdown >= SLOW_RANK][:5]:
+        node = f" on {slow.node}" if slow.node else ""
+        yield Reason(
+            code="straggler",
+            severity="warning",
+            title=f"Rank {slow.rank} is {slow.slowdown:.0%} slower than its peers, and all wait for it",
+            where=f"rank {slow.rank}{node}",
+            since=slow.since,
+            evidence=(
+                f"its own computing takes {slow.compute_s:.3g} s a step, that of its peers {slow.compute_s / (1 + slow.slowdown):.3g} s",
+                f"slower in {slow.slower} of the newest {slow.windows} windows",
+            ),
+            doing="a fleet with a spare replaces it"
+            if seen.fleet
+            else "nothing: a run without a fleet has no spares",
+            next=f"phalanx ranks {seen.run}; "
+            + (
+                f"phalanx fleet drain {seen.run} NODE, if no spare is free"
+                if seen.fleet
+                else "look at that machine: other processes, clocks, heat"
+            ),
+        )
+    fleet = _live(seen)
+    for node, told in _by_node(fleet.happenings if fleet else (), _SLOW).items():
+        if seen.now - told[-1].unix_s > RECOVERING_S:
+            continue
+        replaced = told[-1].what.startswith("straggler")
+        yield Reason(
+            code="straggler",
+            severity="info" if replaced else "warning",
+            title=f"Node {node} was slower than its peers"
+            if replaced
+            else f"Node {node} is slower than its peers, and no spare is free",
+            where=f"node {node}",
+            since=told[0].unix_s,
+            evidence=tuple(one.what for one in told[-2:]),
+            doing="it was quarantined, and a spare took its place"
+            if replaced
+            else "training goes on at its pace",
+            next=f"look at that machine; when it is well: phalanx fleet admit {seen.run} {node}"
+            if replaced
+            else f"add a node (phalanx agent), then: phalanx fleet drain {seen.run} {node}",
+        )
+
+
+def hardware(seen: Observed) -> Iterator[Reason]:
+    """A node's accelerator or memory reports errors, or its clocks are throttled."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    away = {one.name: one for one in fleet.members if one.role in _AWAY and _HARDWARE.search(one.why)}
+    told = _by_node(fleet.happenings, _HARDWARE)
+    for name, member in away.items():
+        first = told.get(name, [])
+        yield Reason(
+            code="hardware",
+            severity="warning",
+            title=f"Node {name} is unfit: {_HARDWARE.sub(lambda found: found[0], member.why)[:120]}",
+            where=f"node {name} ({member.host})",
+            since=first[0].unix_s if first else None,
+            evidence=(member.why,),
+            doing="it is quarantined and holds no ranks",
+            next=f"repair it, check it there with phalanx health, then: phalanx fleet admit {seen.run} {name}",
+        )
+
+
+def lost_nodes(seen: Observed) -> Iterator[Reason]:
+    """Nodes were lost or put aside, and nobody has brought them back."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    away = [one for one in fleet.members if one.role in _AWAY and not _HARDWARE.search(one.why)]
+    if not away:
+        return
+    names = {one.name for one in away}
+    when = [one.unix_s for one in fleet.happenings if one.node in names]
+    seated = sum(one.role == "member" for one in fleet.members)
+    spares = sum(one.role in ("spare", "warming") for one in fleet.members)
+    wanted = seen.spec.fleet.nodes if seen.spec else 0
+    short = bool(wanted) and seated < wanted
+    yield Reason(
+        code="lost-node",
+        severity="warning",
+        title=f"{len(away)} node{'s are' if len(away) > 1 else ' is'} lost or put aside: {', '.join(sorted(names)[:5])}",
+        where=", ".join(f"node {one.name} ({one.host})" for one in away[:5]),
+        since=min(when, default=None),
+        evidence=(
+            *(f"{one.name}: {one.role}{f', {one.why}' if one.why else ''}" for one in away[:5]),
+            f"{seated} nodes train" + (f" of {wanted}" if wanted else "") + f", {spares} spare",
+            f"{fleet.recoveries} recoveries so far"
+            + (
+                f"; {fleet.ranks} ranks in epoch {fleet.epoch}"
+                if fleet.phase is FleetPhase.RUNNING
+                else f"; the fleet is {fleet.phase}"
+            ),
+        ),
+        doing="training goes on with fewer ranks: the bits stay the same"
+        if short and fleet.phase is FleetPhase.RUNNING
+        else "a spare has taken its place"
+        if fleet.phase is FleetPhase.RUNNING
+        else "the fleet comes together again",
+        next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet admit {seen.run} NODE, "
+        "a new one: phalanx agent there",
+    )
+
+
+def no_spares(seen: Observed) -> Iterator[Reason]:
+    """All spares are used up: the next lost node makes the fleet smaller."""
+    fleet = _live(seen)
+    if (
+        fleet is None
+        or seen.spec is None
+        or not seen.spec.fleet.spares
+        or fleet.phase is not FleetPhase.RUNNING
+    ):
+        return
+    roles = [one.role for one in fleet.members]
+    if any(role in ("spare", "warming") for role in roles) or "member" not in roles:
+        return
+    away = [one.unix_s for one in fleet.happenings if one.node]
+    if not any(role in _AWAY for role in roles) and seen.now - max(away, default=0.0) < FLEET_PATIENCE_S:
+        return  # one that was killed is being started again
+    asked = seen.spec.fleet.spares
+    yield Reason(
+        code="no-spares",
+        severity="warning",
+        title="No spare node is left",
+        where="the fleet",
+        since=max(away, default=None),
+        evidence=(
+            f"{asked} spare{'s' if asked > 1 else ''} asked for, none there; {roles.count('member')} nodes train",
+            *(f"{one.name}: {one.role}, {one.why}" for one in fleet.members if one.role in _AWAY),
+        ),
+        doing="training goes on; the next lost node makes the fleet smaller",
+        next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet admit {seen.run} NODE",
+    )
+
+
+def no_coordinator(seen: Observed) -> Iterator[Reason]:
+    """Nothing is heard of the fleet's coordinator."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    silent_s = seen.now - fleet.written_unix_s
+    if silent_s <= COORDINATOR_SILENT_S:
+        return
+    lease = seen.spec.fleet.coordinator_lease_s if seen.spec else 1800.0
+    succession = seen.spec.fleet.succession_s if seen.spec else 0.0
+    yield Reason(
+        code="no-coordinator",
+        severity="critical",
+        title=f"The fleet's coordinator has been silent for {format_duration(silent_s)}",
+        where=f"{fleet.leader or 'process'} {fleet.coordinator_pid} at {fleet.coordinator}",
+        since=fleet.written_unix_s,
+        evidence=(
+            f"fleet.json was written {format_duration(silent_s)} ago; it is written every second or two",
+        ),
+        doing=f"the workers train on; a launcher starts it again, or another node leads after {succession:g} s; agents give up after {lease:g} s",
+        next=f"phalanx status {seen.run}; if it stays so: end the fleet's processes and phalanx train {seen.run}",
+    )
+
+
+def _by_node(happenings: tuple[Happening, ...], what: re.Pattern[str]) -> dict[str, list[Happening]]:
+    found: dict[str, list[Happening]] = {}
+    for one in happenings:
+        if one.node and what.search(one.what):
+            found.setdefault(one.node, []).append(one)
+    return found
