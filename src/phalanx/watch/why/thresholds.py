@@ -29,8 +29,12 @@ DATA_SHARE = 0.1
 """Part of the time of steps spent waiting for samples. A healthy loader is ahead and waits for none; `phalanx status` tells from 1 % on."""
 SLOWER = 0.15
 """Part of the run's own earlier throughput that is lost. Clocks and networks move by a few percent."""
-PAST_STEPS = 40
-"""Logged steps that it takes to know what is usual."""
+SLOWER_DEVIATIONS = 3.0
+"""Of its own variation, from one stretch of steps to the next, by which it must have fallen as well."""
+MAD_TO_DEVIATION = 1.4826
+"""Standard deviations in a median absolute deviation, of normal noise."""
+PAST_STEPS = 100
+"""Logged steps that it takes to know what is usual, and how much it varies: five stretches."""
 GOODPUT = 0.8
 """Llama 3 had 0.9 on 16,384 GPUs (arXiv 2407.21783, section 3.3.4); below this the cause is worth a look."""
 GOODPUT_AFTER_S = 1800.0

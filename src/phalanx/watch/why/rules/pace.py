@@ -13,10 +13,12 @@ from phalanx.watch.why.thresholds import (
     DATA_SHARE,
     GOODPUT,
     GOODPUT_AFTER_S,
+    MAD_TO_DEVIATION,
     NEW_STEPS,
     PAST_STEPS,
     RECENT_STEPS,
     SLOWER,
+    SLOWER_DEVIATIONS,
 )
 
 
@@ -62,17 +64,14 @@ def slower_than_before(seen: Observed) -> Iterator[Reason]:
     sampled = [
         event.body for event in seen.past if isinstance(event.body, Step) and event.attempt == seen.attempt
     ]
-    before = [*sampled, *(step for _, step in seen.settled[: -len(seen.recent)])]
-    before = before[NEW_STEPS if sampled else 0 :]
+    before = [*sampled[NEW_STEPS:], *(step for _, step in seen.settled[: -len(seen.recent)])]
     if len(before) < PAST_STEPS:
         return
-    usual, now = (
-        median(step.tokens_per_s for step in before),
-        median(step.tokens_per_s for _, step in seen.recent),
-    )
-    if not usual or now >= (1 - SLOWER) * usual:
+    usual, limit = _usual_speed([step.tokens_per_s for step in before])
+    now = median(step.tokens_per_s for _, step in seen.recent)
+    if now >= limit:
         return
-    slow = [t for t, step in seen.settled if step.tokens_per_s < (1 - SLOWER) * usual]
+    slow = [t for t, step in seen.settled if step.tokens_per_s < limit]
     yield Reason(
         code="slower",
         severity="warning",
@@ -87,6 +86,20 @@ def slower_than_before(seen: Observed) -> Iterator[Reason]:
         doing="nothing by itself; a fleet replaces a rank that is slower than its peers",
         next=f"phalanx goodput {seen.run} (where the time goes); phalanx ranks {seen.run} (which rank is slow)",
     )
+
+
+def _usual_speed(speeds: list[float]) -> tuple[float, float]:
+    """The usual throughput, and below which it has fallen: by ``SLOWER``, and by more than it has varied before.
+
+    What varies is taken from the medians of stretches: on a machine with neighbors whole minutes are slow.
+    """
+    stretches = [
+        median(speeds[first : first + RECENT_STEPS])
+        for first in range(0, len(speeds) - RECENT_STEPS + 1, RECENT_STEPS)
+    ]
+    usual = median(stretches)
+    deviation = MAD_TO_DEVIATION * median(abs(one - usual) for one in stretches)
+    return usual, usual - max(SLOWER * usual, SLOWER_DEVIATIONS * deviation)
 
 
 def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
