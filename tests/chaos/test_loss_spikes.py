@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.data.formats.document import Document
-from phalanx.data.prepare import prepare
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LossSpike
 from phalanx_process import RUN_FILE, last_json, run
+from spiking_runs import SPIKE, make_noise
 from tiny_runs import make_dataset
-
-SPIKE = 13
 
 
 def run_file(folder: Path) -> Path:
     """A run file whose data in one step are another dataset's, of bytes that the first never has."""
-    words, noise = make_dataset(folder / "words"), folder / "noise"
-    documents = [Document(f"document-{n}", "ÿþ%$#@!~^&*Ÿ" * 60) for n in range(12)]
-    prepare(documents, noise, tokenizer="bytes", held_out_fraction=0.1)
+    words, noise = make_dataset(folder / "words"), make_noise(folder / "noise")
     text = RUN_FILE.format(data=words).replace(
         f'path = "{words}"',
         f"stages = [0, {SPIKE - 1}, {SPIKE}]\n"

@@ -9,45 +9,23 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.formats.document import Document
-from phalanx.data.prepare import prepare
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LossSpike
-from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, RunSpec, SourceSpec
+from phalanx.run.spec import RunSpec
 from ranks import Ranks
+from spiking_runs import SPIKE, STEPS, make_noise, spiking_run
 from tiny_runs import tiny_run, train_on_this_rank
-
-SPIKE = 13
-STEPS = 22
 
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of bytes that the other one never has."""
-    folder = tmp_path_factory.mktemp("noise") / "noise"
-    documents = [Document(f"document-{n}", "ÿþ%$#@!~^&*Ÿ" * 60) for n in range(12)]
-    prepare(documents, folder, tokenizer="bytes", held_out_fraction=0.1)
-    return folder
+    return make_noise(tmp_path_factory.mktemp("noise") / "noise")
 
 
 @pytest.fixture
 def spiking(dataset: Path, noise: Path, tmp_path: Path) -> RunSpec:
     """A run whose data in one step, ``SPIKE``, are another dataset's."""
     return spiking_run(dataset, noise, tmp_path / "run")
-
-
-def spiking_run(dataset: Path, noise: Path, run_dir: Path) -> RunSpec:
-    base = tiny_run(dataset, run_dir, STEPS, spike_window=8)
-    sources = (
-        SourceSpec("words", str(dataset), (1.0, 0.0, 1.0), epochs=0),
-        SourceSpec("noise", str(noise), (0.0, 1.0, 0.0), epochs=0),
-    )
-    return dataclasses.replace(
-        base,
-        data=DataSpec(stages=(0, SPIKE - 1, SPIKE), sources=sources),
-        checkpoint=CheckpointSpec(every_steps=2, keep_last=1),
-        evaluation=EvalSpec(every_steps=0),
-    )
 
 
 def asked(spec: RunSpec, action: str, run_dir: Path) -> RunSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import textwrap
 import time
 from dataclasses import asdict
@@ -49,7 +50,7 @@ def command(run_dir: Path, as_json: bool, follow: bool) -> None:
         before, found = found, reasons(directory, time.time())
         if [_key(one) for one in found] != [_key(one) for one in before]:
             _print(found, directory, as_json)
-    raise click.exceptions.Exit(_exit_code(found))
+    sys.exit(_exit_code(found))
 
 
 def _key(reason: Reason) -> tuple[str, str, str]:

@@ -127,7 +127,7 @@ def _data(seen: Observed) -> _Doing | None:
     if text is None:
         return None
     timeout = seen.spec.data.timeout_s if seen.spec else WORK_PATIENCE_S
-    wait = f"see whether the object store answers; training goes on by itself when it does, within data.timeout_s = {timeout:g} s"
+    wait = f"see whether the object store answers (phalanx data show URL); training goes on by itself when it does, within data.timeout_s = {timeout:g} s"
     return _Doing(f"waiting for samples ({text[:160]})", STALL_LEAST_S, "waiting-for-data", wait)
 
 

@@ -66,7 +66,7 @@ def other_libraries(seen: Observed) -> Iterator[Reason]:
             since=seen.began_at,
             evidence=seen.machines[:_NAMED],
             doing="probes of the arithmetic refuse ranks whose kernels round differently (runtime.mixed_machines)",
-            next="install the same on all nodes (uv sync --frozen, or one image), then start the odd node's agent again",
+            next="install the same on all nodes (uv sync --frozen, or one image), then start the odd node's agent again: phalanx agent",
         )
     first, now = seen.first_started, seen.started
     if first is None or now is None or first is now:

@@ -1,0 +1,37 @@
+"""A tiny run whose loss jumps in one step: its data there are another dataset's, of bytes that the first never has."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from phalanx.data.formats.document import Document
+from phalanx.data.prepare import prepare
+from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, RunSpec, SourceSpec
+from tiny_runs import tiny_run
+
+SPIKE = 13
+"""The step of the spike."""
+STEPS = 22
+
+
+def make_noise(folder: Path) -> Path:
+    """The other dataset."""
+    documents = [Document(f"document-{n}", "ÿþ%$#@!~^&*Ÿ" * 60) for n in range(12)]
+    prepare(documents, folder, tokenizer="bytes", held_out_fraction=0.1)
+    return folder
+
+
+def spiking_run(dataset: Path, noise: Path, run_dir: Path) -> RunSpec:
+    """The run: it goes on after the spike, which it judges by a short window."""
+    base = tiny_run(dataset, run_dir, STEPS, spike_window=8)
+    sources = (
+        SourceSpec("words", str(dataset), (1.0, 0.0, 1.0), epochs=0),
+        SourceSpec("noise", str(noise), (0.0, 1.0, 0.0), epochs=0),
+    )
+    return dataclasses.replace(
+        base,
+        data=DataSpec(stages=(0, SPIKE - 1, SPIKE), sources=sources),
+        checkpoint=CheckpointSpec(every_steps=2, keep_last=1),
+        evaluation=EvalSpec(every_steps=0),
+    )

@@ -1,0 +1,167 @@
+"""Problems planted in real runs of real ranks are named by what the runs have left."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.observe.event_log import read_events
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import RunSpec
+from phalanx.train.start.open_run import take_lock
+from phalanx.watch.why.judge import judge
+from phalanx.watch.why.observed import Observed
+from phalanx.watch.why.read import observe
+from phalanx.watch.why.reason import Reason
+from phalanx.watch.why.reasons import reasons
+from ranks import Ranks
+from spiking_runs import SPIKE, make_noise, spiking_run
+from tiny_runs import make_dataset, tiny_run, train_on_this_rank
+
+
+def named(run_dir: Path, code: str) -> Reason:
+    found = reasons(RunDirectory(run_dir), time.time())
+    assert code in [one.code for one in found], found
+    return next(one for one in found if one.code == code)
+
+
+@contextmanager
+def going_on(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory, as a process does that trains."""
+    import os
+
+    (run_dir / "result.json").unlink(missing_ok=True)
+    held = take_lock(run_dir / "lock")
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def with_nan(spec: RunSpec, number: int) -> Any:
+    """Trains with a gradient that is not a number in one step."""
+    import torch
+
+    from phalanx.train.step.step import Stepper
+
+    original = Stepper._run_slots
+
+    def run_slots(self: Any, audit: Any) -> Any:
+        losses, tokens = original(self, audit)
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen == number:
+            losses[5] = torch.nan
+            next(iter(self.built.model.parts[0].parameters())).grad[0, 0] = torch.nan
+        return losses, tokens
+
+    Stepper._run_slots = run_slots  # type: ignore[method-assign]
+    try:
+        return train_on_this_rank(spec)
+    finally:
+        Stepper._run_slots = original  # type: ignore[method-assign]
+
+
+def test_a_loss_that_is_not_a_number_is_named_with_its_batch_slot_layer_and_rank(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="not finite"):
+        ranks.run(1, with_nan, tiny_run(dataset, tmp_path / "run"), 4)
+    found = named(tmp_path / "run", "not-finite")
+    assert found.severity == "critical"
+    assert found.where == "step 4, slot 5, gradient of embedding.weight, rank 0"
+    assert "samples 48 to 63" in found.evidence[1]
+
+
+def test_a_spike_is_named_with_its_batch_and_the_checkpoint_that_was_kept(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    ranks.run(2, train_on_this_rank, spiking_run(dataset, make_noise(tmp_path / "noise"), tmp_path / "run"))
+    with going_on(tmp_path / "run"):
+        # The window of this run is short: eight steps later it would be no news.
+        directory = RunDirectory(tmp_path / "run")
+        seen = upto(observe(directory, time.time()), SPIKE + 4)
+        found = next(one for one in judge(seen) if one.code == "loss-spike")
+    assert found.where.startswith(f"step {SPIKE}, slot ")
+    assert f"samples {(SPIKE - 1) * 16} to {SPIKE * 16 - 1}" in found.evidence[1]
+    assert f"step {SPIKE - 1}" in found.doing
+
+
+def upto(seen: Observed, step: int) -> Observed:
+    """The same when this step was the newest."""
+    end = next(index for index, event in enumerate(seen.events) if getattr(event.body, "step", 0) > step)
+    return dataclasses.replace(
+        seen, events=seen.events[:end], now=seen.events[end - 1].t, finished=False, held=True
+    )
+
+
+def without_disk(spec: RunSpec) -> Any:
+    """Trains while no file of a checkpoint can be written."""
+    from phalanx.checkpoint.tiers.disk import DiskTier
+
+    original = DiskTier.write
+
+    def write(*_args: object, **_named: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    DiskTier.write = write  # type: ignore[method-assign,assignment]
+    try:
+        return train_on_this_rank(spec)
+    finally:
+        DiskTier.write = original  # type: ignore[method-assign]
+
+
+def test_a_disk_that_takes_no_checkpoint_is_named_with_its_error(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="could not be saved"):
+        ranks.run(1, without_disk, tiny_run(dataset, tmp_path / "run"))
+    found = named(tmp_path / "run", "checkpoint-failed")
+    assert found.severity == "critical"
+    assert "Input/output error" in found.evidence[0]
+    assert found.where == str(tmp_path / "run" / "checkpoints")
+
+
+def test_another_version_of_the_data_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "words")
+    spec = tiny_run(dataset, tmp_path / "run")
+    ranks.run(1, train_on_this_rank, spec, 4)
+    with going_on(tmp_path / "run"):
+        assert "other-data" not in [one.code for one in reasons(RunDirectory(tmp_path / "run"), time.time())]
+        shutil.rmtree(dataset)
+        assert named(tmp_path / "run", "data-gone").evidence
+        make_dataset(dataset, "another")
+        found = named(tmp_path / "run", "other-data")
+    assert found.severity == "critical"
+    assert str(dataset) in found.where
+
+
+def test_a_run_whose_processes_were_killed_is_missed(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
+    ranks.run(2, train_on_this_rank, tiny_run(dataset, tmp_path / "run"), 4)
+    with going_on(tmp_path / "run"):
+        assert reasons(RunDirectory(tmp_path / "run"), time.time()) == []
+    found = named(tmp_path / "run", "gone")
+    assert "it goes on from there" in found.doing
+
+
+def test_a_healthy_run_has_no_reason_in_any_of_its_moments(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run", 12)
+    ranks.run(1, train_on_this_rank, spec, 6)
+    ranks.run(2, train_on_this_rank, spec)
+    directory = RunDirectory(tmp_path / "run")
+    assert reasons(directory, time.time()) == []
+    assert reasons(directory, time.time() + 1e6) == []
+    whole = observe(directory, time.time())
+    events = list(read_events(directory.events))
+    for count in range(1, len(events)):
+        for now in (events[count - 1].t, events[count].t):
+            then = {"events": tuple(events[:count]), "now": now, "finished": False, "held": True}
+            assert judge(dataclasses.replace(whole, **then, checkpoints=())) == [], (count, events[count - 1])

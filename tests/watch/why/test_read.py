@@ -1,0 +1,89 @@
+"""What is read of a run directory: bounded, whatever lies there, and without locking anything."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.event_log import read_events
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.train.start.open_run import take_lock
+from phalanx.watch.why import read
+from phalanx.watch.why.judge import judge
+from phalanx.watch.why.read import holds, observe, read_ends
+from watch.why.watched import Watched, step, steps
+
+
+def test_of_a_short_stream_all_is_read(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.write(steps(1, 50))
+    assert read_ends(run.directory.events) == ([], list(read_events(run.directory.events)))
+
+
+def test_of_a_long_stream_the_end_is_read_and_samples_of_the_past_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_TAIL_BYTES", 20_000), ("_HEAD_BYTES", 2000), ("_SAMPLE_BYTES", 2000)):
+        monkeypatch.setattr(read, name, value)
+    run = Watched(tmp_path)
+    run.write(steps(1, 500))
+    everything = list(read_events(run.directory.events))
+    past, newest = read_ends(run.directory.events)
+    assert newest == everything[-len(newest) :]
+    assert len(newest) < 100
+    assert past[0] == everything[0]
+    numbers = [getattr(event.body, "step", 0) for event in past]
+    assert numbers == sorted(numbers)
+    assert all(event in everything for event in past)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damage_anywhere_breaks_no_answer(tmp_path: Path, seed: int) -> None:
+    run, chance = Watched(tmp_path), random.Random(seed)
+    run.write(steps(1, 60))
+    run.fleet()
+    (tmp_path / "record.json").write_text('{"attempts": 1, "data_fingerprint": 7}')
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 9\n")
+    for path in (
+        run.directory.events,
+        tmp_path / "fleet.json",
+        tmp_path / "record.json",
+        tmp_path / "run.toml",
+    ):
+        content = bytearray(path.read_bytes())
+        for _ in range(20):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        path.write_bytes(content[: chance.randrange(1, len(content))])
+    judge(observe(run.directory, run.t))
+
+
+def test_a_folder_with_nothing_in_it_has_no_reasons(tmp_path: Path) -> None:
+    assert judge(observe(RunDirectory(tmp_path), 0.0)) == []
+    assert judge(observe(RunDirectory(tmp_path / "gone"), 0.0)) == []
+
+
+def test_nested_and_endless_lines_are_passed_over(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    with run.directory.events.open("ab") as file:
+        file.write(b"[" * 200_000 + b"\n" + b"x" * 300_000 + b"\n" + b'{"t":1e999}\n\xff\xfe\n')
+    run.write([step(7)])
+    assert [event.body for event in read_ends(run.directory.events)[1]][-1] == step(7)
+
+
+def test_whether_a_process_holds_the_directory_is_told_without_taking_the_lock(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert holds(directory) is False
+    held = take_lock(directory.lock)
+    assert holds(directory) is True
+    os.close(held)
+    assert holds(directory) is False
+    again = take_lock(directory.lock)
+    os.close(again)
+
+
+def test_of_a_run_on_another_machine_nobody_can_tell(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("process 12 on another-machine\n")
+    assert holds(RunDirectory(tmp_path)) is None

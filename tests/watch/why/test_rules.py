@@ -1,0 +1,390 @@
+"""Each problem, planted in the events or the files that it leaves, is named with its evidence and a next command."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.fleet.control.fleet_file import Member
+from phalanx.fleet.core.state import FleetPhase
+from phalanx.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Evaluating,
+    LossSpike,
+    Message,
+    NonFinite,
+    RunStarted,
+    Stopped,
+)
+from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, RunSpec
+from phalanx.train.lifecycle.ending import RunFailedError, report_failure
+from phalanx.watch.why.observed import DiskSeen, SlowRankSeen
+from phalanx.watch.why.reason import Reason
+from watch.why.watched import T0, Watched, fleet_file, happening, member, step, steps
+
+NOTHING_DUE = RunSpec(checkpoint=CheckpointSpec(every_steps=1000), evaluation=EvalSpec(every_steps=0))
+FLEET = dataclasses.replace(NOTHING_DUE, fleet=FleetSpec(nodes=2, spares=1))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Watched:
+    """A run of 30 healthy steps."""
+    watched = Watched(tmp_path / "run", NOTHING_DUE)
+    watched.write(steps(1, 30))
+    return watched
+
+
+def only(reasons: list[Reason]) -> Reason:
+    """The one reason; with all that a reason must have."""
+    (found,) = reasons
+    assert found.evidence
+    assert found.doing
+    assert found.next
+    return found
+
+
+# --- standing still and ending -----------------------------------------------------------------------
+
+
+def test_a_run_without_a_step_for_ten_usual_steps_is_stalled(run: Watched) -> None:
+    assert run.codes(29) == []
+    found = only(run.reasons(120))
+    assert (found.code, found.severity) == ("stalled", "critical")
+    assert "computing a step" in found.title
+    assert found.since == run.t
+
+
+def test_a_slow_run_is_given_ten_of_its_own_steps(tmp_path: Path) -> None:
+    slow = Watched(tmp_path / "run", NOTHING_DUE)
+    slow.write(steps(1, 12, lambda _: {"step_s": 40.0, "logged_s": 40.0}), every_s=40)
+    assert slow.codes(399) == []
+    assert slow.codes(401) == ["stalled"]
+
+
+def test_a_run_that_logs_every_tenth_step_is_given_ten_of_those(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    run.write([step(10 * n, logged_s=20.0) for n in range(1, 13)], every_s=20)
+    assert run.codes(199) == []
+    assert run.codes(201) == ["stalled"]
+
+
+def test_an_evaluation_is_no_stall_and_one_that_never_ends_is(run: Watched) -> None:
+    run.spec = dataclasses.replace(run.spec, evaluation=EvalSpec(every_steps=10))
+    run.write([Evaluated(30, 2.0, seconds=60.0), *steps(31, 40)])
+    assert run.codes(300) == [], "it usually takes a minute"
+    assert "evaluating" in only(run.reasons(400)).title
+    run.write([Evaluating(40, 10, 4096)], every_s=400)
+    assert run.codes(300) == []
+
+
+def test_a_save_is_no_stall_until_it_takes_far_longer_than_usual(run: Watched) -> None:
+    run.spec = dataclasses.replace(run.spec, checkpoint=CheckpointSpec(every_steps=10))
+    run.write([CheckpointSaved(30, "c", 10, seconds=20.0), *steps(31, 40)])
+    assert run.codes(120) == []
+    assert "saving a checkpoint" in run.reasons(200)[0].title
+
+
+@pytest.mark.parametrize(
+    ("phase", "patient_s", "code"),
+    [
+        (FleetPhase.PARKING, 80, "stalled"),
+        (FleetPhase.WAITING, 55, "waiting-for-nodes"),
+        (FleetPhase.SAVING, 590, "stalled"),
+    ],
+)
+def test_a_fleet_that_does_something_else_is_given_time_for_it(
+    run: Watched, phase: FleetPhase, patient_s: float, code: str
+) -> None:
+    def seen(after_s: float) -> list[Reason]:
+        return run.reasons(
+            after_s, fleet=fleet_file(run.t + after_s, phase=phase, reason="too few nodes"), spec=FLEET
+        )
+
+    assert seen(patient_s) == []
+    assert seen(patient_s + 60)[0].code == code
+
+
+def test_a_run_that_waits_for_an_object_store_says_so(run: Watched) -> None:
+    run.write([Message("warning", "rank 2 has waited 60 s for samples from s3://b/words; the run waits")])
+    found = only(run.reasons(120))
+    assert found.code == "waiting-for-data"
+    assert "s3://b/words" in found.title
+
+
+def test_a_start_has_time_and_one_that_never_comes_to_a_step_is_named(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    assert run.codes(600) == []
+    assert "starting" in only(run.reasons(1000)).title
+
+
+def test_processes_that_are_gone_without_a_word_are_missed_at_once(run: Watched) -> None:
+    found = only(run.reasons(1, held=False))
+    assert (found.code, found.severity, found.since) == ("gone", "critical", run.t)
+    assert f"phalanx train {run.directory.path}" in found.next
+
+
+def test_a_run_on_another_machine_is_silent_not_gone(run: Watched) -> None:
+    assert run.codes(200, held=None) == ["stalled"]
+    assert "silent" in run.codes(400, held=None)
+
+
+def test_a_run_that_was_stopped_on_request_has_nothing_wrong(run: Watched) -> None:
+    run.write([Stopped(30, "asked to stop; step 30 is saved")])
+    assert run.codes(1e6, held=False) == []
+
+
+def test_a_failure_is_told_with_its_own_words_and_remedy(run: Watched) -> None:
+    log = run.directory.log(0, 3)
+    log.parent.mkdir(exist_ok=True)
+    report_failure(
+        RunFailedError("no memory for layer 7; lower train.micro_batch_size", "lower train.micro_batch_size"),
+        log,
+        0,
+        3,
+    )
+    found = only(run.reasons(1, held=False))
+    assert (found.code, found.where) == ("failed", "rank-00003")
+    assert "no memory for layer 7" in found.evidence[0]
+    assert found.next.startswith("lower train.micro_batch_size; then phalanx train")
+
+
+def test_a_failure_that_the_run_has_outlived_is_over(run: Watched) -> None:
+    log = run.directory.log(0, 3)
+    log.parent.mkdir(exist_ok=True)
+    report_failure(RunFailedError("x", "y"), log, 0, 3)
+    assert run.codes(1, held=True) == []
+
+
+# --- pace ----------------------------------------------------------------------------------------------
+
+
+def test_waiting_for_samples_is_named_with_its_share(run: Watched) -> None:
+    run.write(steps(31, 60, lambda _: {"data_wait_s": 0.6}))
+    found = only(run.reasons())
+    assert (found.code, found.severity) == ("slow-data", "warning")
+    assert "30%" in found.title
+
+
+def test_a_fall_of_throughput_is_named_with_what_has_grown(run: Watched) -> None:
+    run.write(steps(31, 140))
+    slow = {"tokens_per_s": 300.0, "step_s": 3.3, "logged_s": 3.3}
+    base = 280.0
+
+    def slower(number: int) -> dict[str, Any]:
+        return {
+            **slow,
+            "ledger": {
+                "step.compute": base + 2 * (number - 140),
+                "step.comm_exposed.dp": 1.3 * (number - 140),
+            },
+        }
+
+    assert run.codes() == []
+    run.write(steps(141, 165, slower), every_s=3.3)
+    found = only(run.reasons())
+    assert found.code == "slower"
+    assert "40%" in found.title
+    assert "step.comm_exposed.dp" in found.evidence[1]
+
+
+def test_little_training_in_long_time_is_named_with_its_largest_cause(run: Watched) -> None:
+    ledger = {"step.compute": 3000.0, "ckpt.blocking": 2500.0, "eval": 100.0}
+    run.write([step(31, goodput=0.54, ledger=ledger)])
+    found = only(run.reasons())
+    assert (found.code, found.where) == ("low-goodput", "ckpt.blocking")
+
+
+# --- numbers -------------------------------------------------------------------------------------------
+
+
+def spike(number: int, action: Any = "continue") -> LossSpike:
+    return LossSpike(number, 7.5, 30.0, 2.0, 40.0, action, 16 * (number - 1), 16, 0.5, "loss", 3, 9.1)
+
+
+def test_a_spike_is_named_with_its_batch_and_slot_until_a_window_has_passed(run: Watched) -> None:
+    run.write([spike(31), *steps(31, 60)])
+    found = only(run.reasons())
+    assert (found.code, found.severity, found.where) == ("loss-spike", "warning", "step 31, slot 3")
+    assert "samples 480 to 495" in found.evidence[1]
+    assert "the loss is back" in found.evidence[2]
+    assert found.next == f"phalanx data show {run.directory.path} --step 31 --slot 3"
+    run.write(steps(61, 31 + 128))
+    assert run.codes() == []
+
+
+def test_a_loss_that_does_not_come_back_is_critical_and_the_way_back_is_told(run: Watched) -> None:
+    run.write([spike(31), *steps(31, 60, lambda _: {"loss": 6.0})])
+    found = only(run.reasons(checkpoints=((20, T0), (40, T0 + 80))))
+    assert found.severity == "critical"
+    assert "--from 20 --set train.on_spike=skip" in found.next
+
+
+def test_a_step_that_is_not_finite_is_named_with_slot_parameter_and_rank(run: Watched) -> None:
+    what = "loss nan, gradient norm inf: not finite are loss of slot 5, gradient of blocks.3.ffn.w1 (9 of 64 elements)"
+    run.write([NonFinite(31, what, skipped=False, first_sample=480, samples=16, ranks=[2])])
+    found = next(one for one in run.reasons() if one.code == "not-finite")
+    assert found.severity == "critical"
+    assert found.where == "step 31, slot 5, gradient of blocks.3.ffn.w1, rank 2"
+    assert "samples 480 to 495" in found.evidence[1]
+    assert "--step 31 --slot 5" in found.next
+
+
+def test_experts_that_are_not_used_are_named_once_the_router_has_had_time(run: Watched) -> None:
+    model = dataclasses.replace(run.spec.model, moe=MoeSpec(experts=16, per_token=2))
+    run.spec = dataclasses.replace(run.spec, model=model)
+    run.write(steps(31, 60, lambda _: {"balance": 7.5}))
+    assert run.codes() == []
+    run.write(steps(61, 220, lambda _: {"balance": 7.5}))
+    assert only(run.reasons()).code == "expert-imbalance"
+
+
+# --- saving --------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fails_is_named_with_its_error_and_what_is_still_good(run: Watched) -> None:
+    run.write([CheckpointSaved(30, "c", 1000, 1.0), *steps(31, 40)])
+    run.write(
+        [
+            CheckpointFailed(40, "/runs/x/checkpoints", "Input/output error"),
+            CheckpointFailed(50, "/runs/x/checkpoints", "Input/output error"),
+        ]
+    )
+    found = only(run.reasons())
+    assert (found.code, found.severity, found.where) == (
+        "checkpoint-failed",
+        "critical",
+        "/runs/x/checkpoints",
+    )
+    assert "Input/output error" in found.evidence[0]
+    assert "step 30" in found.evidence[1]
+    run.write([CheckpointSaved(60, "c", 1000, 1.0)])
+    assert run.codes() == []
+
+
+def test_a_checkpoint_older_than_three_of_its_intervals_is_named(run: Watched) -> None:
+    run.spec = dataclasses.replace(run.spec, checkpoint=CheckpointSpec(every_steps=20))
+    run.write([CheckpointSaved(20, "c", 10, seconds=1.0)])
+    run.write(steps(31, 70))
+    assert run.codes(checkpoints=((20, run.t - 100),)) == []
+    run.write(steps(71, 100))
+    assert only(run.reasons(checkpoints=((20, run.t - 160),))).code == "checkpoint-old"
+
+
+@pytest.mark.parametrize(
+    ("free", "code"), [(10**9, ["disk-full"]), (40 * 10**9, []), (5 * 10**9, ["disk-filling"])]
+)
+def test_a_disk_without_room_for_the_next_checkpoint_is_named(
+    run: Watched, free: int, code: list[str]
+) -> None:
+    run.write([CheckpointSaved(30, "c", 2 * 10**9, 1.0)])
+    assert run.codes(disk=DiskSeen(free, 10**12)) == code
+
+
+# --- the fleet -------------------------------------------------------------------------------------------
+
+
+def codes(run: Watched, **changes: Any) -> list[str]:
+    return run.codes(spec=FLEET, fleet=fleet_file(run.t, **changes))
+
+
+def test_a_whole_fleet_has_nothing_wrong(run: Watched) -> None:
+    assert codes(run) == []
+
+
+def test_a_lost_node_is_named_and_so_are_spares_that_are_used_up(run: Watched) -> None:
+    lost = Member("node-1", "lost", "host-1", why="no heartbeat for 15 s")
+    members = (member("node-0", 0), member("node-2", 1), lost)
+    told = (happening(run.t - 5, "node-1", lost.why),)
+    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told, recoveries=1))
+    assert [one.code for one in found] == ["lost-node", "no-spares"]
+    assert found[0].where == "node node-1 (host-1)"
+    assert found[0].since == run.t - 5
+    assert any("no heartbeat for 15 s" in line for line in found[0].evidence)
+    assert "a spare has taken its place" in found[0].doing
+
+
+@pytest.mark.parametrize(
+    ("what", "severity"),
+    [
+        ("straggler: 31 % slower than its peers", "info"),
+        ("slow, and no spare to take its place: 31 %", "warning"),
+    ],
+)
+def test_a_node_that_the_fleet_found_slow_is_named(run: Watched, what: str, severity: str) -> None:
+    found = only(
+        run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=(happening(run.t - 9, "node-1", what),)))
+    )
+    assert (found.code, found.severity, found.where) == ("straggler", severity, "node node-1")
+
+
+def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> None:
+    slow = SlowRankSeen(3, 0.5, 1.5, 20, 19, run.t - 60, "node-1")
+    found = only(run.reasons(slow_ranks=(slow,)))
+    assert (found.code, found.where) == ("straggler", "rank 3 on node-1")
+
+
+def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watched) -> None:
+    sick = Member("node-1", "quarantined", "host-1", why="health: GPU 3: Xid 79: has fallen off the bus")
+    members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
+    assert codes(run, members=members) == ["hardware"]
+
+
+def test_a_coordinator_that_writes_no_more_is_missed(run: Watched) -> None:
+    assert "no-coordinator" in run.codes(20, spec=FLEET, fleet=fleet_file(run.t))
+
+
+def test_a_fleet_that_has_ended_has_nothing_wrong_whatever_was_lost(run: Watched) -> None:
+    lost = Member("node-1", "lost", "host-1")
+    assert (
+        run.codes(
+            1e5,
+            held=False,
+            finished=True,
+            fleet=fleet_file(run.t, phase=FleetPhase.FINISHED, members=(lost,)),
+        )
+        == []
+    )
+
+
+# --- surroundings ----------------------------------------------------------------------------------------
+
+
+def test_other_data_than_at_the_start_are_named(run: Watched) -> None:
+    found = only(run.reasons(data_fingerprint="a" * 64, data_now="b" * 64))
+    assert (found.code, found.severity) == ("other-data", "critical")
+
+
+def test_other_libraries_than_at_the_start_are_named(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    for attempt, version in enumerate(("2.13.0", "2.14.1")):
+        run.write(
+            [RunStarted("r", 100_000, environment={"packages": {"torch": version, "numpy": "2"}})], attempt
+        )
+        run.write(steps(1, 5), attempt)
+    # The first start, which the fixture's stream begins with, recorded no libraries.
+    run.directory.events.write_bytes(run.directory.events.read_bytes().split(b"\n", 1)[1])
+    found = only(run.reasons())
+    assert (found.code, found.where) == ("changed-libraries", "torch")
+    assert found.evidence == ("torch: 2.13.0 before, 2.14.1 now",)
+
+
+def test_nodes_that_are_not_alike_are_named(run: Watched) -> None:
+    found = only(run.reasons(machines=("torch: node-1 with 2.12.0; the others with 2.13.0",)))
+    assert (found.code, found.where) == ("mixed-machines", "torch")
+
+
+def test_a_clock_that_differs_is_named(run: Watched) -> None:
+    run.t -= 60
+    run.write(steps(31, 31))
+    assert only(run.reasons(61)).code == "clock-skew"
+
+
+def test_the_worst_reason_comes_first(run: Watched) -> None:
+    run.write([*steps(31, 60, lambda _: {"data_wait_s": 0.6})])
+    found = run.reasons(data_fingerprint="a" * 64, data_now="b" * 64)
+    assert [one.severity for one in found] == ["critical", "warning"]
