@@ -193,10 +193,10 @@ def _note(event: Event) -> Note | None:
         case LossSpike(
             step=step, loss=loss, typical_loss=usual, grad_norm=norm, typical_grad_norm=usual_norm
         ):
-            outcome = {"continue": "training goes on", "skip": "skipped", "stop": "the run ends before it"}
+            outcomes = {"continue": "training goes on", "skip": "skipped", "stop": "the run ends before it"}
             what = f"loss {loss:.4g} (usual {usual:.4g}), gradient norm {norm:.3g} (usual {usual_norm:.3g})"
             return Note(
-                event.t, "warning", f"loss spike in step {step:,}, {outcome[event.body.action]}: {what}"
+                event.t, "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {what}"
             )
         case Message(level=level, text=text):
             return Note(event.t, level, text)
