@@ -30,7 +30,7 @@ from spiking_runs import SPIKE, make_noise
 from tiny_runs import make_dataset
 
 POLL_S = 0.2
-PATIENCE_S = 150.0
+PATIENCE_S = 90.0
 BEGIN, END = "<!-- why: begin -->", "<!-- why: end -->"
 
 
@@ -79,7 +79,12 @@ def stopped(_folder: Path, process: int) -> None:
 FLEET = ("--nodes", "3", "--spares", "1", "--set", "fleet.lease_s=4", "--set", "fleet.heartbeat_s=1")
 LONG = ("--set", "train.steps=3000", "--set", "evaluation.every_steps=0")
 PROBLEMS = (
-    Problem("NaN", "not-finite", (*LONG, *FLEET, "--spares", "0", "--fault", "nan rank 1 from step 12"), 11),
+    Problem(
+        "NaN on one node",
+        "lost-node",
+        (*LONG, *FLEET, "--spares", "0", "--fault", "nan rank 1 from step 12"),
+        11,
+    ),
     Problem("loss spike", "loss-spike", ("--ranks", "2"), SPIKE - 1, spiking=True),
     Problem(
         "lost node, no spare",
@@ -160,7 +165,7 @@ def await_step(run: RunDirectory, step: int) -> float:
     """Waits until a step is done; returns the time at which it was."""
 
     def counts(event: Event) -> bool:
-        return isinstance(event.body, Step) and event.body.step >= step
+        return isinstance(event.body, Step) and event.body.step == step
 
     deadline = time.time() + PATIENCE_S
     while time.time() < deadline:

@@ -31,3 +31,9 @@ def test_applying_the_rule_twice_changes_nothing(steps: list[int]) -> None:
 def test_a_rule_that_makes_no_sense_is_refused(keep_last: int, keep_every: int | None) -> None:
     with pytest.raises(ValueError, match="keep_"):
         Retention(keep_last, keep_every)
+
+
+def test_the_newest_checkpoint_before_a_step_that_is_named_is_kept() -> None:
+    rule = Retention(keep_last=1, before=(13, 31))
+    assert rule.expired([4, 8, 12, 16, 20, 24, 28, 32]) == [4, 8, 16, 20, 24]
+    assert Retention(keep_last=1, before=(3,)).expired([4, 8]) == [4]
