@@ -178,6 +178,11 @@ class RunDirectory:
         return self.path / "labels.json"
 
     @property
+    def profiles(self) -> Path:
+        """The folder of profiles: what was recorded of a few steps, each in a folder of its own; it exists once somebody has asked for one."""
+        return self.path / "profiles"
+
+    @property
     def lock(self) -> Path:
         """The file that a start of the run holds locked."""
         return self.path / "lock"
@@ -185,9 +190,9 @@ class RunDirectory:
     def names(self) -> set[str]:
         """The names of all that a run without a fleet puts here."""
         own = (
-            *(self.lock, self.run_file, self.record, self.events, self.ranks),
-            *(self.checkpoints, self.tokenizer, self.published, self.logs, self.curve),
-            *(self.result, self.labels, self.code, self.machines),
+            *(self.lock, self.run_file, self.record, self.events, self.ranks, self.checkpoints),
+            *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
+            *(self.labels, self.code, self.machines),
         )
         return {path.name for path in own}
 
