@@ -37,6 +37,7 @@ from phalanx.train.lifecycle.reporter import Reporter
 from phalanx.train.lifecycle.run_record import first_of_node, leave_own_machine
 from phalanx.train.lifecycle.take_over import take_over
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
+from phalanx.train.profile.desk import ProfileDesk
 from phalanx.train.start.open_run import check_data
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
@@ -115,12 +116,15 @@ class Training:
     told_of_waiting: bool = False
     last_save_good: bool = True
     """True if the newest save that has ended is durable; known to rank 0 only."""
+    profiles: ProfileDesk | None = None
+    """Where people ask for a profile, on rank 0."""
 
     def flags(self) -> StepFlags:
         """This rank's requests to all, for the next step."""
         guardian = self.inputs.guardian
         save = self.interval is not None and self.interval.due(time.monotonic())
-        return StepFlags(self.inputs.stop.made, not guardian.safe(), guardian.leaving(), save)
+        profile = self.profiles is not None and self.profiles.pending()
+        return StepFlags(self.inputs.stop.made, not guardian.safe(), guardian.leaving(), save, profile)
 
     def fence(self) -> None:
         """Waits until no save or snapshot copies the weights any more: they are about to change."""
@@ -192,6 +196,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         restored=restored,
         numerics=warm.numerics,
         interval=_interval(spec.checkpoint, mesh),
+        profiles=None if mesh.rank else ProfileDesk(inputs.directory, reporter.warn),
     )
 
 

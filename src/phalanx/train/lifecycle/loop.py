@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -41,6 +42,7 @@ from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.run_record import start_record, watch_machines
 from phalanx.train.lifecycle.saving import collect, due, extra_of, save, save_due, settle, settle_copies
 from phalanx.train.measure.numerics import Numerics, differing
+from phalanx.train.profile.recording import Recording
 from phalanx.train.start.checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
@@ -81,7 +83,8 @@ def train(training: Training) -> RunResult | None:
     samples = partial(_samples, training, begun)
     recent_s: list[float] = []
     guardian.reads(training.data)
-    with _prefetch(training, begun, samples) as batches:
+    with ExitStack() as around:
+        batches = around.enter_context(_prefetch(training, begun, samples))
         withholds = partial(progress.withholds, spec.train)
         stepper = Stepper(training.built, batches, ledger, progress.updates, withholds)
         ranks = RankTimes(
@@ -96,9 +99,12 @@ def train(training: Training) -> RunResult | None:
             # come before it was committed.
             save(training, progress)
         ledger.switch(Bucket.STEP_HOST_GAP)
+        recording = around.enter_context(Recording(training, stepper, lambda: ranks.slowest))
         while progress.step < spec.train.steps:
+            measured = len(recent_s) + 1 == spec.observe.memory_at_step
+            recording.turn(progress.step + 1, measured=measured)
             begin, place.step = time.perf_counter(), progress.step + 1
-            if len(recent_s) + 1 == spec.observe.memory_at_step:
+            if measured:
                 report = _measured_step(training, stepper, progress.step + 1, audit)
             else:
                 report = stepper.run(
@@ -125,11 +131,15 @@ def train(training: Training) -> RunResult | None:
                 save(training, progress)  # no snapshot holds this step for the next epoch
                 settle(training)
             guardian.ended(progress.step, training.shards, extra_of(training, progress), report)
+            if report.flags.profile:
+                recording.asked()
             if not last and due(progress.step, spec.evaluation.every_steps):
                 _evaluate(training, progress.step, spec.evaluation.sequences)
             if not last and (report.flags.stop or report.flags.save or save_due(spec, progress.step)):
                 save(training, progress)
             collect(training)
+            if report.flags.stop or last:
+                recording.last()
             if report.flags.stop and not last:
                 _stopped(training, progress)
                 return None

@@ -40,6 +40,8 @@ class RankTimes:
         self._windows = [steps for steps in windows if steps]
         self._slots = sum(current.counts for current in stepper.built.rounds)
         self._has_temperature = True
+        self.slowest: int | None = None
+        """The rank that computed longest in the newest window, if any rank knows its time."""
         self._compute_s: list[float] = []
         self._waited_s: list[float] = []
         self._computed_ns, self._waited_ns = self._totals_ns()
@@ -60,6 +62,8 @@ class RankTimes:
         table = self._exchange(self._mine())
         steps, self._compute_s, self._waited_s = len(self._compute_s), [], []
         columns = dict(zip(RANK_COLUMNS, table.T, strict=True))
+        known = np.nan_to_num(columns["compute_s"], nan=-1.0)
+        self.slowest = int(known.argmax()) if known.max() > 0 else None
         return RankFrame(step, time.time(), self._attempt, len(table), columns, steps)
 
     def _mine(self) -> list[float]:

@@ -68,6 +68,8 @@ class StepFlags:
     """End this epoch of membership after this step."""
     save: bool = False
     """Save a checkpoint after this step."""
+    profile: bool = False
+    """Somebody asks rank 0 for a profile: all ranks hear next which steps are recorded, and on which of them."""
 
 
 @dataclass(frozen=True)

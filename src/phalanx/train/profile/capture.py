@@ -1,0 +1,196 @@
+"""Turns what PyTorch's profiler has recorded into the compact tables of a rank's file.
+
+The profiler is that of ``torch.autograd.profiler``: ``torch.profiler`` is built on it, and its start imports the compiler, which takes seconds of
+every rank's time. Allocations come from its event tree, the only place that has their addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.autograd.profiler import profile
+
+from phalanx.observe.profile_file import (
+    ALLOCATION,
+    COPY,
+    EVENT,
+    HOST,
+    KERNEL,
+    LAUNCH,
+    MOST_ALLOCATIONS,
+    MOST_EVENTS,
+    RankTrace,
+)
+from phalanx.run.section_reader import JsonObject
+from phalanx.train.profile.marks import PREFIX
+
+if TYPE_CHECKING:
+    from torch._C._autograd import _KinetoEvent
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("double", "long int", "long", "c10::complex<float>"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("c10::BFloat16", "c10::Half", "short"), 2),
+    **dict.fromkeys(("unsigned char", "signed char", "bool", "c10::Float8_e4m3fn", "c10::Float8_e5m2"), 1),
+}
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *(
+            "view",
+            "as_strided",
+            "t",
+            "transpose",
+            "reshape",
+            "expand",
+            "slice",
+            "select",
+            "detach",
+            "permute",
+        ),
+        *(
+            "unsqueeze",
+            "squeeze",
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "resolve_conj",
+            "resolve_neg",
+            "split",
+        ),
+        *("narrow", "alias", "chunk", "unbind", "split_with_sizes", "_unsafe_view", "lift_fresh", "item"),
+        *(
+            "_local_scalar_dense",
+            "is_nonzero",
+            "resize_",
+            "view_as",
+            "movedim",
+            "flatten",
+            "unflatten",
+            "new_empty",
+        ),
+    )
+)
+"""Operations that move nothing."""
+
+
+def make_profiler(device: torch.device) -> profile:
+    """The profiler of a rank, which begins with ``__enter__`` and ends with ``__exit__``."""
+    return profile(
+        use_cpu=True,
+        use_device="cuda" if device.type == "cuda" else None,
+        record_shapes=True,
+        with_flops=True,
+        profile_memory=True,
+    )
+
+
+def rank_trace(ended: profile, rank: int, marks: Sequence[JsonObject], meta: Mapping[str, Any]) -> RankTrace:
+    """The tables of what ``ended`` has recorded. Of too many events the longest are kept, and all of our own ranges."""
+    results = ended.kineto_results
+    assert results is not None, "it has ended"
+    recorded = list(results.events())
+    base_ns = min((event.start_ns() for event in recorded), default=0)
+    names: dict[str, int] = {}
+    rows = [
+        row
+        for event in recorded
+        if not event.is_hidden_event() and (row := _row(event, base_ns, names)) is not None
+    ]
+    events = np.array(rows, dtype=EVENT) if rows else np.zeros(0, EVENT)
+    kept = _longest(events)
+    allocations = np.array(
+        [(t_ns - base_ns, *rest) for t_ns, *rest in _allocations(results.experimental_event_tree())] or [],
+        dtype=ALLOCATION,
+    )
+    allocations = allocations[np.argsort(allocations["t_ns"], kind="stable")]
+    left_out = {"events": len(events) - len(kept), "allocations": max(0, len(allocations) - MOST_ALLOCATIONS)}
+    return RankTrace(
+        rank,
+        {**meta, "base_unix_ns": base_ns, "left_out": left_out},
+        list(names),
+        list(marks),
+        kept,
+        allocations[:MOST_ALLOCATIONS],
+    )
+
+
+def _longest(events: NDArray[np.void]) -> NDArray[np.void]:
+    if len(events) > MOST_EVENTS:
+        weight = np.where(events["mark"] >= 0, np.iinfo(np.int64).max, events["ns"])
+        events = events[np.sort(np.argpartition(weight, -MOST_EVENTS)[-MOST_EVENTS:])]
+    # Outer ranges before inner ones that begin with them.
+    ordered: NDArray[np.void] = events[np.lexsort((-events["ns"], events["begin_ns"]))]
+    return ordered
+
+
+def _row(event: _KinetoEvent, base_ns: int, names: dict[str, int]) -> tuple[object, ...] | None:
+    name = event.name()
+    on_device = event.device_type().name != "CPU"
+    activity = event.activity_type()
+    mark = -1
+    if name.startswith(PREFIX):
+        if on_device:
+            return None  # the same range once more, as its kernels ran
+        mark, name = int(name.removeprefix(PREFIX)), ""
+    elif name == "[memory]" or activity == "cpu_instant_event":
+        return None
+    kind = HOST
+    if on_device:
+        kind = COPY if "memcpy" in activity or "memset" in activity else KERNEL
+    elif activity in ("cuda_runtime", "cuda_driver", "runtime"):
+        kind = LAUNCH
+    number = names.setdefault(name, len(names))
+    thread = event.device_resource_id() if on_device else event.start_thread_id()
+    link = event.linked_correlation_id() if on_device else event.correlation_id()
+    flops, moved = (0.0, 0.0) if on_device or mark >= 0 else _work(event, name)
+    begin_ns = event.start_ns() - base_ns
+    return number, mark, thread, kind, begin_ns, event.duration_ns(), event.sequence_nr(), flops, moved, link
+
+
+def _work(event: _KinetoEvent, name: str) -> tuple[float, float]:
+    """FLOP and bytes of an operation, from the shapes of its arguments: a product's exactly, of others each argument once and one result."""
+    if not name.startswith("aten::") or name in _VIEWS:
+        return 0.0, 0.0
+    shapes = [shape for shape in event.shapes() if isinstance(shape, list)]
+    dtypes = event.dtypes()
+    if name == "aten::embedding" and len(shapes) >= 2 and len(shapes[0]) == 2:
+        # The rows that are looked up, not the whole table.
+        return 0.0, 2.0 * math.prod(shapes[1]) * shapes[0][1] * _ITEM_BYTES.get(dtypes[0], 4)
+    sizes = [
+        math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
+        for shape, dtype in zip(shapes, dtypes, strict=False)
+        if all(isinstance(length, int) for length in shape)
+    ]
+    moved = float(sum(sizes) + max(sizes, default=0))
+    flops = float(event.flops())
+    tensors = [shape for shape in shapes if len(shape) >= 2]
+    if "attention" in name and len(tensors) >= 3 and len(tensors[0]) == 4:
+        # Scores of all pairs counted, as if nothing were masked; backward does two and a half times the work.
+        backward = "backward" in name
+        query, key, value = tensors[1:4] if backward and len(tensors) > 3 else tensors[:3]
+        if len(query) == len(key) == len(value) == 4:
+            pairs = math.prod(query[:3]) * key[2]
+            flops = 2.0 * pairs * (query[3] + value[3]) * (2.5 if backward else 1.0)
+    elif name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm") and len(tensors) >= 2:
+        left, right = tensors[-2:]
+        item = next((_ITEM_BYTES.get(dtype, 0) for dtype in dtypes if dtype), 4)
+        result = math.prod(left[:-1]) * right[-1]
+        moved = float(item * (math.prod(left) + math.prod(right) + result))
+    return flops, moved
+
+
+def _allocations(tree: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
+    """Time, address, bytes and kind of device (0 for the host) of each allocation and release."""
+    left = list(tree)
+    while left:
+        node = left.pop()
+        if node.name == "[memory]":
+            fields = node.extra_fields
+            yield node.start_time_ns, fields.ptr or 0, fields.alloc_size, int(fields.device.type != "cpu")
+        left.extend(node.children)

@@ -1,0 +1,264 @@
+"""Puts our own words around what a rank does, from outside, and takes them away again.
+
+While nobody records, nothing of this is there: no branch in a hot path, no hook on a module. While somebody does, the ledger, the stopwatches of
+communication, backward passes, collectives and a few methods are wrapped in place, and modules get forward hooks. Autograd's graph stays as it
+is (no backward hooks): an operation of the backward pass finds its layer by the sequence number that it shares with the forward one. None of this
+touches a tensor, so no bit changes.
+
+Collectives are wrapped where everybody calls them, as functions of ``torch.distributed``: FSDP's too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.custom import blocks_of
+from phalanx.observe.ledger import Bucket
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.train.profile.marks import Marks
+from phalanx.train.step.slot import LoopRunner, PipelineRunner
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler import record_function
+
+    from phalanx.parallel.pipeline.schedules import StageMessage
+    from phalanx.parallel.pipeline.stage_links import StageLinks
+    from phalanx.train.lifecycle.assemble import Training
+    from phalanx.train.step.step import Stepper
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all_single"),
+    *("reduce_scatter_tensor", "reduce_scatter_single", "broadcast", "reduce", "barrier", "send", "recv"),
+)
+AXIS_OF_CLOCK = {
+    Bucket.COMM_EXPOSED_DP: "shard",
+    Bucket.COMM_EXPOSED_TP: "tensor",
+    Bucket.COMM_EXPOSED_CP: "context",
+    Bucket.COMM_EXPOSED_EP: "expert",
+    Bucket.STEP_BUBBLE: "pipeline",
+}
+_MOST_NAMED = 512
+"""Ranks of a group that are listed."""
+
+Around = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def instruments(training: Training, stepper: Stepper, marks: Marks) -> Iterator[None]:
+    """Inside, all that this rank does is marked."""
+    built, inputs = training.built, training.inputs
+    with ExitStack() as undo:
+
+        def put(owner: object, method: str, kind: str, name: str) -> None:
+            undo.enter_context(_wrapped(owner, method, lambda: marks.around(kind, name)))
+
+        undo.enter_context(_ledger(inputs.ledger, marks))
+        for bucket, clock in built.waits.items():
+            if bucket is not Bucket.STEP_BUBBLE:
+                put(clock, "measure", "wait", AXIS_OF_CLOCK[bucket])
+        put(stepper, "_reduce_losses", "work", "losses of all ranks")
+        put(stepper, "_gradient_norm", "work", "norm")
+        put(stepper, "_balance_experts", "work", "expert balance")
+        put(built.model, "computing", "work", "backward")
+        put(training.saver, "save", "work", "save")
+        put(inputs.guardian, "ended", "work", "snapshot")
+        put(training.reporter, "emit", "work", "log")
+        if isinstance(built.runner, LoopRunner):
+            put(built.runner, "_slot", "work", "slot")
+        if isinstance(built.runner, PipelineRunner):
+            undo.enter_context(_links(built.runner.engine.links, training.mesh, marks))
+        if not inputs.spec.runtime.compile:  # a hook would have the blocks compiled anew
+            undo.enter_context(_modules(built.model.parts, marks))
+        undo.enter_context(_collectives(training.mesh, marks))
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Replaces an attribute in place, on this object alone, and puts back what was there."""
+    space = vars(owner)
+    had, before = name in space, space.get(name)
+    space[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            space[name] = before
+        else:
+            space.pop(name, None)
+
+
+def _wrapped(owner: object, method: str, around: Around) -> AbstractContextManager[None]:
+    """Encloses each call of a method; of one that returns a context manager, what is inside of it."""
+    original = getattr(owner, method)
+
+    def call(*args: object, **kwargs: object) -> object:
+        with around():
+            return original(*args, **kwargs)
+
+    @contextmanager
+    def enclose(*args: object, **kwargs: object) -> Iterator[None]:
+        with around(), original(*args, **kwargs):
+            yield
+
+    encloses = hasattr(original, "__wrapped__")  # made by contextlib.contextmanager
+    return _replaced(owner, method, enclose if encloses else call)
+
+
+def _ledger(ledger: object, marks: Marks) -> AbstractContextManager[None]:
+    original = vars(type(ledger))["bucket"]
+
+    @contextmanager
+    def bucket(which: Bucket) -> Iterator[None]:
+        with marks.around("bucket", which.value), original(ledger, which):
+            yield
+
+    return _replaced(ledger, "bucket", bucket)
+
+
+@contextmanager
+def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Marks) -> Iterator[None]:
+    """Marks the forward passes of stages, layers and the parts of a layer."""
+    handles = []
+    opened: dict[int, list[record_function]] = {}
+
+    def watch(module: nn.Module, name: str) -> None:
+        ranges = opened.setdefault(id(module), [])
+        # Also a recomputation that is broken off when it has what it needs ends its range.
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda *_: ranges.append(marks.opened("module", name)), prepend=True
+            )
+        )
+        handles.append(
+            module.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
+        )
+
+    stages = cast("list[nn.Module]", parts)
+    try:
+        for number, part in enumerate(stages):
+            watch(part, "loss, head and the rest" if len(stages) == 1 else f"rest of stage part {number}")
+            blocks = {id(block) for block in blocks_of(part)}
+            for path, module in part.named_modules():
+                name = _words(path)
+                if id(module) in blocks:
+                    watch(module, name)
+                    for child, inner in module.named_children():
+                        watch(inner, f"{name} {_words(child)}")
+                elif path and "." not in path and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    watch(module, name)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _words(path: str) -> str:
+    path = path.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    return re.sub(r"^blocks\.(\w+)", r"layer \1", path)
+
+
+@contextmanager
+def _collectives(mesh: Mesh, marks: Marks) -> Iterator[None]:
+    axes = _axes(mesh)
+    numbers: Counter[str] = Counter()
+
+    def watched(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        @wraps(original)
+        def call(*args: object, **kwargs: object) -> object:
+            given = kwargs.get("group") or next(
+                (arg for arg in args if isinstance(arg, dist.ProcessGroup)), None
+            )
+            group = cast("dist.ProcessGroup", given or dist.group.WORLD)
+            ranks = dist.get_process_group_ranks(group)
+            if len(ranks) == 1:
+                return original(*args, **kwargs)
+            axis = axes.get(group.group_name, "all")
+            key = f"{axis}/{ranks[0]}/{len(ranks)}"
+            numbers[key] += 1
+            moved = max(
+                (arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor)), default=0
+            )
+            with marks.around(
+                "collective",
+                name,
+                axis=axis,
+                group=key,
+                ranks=ranks[:_MOST_NAMED],
+                number=numbers[key],
+                bytes=moved,
+                waits=not kwargs.get("async_op", False) and name not in ("send", "recv"),
+            ):
+                return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as undo:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                undo.enter_context(_replaced(dist, name, watched(name, getattr(dist, name))))
+        yield
+
+
+def _axes(mesh: Mesh) -> dict[str, str]:
+    """The axis of a process group, by the group's name."""
+    groups = {
+        "stage": mesh.stage_group,
+        "sequence": mesh.sequence_group,
+        "expert_tensor": mesh.expert_tensor_group,
+        "expert": mesh.expert_group,
+        "expert_shard": mesh.expert_mesh.get_group("expert_shard"),
+        "context": mesh.context_group,
+        "tensor": mesh.tensor_group,
+        "replicate": mesh.replicate_group,
+        "shard": mesh.dense.get_group("fsdp"),
+    }
+    found = {str(group.group_name): axis for axis, group in groups.items()}
+    for axis, levels in (("shard", mesh.fsdp_levels), ("expert_shard", mesh.expert_levels)):
+        if levels is not None:
+            found |= {str(levels.inside.group_name): f"{axis} (in a machine)"}
+            found |= {str(levels.across.group_name): f"{axis} (across)"}
+    return found
+
+
+@contextmanager
+def _links(links: StageLinks, mesh: Mesh, marks: Marks) -> Iterator[None]:
+    """Marks messages between stages: the n-th of its kind in a link is the same on both sides."""
+    ranks = dist.get_process_group_ranks(mesh.pipeline_groups[0])
+    numbers: Counter[tuple[str, int]] = Counter()
+    receive, send = links.receive, links.send
+
+    def key(kind: str, other: int) -> dict[str, object]:
+        numbers[kind, other] += 1
+        ends = (ranks[other], mesh.rank) if kind == "receive" else (mesh.rank, ranks[other])
+        return {
+            "axis": "pipeline",
+            "group": f"pipeline/{ends[0]}-{ends[1]}",
+            "ranks": list(ends),
+            "number": numbers[kind, other],
+        }
+
+    def received(source: int, message: StageMessage) -> Tensor:
+        words = {"stage": message.stage, "micro_batch": message.micro_batch}
+        with marks.around("receive", f"{message.kind} from a stage", **key("receive", source), **words):
+            return receive(source, message)
+
+    def sent(target: int, tensor: Tensor) -> None:
+        moved = tensor.numel() * tensor.element_size()
+        with marks.around("send", "to a stage", **key("send", target), bytes=moved):
+            send(target, tensor)
+
+    with (
+        _replaced(links, "receive", received),
+        _replaced(links, "send", sent),
+        _wrapped(links, "close", lambda: marks.around("wait", "pipeline")),
+    ):
+        yield

@@ -1,0 +1,305 @@
+"""Records the next few steps on the ranks that were chosen: when it begins, what it writes, and how it ends, whatever happens.
+
+All ranks hear of a request in the same step, by a flag in the all-reduce of losses that every step makes anyway (``StepFlags.profile``). Then,
+and only then, rank 0 tells them what it is; before the next step all pass a few barriers, which bind their clocks together, and those that are
+chosen record. After the last step come the barriers once more, and each writes a file of its own, in a thread. A rank that cannot record or
+write says so and trains on: all that others need of it are the barriers.
+
+The clocks: no rank leaves a barrier before the last has come. So of two ranks, the one's clock cannot have been further ahead than its time
+of leaving less the other's time of coming, for each barrier; ``phalanx.watch.profile.clocks`` takes the closest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.hardware.device import wait_for_device, wait_for_stream
+from phalanx.hardware.memory_peak import measure_copy_bytes_per_s
+from phalanx.observe.profile_file import rank_file, write_rank_trace
+from phalanx.observe.profile_request import ProfileRequest, ProfileRequestError
+from phalanx.parallel.process_group.typed_gather import broadcast_typed
+from phalanx.run.directory.durable import write_atomically
+from phalanx.train.profile.capture import make_profiler, rank_trace
+from phalanx.train.profile.choose import chosen_ranks
+from phalanx.train.profile.instruments import instruments
+from phalanx.train.profile.marks import Marks
+from phalanx.train.step.memory_meter import storage_bytes
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler import profile
+
+    from phalanx.train.lifecycle.assemble import Training
+    from phalanx.train.step.step import Stepper
+
+ORDER_FILE = "recording.json"
+"""In the folder of a profile: what rank 0 has ordered."""
+_BARRIERS = 12
+"""Before and after: the shortest of so many bounds the clocks' difference."""
+_WRITE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class RecordingOrder:
+    """What rank 0 tells all ranks; without ranks, that nothing is recorded."""
+
+    name: str
+    steps: int
+    ranks: dict[int, str]
+    """The ranks that record, with the reason for each."""
+
+
+class Recording:
+    """One rank's side of all profiles of an attempt. Inside ``with``, ``turn`` is called before each step.
+
+    Args:
+        training: The run.
+        stepper: What runs its steps.
+        slowest: Gives the rank that computes longest, if that is known; asked on rank 0 only, when a request is taken.
+    """
+
+    def __init__(self, training: Training, stepper: Stepper, slowest: Callable[[], int | None]) -> None:
+        self._training, self._stepper, self._slowest = training, stepper, slowest
+        self._order: RecordingOrder | None = None
+        self._left = 0
+        """Steps that are still to be recorded of the present order."""
+        self._camera: _Camera | None = None
+        self._writers: list[threading.Thread] = []
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends what is under way; a recording that was broken off is dropped."""
+        if self._camera is not None:
+            self._camera.drop()
+            self._camera = None
+            self._training.reporter.warn("the profile that was being recorded is lost: training ended first")
+        for writer in self._writers:
+            writer.join(_WRITE_TIMEOUT_S if error is None else 0.0)
+
+    def asked(self) -> None:
+        """Hears from rank 0 what is to be recorded. A collective call, in a step in which some rank's flag was up."""
+        training = self._training
+        order = RecordingOrder("", 0, {})
+        if training.profiles is not None:
+            request = training.profiles.take()
+            if request is not None:
+                order = self._decided(request)
+        order = broadcast_typed(order, RecordingOrder)
+        if order.ranks and not self._left:
+            self._order = order
+
+    def turn(self, step: int, *, measured: bool = False) -> None:
+        """Called before step ``step``, on all ranks alike: begins, goes on with, or ends a recording.
+
+        None begins with a step that is ``measured`` in another way, and slower for it.
+        """
+        if not self._left and (self._order is None or measured):
+            return
+        if self._order is not None:
+            self._begin(self._order, step)
+            self._left, self._order = self._order.steps, None
+        else:
+            self._left -= 1
+        if self._camera is not None:
+            self._camera.step(step if self._left else None)
+        if not self._left:
+            self._end()
+
+    def last(self) -> None:
+        """Called after the run's last step: what was recorded of a profile until then is kept."""
+        if self._left:
+            self._left = 0
+            if self._camera is not None:
+                self._camera.step(None)
+            self._end()
+
+    def _decided(self, request: ProfileRequest) -> RecordingOrder:
+        """What becomes of a request, on rank 0."""
+        training, none = self._training, RecordingOrder("", 0, {})
+        folder = training.inputs.directory.profiles / request.name
+        try:
+            if self._left or self._order is not None:
+                raise ProfileRequestError("another one is being recorded: ask again when it is done")
+            ranks = chosen_ranks(request.ranks, training.mesh.layout, self._slowest())
+            folder.mkdir(parents=True)
+            order = RecordingOrder(request.name, request.steps, ranks)
+            self._write_order(folder, order)
+        except (ProfileRequestError, OSError) as error:
+            training.reporter.warn(f"the request for profile {request.name} is not followed: {error}")
+            return none
+        return order
+
+    def _write_order(self, folder: Path, order: RecordingOrder) -> None:
+        training = self._training
+        layout, inputs = training.mesh.layout, training.inputs
+        told = {
+            "name": order.name,
+            "steps": order.steps,
+            "ranks": {str(rank): why for rank, why in order.ranks.items()},
+            "of_ranks": training.mesh.ranks,
+            "layout": {**layout.degrees, "expert": layout.expert, "expert_tensor": layout.expert_tensor},
+            "attempt": inputs.attempt,
+            "device": inputs.device.type,
+            "peak_flops_per_s": training.peak.flops_per_s / training.mesh.ranks,
+            "peak_source": training.peak.source,
+            "asked_unix_s": time.time(),
+        }
+        write_atomically(folder / ORDER_FILE, (json.dumps(told) + "\n").encode(), durable=False)
+
+    def _begin(self, order: RecordingOrder, step: int) -> None:
+        training = self._training
+        if training.mesh.rank in order.ranks:
+            self._camera = _Camera(training, self._stepper, order, step)
+            self._camera.start()
+        _barriers(training.inputs.device, self._camera, "before")
+
+    def _end(self) -> None:
+        _barriers(self._training.inputs.device, self._camera, "after")
+        camera, self._camera = self._camera, None
+        if camera is not None and camera.stop():
+            writer = threading.Thread(target=camera.write, name="profile writer", daemon=True)
+            writer.start()
+            self._writers = [*(one for one in self._writers if one.is_alive()), writer]
+
+
+def _barriers(device: torch.device, camera: _Camera | None, when: str) -> None:
+    """Brings all ranks together a few times, each time with a mark. A collective call."""
+    one = torch.zeros(1, device=device)
+    for number in range(_BARRIERS):
+        with ExitStack() as marked:
+            if camera is not None and camera.runs:
+                marked.enter_context(camera.marks.around("clock", when, number=number))
+            dist.all_reduce(one)
+            wait_for_stream(device)
+
+
+class _Camera:
+    """The recording of one rank. No method raises: whatever goes wrong is said, and costs this rank's part of the profile."""
+
+    def __init__(self, training: Training, stepper: Stepper, order: RecordingOrder, step: int) -> None:
+        self.marks = Marks()
+        self.runs = False
+        self._training, self._stepper, self._order, self._first = training, stepper, order, step
+        self._profiler: profile | None = None
+        self._attached = ExitStack()
+        self._step = ExitStack()
+        self._meta: dict[str, Any] = {}
+        self._begin_s = time.perf_counter()
+
+    def start(self) -> None:
+        """Begins to record."""
+        with _Forgiving(self):
+            device = self._training.inputs.device
+            self._meta = {
+                "device": device.type,
+                "first_step": self._first,
+                "attempt": self._training.inputs.attempt,
+                "copy_bytes_per_s": measure_copy_bytes_per_s(device),
+                "held_bytes": self._held(),
+            }
+            self._profiler = make_profiler(device)
+            self._profiler.__enter__()  # type: ignore[no-untyped-call]
+            self.runs = True
+
+    def step(self, number: int | None) -> None:
+        """Ends the step before, and begins step ``number``."""
+        if not self.runs:
+            return
+        with _Forgiving(self):
+            wait_for_device(self._training.inputs.device)
+            self._step.close()
+            if number is None:
+                self._attached.close()
+                return
+            if number == self._first:
+                self._meta["start_s"] = time.perf_counter() - self._begin_s
+                self._attached.enter_context(instruments(self._training, self._stepper, self.marks))
+            self._step.enter_context(self.marks.around("step", f"step {number}", step=number))
+
+    def stop(self) -> bool:
+        """Ends the recording; false if there is nothing to write."""
+        if not self.runs:
+            return False
+        with _Forgiving(self):
+            begin_s = time.perf_counter()
+            assert self._profiler is not None
+            self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.runs = False
+            self._meta["stop_s"] = time.perf_counter() - begin_s
+            return True
+        return False
+
+    def drop(self) -> None:
+        """Ends the recording and forgets it."""
+        was_running, self.runs = self.runs, False
+        with _Forgiving(self):
+            self._step.close()
+            self._attached.close()
+            if was_running and self._profiler is not None:
+                self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._profiler = None
+
+    def write(self) -> None:
+        """Writes what was recorded, in a thread beside the training."""
+        with _Forgiving(self):
+            assert self._profiler is not None
+            mesh = self._training.mesh
+            trace = rank_trace(self._profiler, mesh.rank, self.marks.rows, self._meta)
+            path = rank_file(self._training.inputs.directory.profiles / self._order.name, mesh.rank)
+            write_rank_trace(path, trace)
+        self._profiler = None
+
+    def _held(self) -> dict[str, int]:
+        """Bytes by kind that are there before the first step."""
+        built, device = self._training.built, self._training.inputs.device
+        state = [part.tensor for held in built.optimizer.state().values() for part in held]
+        parameters = [
+            parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
+            for part in built.model.parts
+            for parameter in part.parameters()
+        ]
+        return {
+            "parameters": storage_bytes(parameters, device),
+            "optimizer": storage_bytes(state, device),
+            "buffers": storage_bytes((b for part in built.model.parts for b in part.buffers()), device),
+        }
+
+
+class _Forgiving:
+    """Keeps errors of a recording from the training: they are told, and the recording ends."""
+
+    def __init__(self, camera: _Camera) -> None:
+        self._camera = camera
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        print(f"phalanx: the profile of this rank is lost: {error}", file=sys.stderr, flush=True)
+        traceback.print_exception(error, limit=-3)
+        if self._camera.runs:
+            self._camera.drop()
+        return True
