@@ -30,6 +30,7 @@ _COMMANDS = {
     "import": ("weights", "Read a Hugging Face model into a run directory."),
     "simulate": ("fleet", "A fleet under failures, by the code that keeps a real one alive."),
     "goodput": ("watch", "Where every second of a run went."),
+    "profile": ("watch", "Where the time of a running run's next steps goes, across its ranks."),
     "status": ("watch", "How far a run is, and its fleet's members, spares and happenings."),
     "ranks": ("watch", "The ranks side by side: which are slower than their peers, and where they sit."),
     "why": ("watch", "What is wrong with a run, since when, and what to do."),

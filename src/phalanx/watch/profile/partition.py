@@ -1,0 +1,322 @@
+"""Cuts a rank's steps into pieces, each spent on one thing: no moment twice, none left out, so that the pieces sum to the step.
+
+On a CPU everything happens in one thread, in ranges within ranges. A moment belongs to the innermost one: an operation of PyTorch's computes, a
+collective communicates, and what is left of our own ranges is what they say (waiting for data, the update) or time in which Python is on
+its way from one operation to the next. On a GPU the host runs ahead, and a moment belongs to what the device does: a kernel that
+computes, else one that communicates, else a copy, else nothing; then it is what the host was at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.observe.profile_file import COPY as DEVICE_COPY
+from phalanx.observe.profile_file import HOST, KERNEL, LAUNCH, RankTrace
+from phalanx.watch.profile.words import (
+    BETWEEN,
+    COMM,
+    COMPUTE,
+    COPY,
+    INSIDE,
+    OPTIMIZER,
+    category_of_mark,
+    is_collective_kernel,
+    kind_of,
+)
+
+PIECE = np.dtype(
+    [
+        ("begin_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("category", "<i4"),
+        ("layer", "<i4"),
+        ("phase", "u1"),
+        ("event", "<i4"),  # the innermost event of the moment; -1 without
+        ("step", "<i4"),
+    ]
+)
+OUTSIDE, FORWARD, BACKWARD = range(3)
+"""Phases of a step."""
+_LOOK_INSIDE = 8
+"""Events after the begin of a wait among which its collective is."""
+
+
+@dataclass
+class Names:
+    """Numbers for words, in the order of their first use."""
+
+    of: dict[str, int] = field(default_factory=dict)
+
+    def number(self, word: str) -> int:
+        """The number of ``word``."""
+        return self.of.setdefault(word, len(self.of))
+
+    @property
+    def words(self) -> list[str]:
+        """The words by number."""
+        return list(self.of)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The steps of one rank, in pieces that follow each other without a gap; times in ns since the recording's base, by its own clock."""
+
+    rank: int
+    steps: tuple[tuple[int, int, int], ...]
+    """Number, begin and end of each step."""
+    pieces: NDArray[np.void]
+    categories: list[str]
+    layers: list[str]
+    leaves: NDArray[np.bool_]
+    """By event: true for an operation that is not made of smaller ones with work of their own."""
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds a step by category; they sum to a step's wall time."""
+        return self.sums(self.pieces["category"], self.categories)
+
+    def sums(self, key: NDArray[np.int_], words: list[str]) -> dict[str, float]:
+        """Seconds a step of the pieces, summed by ``key``, an index of ``words`` for each."""
+        lengths = (self.pieces["end_ns"] - self.pieces["begin_ns"]) / (1e9 * max(len(self.steps), 1))
+        totals = np.bincount(key, lengths, minlength=len(words))
+        return {word: float(total) for word, total in zip(words, totals, strict=True) if total > 0}
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, on average."""
+        return sum(end - begin for _, begin, end in self.steps) / (1e9 * max(len(self.steps), 1))
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What a moment inside an event is spent on, unless something smaller is inside."""
+
+    end_ns: int
+    event: int
+    category: int
+    layer: int
+    phase: int
+    settled: bool
+    """True if what is inside does not change the category: an operation within a collective communicates."""
+
+
+def partition(trace: RankTrace) -> Partition:
+    """The partition of what a rank recorded."""
+    cut = _Cut(trace)
+    host = list(cut.host_pieces())
+    pieces = np.array(host, dtype=PIECE) if host else np.zeros(0, PIECE)
+    if (trace.events["kind"] == KERNEL).any():
+        pieces = cut.device_pieces(pieces)
+    return Partition(trace.rank, cut.steps, pieces, cut.categories.words, cut.layers.words, cut.leaves)
+
+
+class _Cut:
+    """The state of one partition."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self.trace, self.events = trace, trace.events
+        self.categories, self.layers = Names(), Names()
+        self.layers.number("")
+        self.leaves = np.zeros(len(trace.events), bool)
+        steps = [
+            (int(mark.get("step", 0)), place)
+            for place, number in enumerate(self.events["mark"])
+            if number >= 0 and (mark := trace.marks[number])["kind"] == "step"
+        ]
+        begin, ns = self.events["begin_ns"], self.events["ns"]
+        self.steps = tuple((number, int(begin[at]), int(begin[at] + ns[at])) for number, at in steps)
+        self.thread = int(self.events["thread"][steps[0][1]]) if steps else -1
+        self._of_seq: dict[int, int] = {}
+        """The layer of the forward operation with a sequence number."""
+        self.category_at = np.full(len(self.events), -1, np.int64)
+        """By event: what it is spent on, for what a device does on its behalf."""
+        self.layer_at = np.zeros(len(self.events), np.int64)
+        self.phase_at = np.zeros(len(self.events), np.int64)
+
+    def host_pieces(self) -> Iterator[tuple[int, ...]]:
+        """The pieces of the training's own thread."""
+        chosen = np.flatnonzero((self.events["thread"] == self.thread) & (self.events["kind"] == HOST))
+        for number, begin, end in self.steps:
+            inside = chosen[
+                (self.events["begin_ns"][chosen] >= begin)
+                & (self.events["begin_ns"][chosen] + self.events["ns"][chosen] <= end)
+            ]
+            yield from self._step(number, begin, end, inside)
+
+    def _step(self, number: int, begin: int, end: int, inside: NDArray[np.intp]) -> Iterator[tuple[int, ...]]:
+        bottom = _Frame(end, -1, self.categories.number(BETWEEN), 0, OUTSIDE, settled=False)
+        stack, now = [bottom], begin
+        starts, lengths = self.events["begin_ns"].tolist(), self.events["ns"].tolist()
+        for place in [*inside.tolist(), -1]:
+            start = starts[place] if place >= 0 else end
+            while len(stack) > 1 and stack[-1].end_ns <= start:
+                top = stack.pop()
+                if top.end_ns > now:
+                    yield self._piece(now, top.end_ns, top, number)
+                    now = top.end_ns
+            if start > now:
+                yield self._piece(now, start, stack[-1], number)
+                now = start
+            if place >= 0:
+                stack.append(self._inside(stack[-1], place, min(start + lengths[place], stack[-1].end_ns)))
+
+    def _piece(self, begin: int, end: int, frame: _Frame, step: int) -> tuple[int, ...]:
+        return begin, end, frame.category, frame.layer, frame.phase, frame.event, step
+
+    def _inside(self, around: _Frame, place: int, end: int) -> _Frame:
+        """The frame of an event within another."""
+        mark = self.trace.mark(place)
+        if mark is not None:
+            frame = self._of_mark(around, mark, place, end)
+        else:
+            frame = self._of_operation(around, place, end)
+        self.category_at[place], self.layer_at[place] = frame.category, frame.layer
+        self.phase_at[place] = frame.phase
+        return frame
+
+    def _of_mark(self, around: _Frame, mark: Mapping[str, object], place: int, end: int) -> _Frame:
+        kind, name = str(mark["kind"]), str(mark.get("name", ""))
+        axis = str(mark.get("axis", name if kind == "wait" else ""))
+        if kind == "wait":
+            axis = self._axis_within(place, end) or axis
+        layer, phase, category = around.layer, around.phase, around.category
+        if kind == "module":
+            layer = self.layers.number(name)
+            phase = FORWARD if phase == OUTSIDE else phase
+        elif kind == "work" and name == "backward":
+            phase = BACKWARD
+        own = category_of_mark(kind, name, axis)
+        if around.settled and not (own or "").startswith(COMM):
+            return _Frame(end, place, category, layer, phase, settled=True)
+        if own is not None:
+            return _Frame(end, place, self.categories.number(own), layer, phase, settled=own != COMPUTE)
+        between = kind in ("step", "clock")
+        word = BETWEEN if between else INSIDE
+        return _Frame(end, place, self.categories.number(word), layer, phase, settled=False)
+
+    def _axis_within(self, place: int, end: int) -> str | None:
+        """The axis of the collective in a stopwatch's range, which may know only one for several."""
+        for inner in range(place + 1, min(place + _LOOK_INSIDE, len(self.events))):
+            mark = self.trace.mark(inner)
+            if mark is not None and mark["kind"] == "collective" and self.events["begin_ns"][inner] < end:
+                return str(mark.get("axis"))
+        return None
+
+    def _of_operation(self, around: _Frame, place: int, end: int) -> _Frame:
+        name = self.trace.names[int(self.events["name"][place])]
+        seq, layer = int(self.events["seq"][place]), around.layer
+        if name.startswith("autograd::engine::evaluate_function"):
+            layer = self._of_seq.get(seq, layer)
+        elif seq >= 0 and around.layer:
+            self._of_seq[seq] = layer
+        if around.settled:
+            return _Frame(end, place, around.category, layer, around.phase, settled=True)
+        if not name.startswith("aten::"):
+            # A node of autograd or a function of Python's: what it computes, it does by operations inside.
+            return _Frame(end, place, around.category, layer, around.phase, settled=False)
+        if around.event >= 0:
+            self.leaves[around.event] &= self.events["bytes"][place] == 0
+        self.leaves[place] = True
+        word = COPY if kind_of(name) == "copies" else COMPUTE
+        return _Frame(end, place, self.categories.number(word), layer, around.phase, settled=False)
+
+    # --- a device ---
+
+    def device_pieces(self, host: NDArray[np.void]) -> NDArray[np.void]:
+        """The pieces of a device's time; where it does nothing, those of the host's."""
+        events = self.events
+        launched = {
+            int(link): place
+            for place, link in enumerate(events["link"])
+            if link and events["kind"][place] in (HOST, LAUNCH)
+        }
+        around = self._enclosing()
+        layers: list[list[tuple[int, int, int]]] = [[], [], []]  # computing, communicating, copying
+        for place in np.flatnonzero((events["kind"] == KERNEL) | (events["kind"] == DEVICE_COPY)).tolist():
+            begin, length = int(events["begin_ns"][place]), int(events["ns"][place])
+            parent = around.get(launched.get(int(events["link"][place]), -1), -1)
+            self._settle_kernel(place, parent)
+            name = self.trace.names[int(events["name"][place])]
+            rank = 2 if events["kind"][place] == DEVICE_COPY else 1 if is_collective_kernel(name) else 0
+            layers[rank].append((begin, begin + length, place))
+        return self._painted(host, layers)
+
+    def _enclosing(self) -> dict[int, int]:
+        """For each launch and operation of the host, the innermost event around it whose purpose is known."""
+        found: dict[int, int] = {}
+        events = self.events
+        for thread in np.unique(events["thread"][events["kind"] != KERNEL]).tolist():
+            stack: list[int] = []
+            for place in np.flatnonzero((events["thread"] == thread) & (events["kind"] != KERNEL)).tolist():
+                begin = events["begin_ns"][place]
+                while stack and events["begin_ns"][stack[-1]] + events["ns"][stack[-1]] <= begin:
+                    stack.pop()
+                if self.category_at[place] < 0 and stack:  # another thread's: autograd's, for a device
+                    self._inherit(place, stack[-1])
+                found[place] = next((at for at in (place, *reversed(stack)) if self.category_at[at] >= 0), -1)
+                stack.append(place)
+        return found
+
+    def _inherit(self, place: int, around: int) -> None:
+        end = int(self.events["begin_ns"][place] + self.events["ns"][place])
+        category = int(self.category_at[around])
+        word = self.categories.words[category] if category >= 0 else INSIDE
+        frame = _Frame(
+            end,
+            around,
+            self.categories.number(word),
+            int(self.layer_at[around]),
+            BACKWARD,
+            word.startswith(COMM),
+        )
+        self._inside(frame, place, end)
+
+    def _settle_kernel(self, place: int, parent: int) -> None:
+        name = self.trace.names[int(self.events["name"][place])]
+        around = self.categories.words[int(self.category_at[parent])] if parent >= 0 else ""
+        if is_collective_kernel(name):
+            word = (
+                around if around.startswith(COMM) else COMM + "shard"
+            )  # FSDP's own, which has no mark of ours
+        elif self.events["kind"][place] == DEVICE_COPY:
+            word = COPY
+        else:
+            word = OPTIMIZER if around == OPTIMIZER else COMPUTE
+        self.category_at[place] = self.categories.number(word)
+        if parent >= 0:
+            self.layer_at[place], self.phase_at[place] = self.layer_at[parent], self.phase_at[parent]
+
+    def _painted(self, host: NDArray[np.void], layers: list[list[tuple[int, int, int]]]) -> NDArray[np.void]:
+        """Cuts the host's pieces where the device begins or ends something, and gives each moment to what the device does."""
+        edges = np.unique(
+            np.concatenate(
+                [host["begin_ns"], host["end_ns"]]
+                + [
+                    np.array([time for begin, end, _ in layer for time in (begin, end)], np.int64)
+                    for layer in layers
+                ]
+            )
+        )
+        event = np.full(max(len(edges) - 1, 0), -1)
+        for layer in reversed(layers):  # what is painted later covers what was before
+            for begin, end, place in layer:
+                event[np.searchsorted(edges, begin) : np.searchsorted(edges, end)] = place
+        owner = np.searchsorted(host["begin_ns"], edges[:-1], side="right") - 1
+        valid = (owner >= 0) & (edges[:-1] < host["end_ns"][np.maximum(owner, 0)])
+        pieces = host[owner[valid]].copy()
+        pieces["begin_ns"], pieces["end_ns"] = edges[:-1][valid], edges[1:][valid]
+        busy, places = event[valid] >= 0, event[valid]
+        for field_, known in (
+            ("category", self.category_at),
+            ("layer", self.layer_at),
+            ("phase", self.phase_at),
+        ):
+            pieces[field_][busy] = known[places[busy]]
+        pieces["event"][busy] = places[busy]
+        # Where the device does nothing, the host does not compute either: it is late.
+        idle = ~busy & np.isin(pieces["category"], [self.categories.number(word) for word in (COMPUTE, COPY)])
+        pieces["category"][idle] = self.categories.number(INSIDE)
+        return pieces
