@@ -46,6 +46,8 @@ PURE = (
     "parallel/pipeline/schedules.py",
     "run/kinds",
     "run/layout.py",
+    "train/profile/choose.py",
+    *(f"watch/profile/{name}.py" for name in ("words", "verdict")),
 )
 """Rooms that decide on values alone: no I/O, no clock, no torch."""
 
@@ -100,6 +102,8 @@ QUICK = (
     "phalanx.cli.train.data_command",
     "phalanx.cli.train.train_command",
     "phalanx.cli.watch.diff_command",
+    "phalanx.cli.watch.profile_command",
+    "phalanx.watch.profile",
     "phalanx.cli.watch.goodput_command",
     "phalanx.cli.watch.watch_command",
     "phalanx.cli.watch.ui_command",

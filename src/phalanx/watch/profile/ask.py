@@ -123,13 +123,20 @@ def _written(directory: RunDirectory, name: str, steps: int, wait_s: float) -> N
     """Waits for the files of all ranks; for no longer than they can take."""
     began_s, ended_s = time.time(), None
     patience_s = max(wait_s, _LEAST_FOR_FILES_S) + 3 * steps * _step_s(directory)
-    while missing_ranks(directory, name, read_order(directory, name)):
+    order = read_order(directory, name)
+    while missing_ranks(directory, name, order):
         now_s = time.time()
-        if directory.result.exists():
-            ended_s = ended_s or now_s
+        if directory.result.exists() or _attempt(directory) != order.get("attempt"):
+            ended_s = ended_s or now_s  # also an epoch of a fleet that a fault has ended
         if now_s > began_s + patience_s or (ended_s is not None and now_s > ended_s + _WRITES_S):
             return  # what has come is analyzed, and the summary says what is missing
         time.sleep(_LOOK_EVERY_S)
+
+
+def _attempt(directory: RunDirectory) -> int | None:
+    """The newest attempt, or epoch, that has told anything."""
+    newest = newest_event(directory.events, lambda _: True) if directory.events.exists() else None
+    return None if newest is None else newest.attempt
 
 
 def _step_s(directory: RunDirectory) -> float:

@@ -41,7 +41,10 @@ def merged(
         kept = _kept(trace, share)
         left_out += len(trace.events) - len(kept)
         events += _tracks(trace)
-        events += (_range(trace, place, int(starts[trace.rank][place]) - origin) for place in kept)
+        lengths = _lengths(trace)
+        events += (
+            _range(trace, place, int(starts[trace.rank][place]) - origin, lengths[place]) for place in kept
+        )
     events += _arrows(traces, waits, origin)
     for line in memory:
         trace = next(one for one in traces if one.rank == line.rank)
@@ -68,6 +71,26 @@ def _first_step(trace: RankTrace, starts: np.ndarray[tuple[int], np.dtype[np.int
         if mark is not None and mark["kind"] == "step":
             return int(starts[place])
     return int(starts.min()) if len(starts) else 0
+
+
+def _lengths(trace: RankTrace) -> list[int]:
+    """The length of each event, cut where it would outlast the one around it.
+
+    A thread that moves to another core may read a clock that is some microseconds off, and then what is inside seems to end last; viewers
+    misplace such a range.
+    """
+    events = trace.events
+    lengths: list[int] = events["ns"].tolist()
+    starts = events["begin_ns"].tolist()
+    open_until: dict[tuple[int, bool], list[int]] = {}
+    for place in range(len(events)):
+        stack = open_until.setdefault(_track(events[place]), [])
+        while stack and stack[-1] <= starts[place]:
+            stack.pop()
+        if stack:
+            lengths[place] = min(lengths[place], stack[-1] - starts[place])
+        stack.append(starts[place] + lengths[place])
+    return lengths
 
 
 def _kept(trace: RankTrace, share: int) -> list[int]:
@@ -108,7 +131,7 @@ def _track(event: np.void) -> tuple[int, bool]:
     return int(event["thread"]) + (_STREAMS if on_device else 0), on_device
 
 
-def _range(trace: RankTrace, place: int, start_ns: int) -> dict[str, Any]:
+def _range(trace: RankTrace, place: int, start_ns: int, length_ns: int) -> dict[str, Any]:
     event, mark = trace.events[place], trace.mark(place)
     name, category, arguments = trace.names[int(event["name"])], "operation", {}
     if mark is not None:
@@ -126,7 +149,7 @@ def _range(trace: RankTrace, place: int, start_ns: int) -> dict[str, Any]:
         "pid": trace.rank,
         "tid": track,
         "ts": start_ns / 1e3,
-        "dur": int(event["ns"]) / 1e3,
+        "dur": length_ns / 1e3,
         **({"args": arguments} if arguments else {}),
     }
 

@@ -18,6 +18,7 @@ from phalanx.observe.profile_file import COPY as DEVICE_COPY
 from phalanx.observe.profile_file import HOST, KERNEL, LAUNCH, RankTrace
 from phalanx.watch.profile.words import (
     BETWEEN,
+    BUBBLE,
     COMM,
     COMPUTE,
     COPY,
@@ -278,9 +279,8 @@ class _Cut:
         name = self.trace.names[int(self.events["name"][place])]
         around = self.categories.words[int(self.category_at[parent])] if parent >= 0 else ""
         if is_collective_kernel(name):
-            word = (
-                around if around.startswith(COMM) else COMM + "shard"
-            )  # FSDP's own, which has no mark of ours
+            # FSDP's own collectives have no mark of ours.
+            word = around if around.startswith(COMM) or around == BUBBLE else f"{COMM}shard"
         elif self.events["kind"][place] == DEVICE_COPY:
             word = COPY
         else:
@@ -316,7 +316,8 @@ class _Cut:
         ):
             pieces[field_][busy] = known[places[busy]]
         pieces["event"][busy] = places[busy]
-        # Where the device does nothing, the host does not compute either: it is late.
-        idle = ~busy & np.isin(pieces["category"], [self.categories.number(word) for word in (COMPUTE, COPY)])
-        pieces["category"][idle] = self.categories.number(INSIDE)
+        # Where the device does nothing, the host neither computes nor communicates: it is late.
+        late = np.array([word in (COMPUTE, COPY) or word.startswith(COMM) for word in self.categories.words])
+        number = self.categories.number(INSIDE)
+        pieces["category"][~busy & late[pieces["category"]]] = number
         return pieces

@@ -139,7 +139,9 @@ def make_summary(directory: RunDirectory, name: str, cluster: str | None = None)
     folder, order = folder_of(directory, name), read_order(directory, name)
     traces, notes = _traces(directory, name, order)
     if not traces:
-        raise ProfileError(f"no rank has recorded profile {name}: {'; '.join(notes)}")
+        raise ProfileError(
+            f"no rank has recorded profile {name}: {'; '.join(notes)}. If a fault ended the epoch meanwhile, ask again"
+        )
     prediction, note = _prediction(directory, order, cluster)
     try:
         done = analyze(name, traces, order, prediction, [*notes, *([note] if note else [])])

@@ -24,6 +24,7 @@ from phalanx.watch.profile.words import (
     LOG,
     OPTIMIZER,
     SAVE,
+    axis_of,
     duration,
 )
 
@@ -79,24 +80,39 @@ def _late(
     for late, waiting in waits.charged.items():
         # Ranks of other groups waited less or not at all; what counts is what those wait that are held up most.
         cost_s = sum(waiting.values()) / max(len(waiting), 1) / steps
-        # Who is late in turn with the others costs them, but nobody is to blame: only what exceeds it is charged.
-        back = waits.charged
-        returned = [back[other].get(late, 0.0) for other in waiting if other in back]
-        net_s = cost_s - (sum(returned) / max(len(waiting), 1) / steps)
+        others = [_without_waits(rank, seconds, waits, steps) for rank in seconds if rank != late]
+        found_why = _why(late, _without_waits(late, seconds, waits, steps), others)
+        if found_why is None:  # its collectives are slow: that is told of their link
+            continue
+        why, more_s = found_why
+        # What others waited for it, less what it waited for them: of ranks that are late in turn, nobody is to blame. But one
+        # that has more to do than its peers is, as far as they waited, whatever held these up at other times.
+        returned_s = sum(waits.charged[other].get(late, 0.0) for other in waiting if other in waits.charged)
+        net_s = max(cost_s - returned_s / max(len(waiting), 1) / steps, min(cost_s, more_s))
         if net_s <= 0:
             continue
-        others = [seconds[rank] for rank in seconds if rank != late]
         others_are = "the others wait" if len(seconds) > 2 else f"rank {next(iter(waiting))} waits"
-        text = f"{_why(late, seconds[late], others)}: {others_are} {duration(cost_s)} of each {duration(step_s)} step for it"
+        text = f"{why}: {others_are} {duration(cost_s)} of each {duration(step_s)} step for it"
         found.append(Finding("late rank", net_s, text, (late,)))
     return found
 
 
-def _why(late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> str:
-    """What a late rank spends more time on than its peers."""
-    words = {word for one in (mine, *others) for word in one if not word.startswith("communication")} - {
-        BUBBLE
+def _without_waits(
+    rank: int, seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int
+) -> dict[str, float]:
+    """A rank's seconds of a step by category, without waiting for later ranks."""
+    return {
+        word: value - (waits.waited.get((rank, axis), 0.0) / steps if (axis := axis_of(word)) else 0.0)
+        for word, value in seconds[rank].items()
+        if word != BUBBLE
     }
+
+
+def _why(
+    late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, float]]
+) -> tuple[str, float] | None:
+    """What a late rank spends more time on than its peers, and how many seconds of a step; ``None`` if that is moving bytes."""
+    words = {word for one in (mine, *others) for word in one}
     usual = {word: median(one.get(word, 0.0) for one in others) for word in words}
     more = {word: mine.get(word, 0.0) - usual[word] for word in words}
     computing = [word for word in (COMPUTE, COPY, OPTIMIZER) if word in words]
@@ -106,9 +122,12 @@ def _why(late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, flo
     if most is None or extra_s >= idle[most]:
         base_s = sum(usual[word] for word in computing)
         if extra_s <= 0:
-            return f"rank {late} comes last"
+            return f"rank {late} comes last", 0.0
         times = (base_s + extra_s) / base_s if base_s else float("inf")
-        return f"rank {late} computes {times:.2g}x as long as its peers ({duration(base_s + extra_s)} against {duration(base_s)})"
+        figures = f"{duration(base_s + extra_s)} against {duration(base_s)}"
+        return f"rank {late} computes {times:.2g}x as long as its peers ({figures})", extra_s
+    if axis_of(most) is not None:
+        return None
     doing = {
         BETWEEN: "stands still between steps",
         INSIDE: "stands still between operations (its host is behind, or sleeps)",
@@ -116,7 +135,7 @@ def _why(late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, flo
         DATA: "waits for data",
         SAVE: "saves",
     }.get(most, f"spends on {most}")
-    return f"rank {late} {doing} {duration(idle[most])} longer than its peers"
+    return f"rank {late} {doing} {duration(idle[most])} longer than its peers", idle[most]
 
 
 def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
@@ -126,25 +145,24 @@ def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
         by_axis.setdefault(axis, {})[group] = transfer
     found = []
     for axis, groups in by_axis.items():
-        worst = max(groups, key=lambda group: groups[group].seconds)
+        worst = max(groups, key=lambda group: groups[group].typical_s * groups[group].calls)
         transfer = groups[worst]
         cost_s = transfer.seconds / steps
-        usual = (
-            median(one.seconds for name, one in groups.items() if name != worst) if len(groups) > 1 else 0.0
-        )
+        others = [call_s for name, one in groups.items() if name != worst for call_s in one.each_s]
+        times = transfer.typical_s / median(others) if others and median(others) else 0.0
         ranks = next(
             tuple(passage.rank for passage in meeting.passages)
             for meeting in waits.meetings
             if meeting.passages[0].key[0] == worst and meeting.passages[0].axis == axis
         )
         each = f"{transfer.calls // steps} calls, {format_bytes(transfer.bytes / steps)} at {format_bytes(transfer.bytes_per_s)}/s"
-        unlike = usual > 0 and transfer.seconds > _UNLIKE * usual
+        unlike = times > _UNLIKE
         who = (
             f"the link among ranks {_list(ranks)} (axis {axis})"
             if unlike
             else f"the collectives of axis {axis}"
         )
-        but = f", {transfer.seconds / usual:.1f}x as long as in the other groups" if unlike else ""
+        but = f", {times:.1f}x as long a call as in the other groups" if unlike else ""
         text = f"{who} take{'s' if unlike else ''} {duration(cost_s)} of each {duration(step_s)} step with everybody there ({each}){but}"
         found.append(Finding("slow link", cost_s, text, ranks, axis))
     return found

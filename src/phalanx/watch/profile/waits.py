@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,13 @@ class Transfer:
     calls: int = 0
     seconds: float = 0.0
     bytes: float = 0.0
+    each_s: list[float] = field(default_factory=list)
+    """Of each call."""
+
+    @property
+    def typical_s(self) -> float:
+        """Of a call, at the median: on a busy machine a few calls take very long."""
+        return median(self.each_s) if self.each_s else 0.0
 
     @property
     def bytes_per_s(self) -> float:
@@ -185,14 +193,12 @@ def _account(waits: Waits, meeting: Meeting) -> None:
         transfer = waits.moved.setdefault((first.axis, first.key[0]), Transfer())
         transfer.calls += 1
         transfer.bytes += first.bytes
-        transfer.seconds += (
-            sum(
-                max(0, passage.left_ns - max(passage.came_ns, meeting.last_came_ns))
-                for passage in meeting.passages
-            )
-            / count
-            / 1e9
+        moving_ns = sum(
+            max(0, passage.left_ns - max(passage.came_ns, meeting.last_came_ns))
+            for passage in meeting.passages
         )
+        transfer.each_s.append(moving_ns / count / 1e9)
+        transfer.seconds += transfer.each_s[-1]
 
 
 # --- the critical path ----------------------------------------------------------------------------

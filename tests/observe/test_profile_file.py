@@ -1,0 +1,90 @@
+"""The file of what a rank recorded: read as it was written, whatever else is refused by its name."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.observe.profile_file import (
+    ALLOCATION,
+    EVENT,
+    ProfileFileError,
+    RankTrace,
+    read_rank_trace,
+    write_rank_trace,
+)
+
+
+def trace_of(**changed: Any) -> RankTrace:
+    events = np.zeros(2, EVENT)
+    events["mark"] = [0, -1]
+    events["name"] = [0, 1]
+    events["ns"] = 5
+    fields: dict[str, Any] = {
+        "rank": 3,
+        "meta": {"device": "cpu"},
+        "names": ["", "aten::mm"],
+        "marks": [{"kind": "step", "name": "step 4"}],
+        "events": events,
+        "allocations": np.zeros(1, ALLOCATION),
+    }
+    return RankTrace(**{**fields, **changed})
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path, trace = tmp_path / "rank.npz", trace_of()
+    write_rank_trace(path, trace)
+    found = read_rank_trace(path)
+    assert (found.rank, found.meta, found.names, found.marks) == (3, trace.meta, trace.names, trace.marks)
+    assert np.array_equal(found.events, trace.events)
+    assert np.array_equal(found.allocations, trace.allocations)
+    assert found.mark(0) == {"kind": "step", "name": "step 4"}
+    assert found.mark(1) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"names": [""]},
+        {"marks": []},
+        {"marks": ["step"]},
+        {"marks": [{}]},
+        {"meta": [1]},
+        {"events": np.zeros(2)},
+        {"allocations": np.zeros((1, 2), ALLOCATION)},
+    ],
+)
+def test_tables_that_do_not_fit_together_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    path = tmp_path / "rank.npz"
+    try:
+        write_rank_trace(path, trace_of(**changed))
+    except (TypeError, ValueError):
+        return  # it cannot even be written
+    with pytest.raises(ProfileFileError, match=r"rank\.npz"):
+        read_rank_trace(path)
+
+
+def test_a_torn_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "rank.npz"
+    write_rank_trace(path, trace_of())
+    whole = path.read_bytes()
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ProfileFileError, match=r"rank\.npz"):
+            read_rank_trace(path)
+
+
+def test_neither_pickles_nor_bombs_are_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "rank.npz"
+    np.savez(path, head=np.array([{"rank": 0}], dtype=object))
+    with pytest.raises(ProfileFileError):
+        read_rank_trace(path)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, head=np.zeros(300 << 20, np.uint8))
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(ProfileFileError, match="unpacks"):
+        read_rank_trace(path)

@@ -1,0 +1,85 @@
+"""Rank 0's look-out for requests: cheap, and aloud about what it ignores."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.profile_request import ProfileRequest, request_path, write_request
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.train.profile import desk as desk_module
+from phalanx.train.profile.desk import ProfileDesk
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "_LOOK_EVERY_S", 0.0)
+
+
+def asked(directory: RunDirectory, until_s: float) -> ProfileRequest:
+    request = ProfileRequest("a", 1, "auto", until_s)
+    write_request(directory, request)
+    return request
+
+
+def test_a_request_is_taken_once_and_its_file_goes(directory: RunDirectory) -> None:
+    said: list[str] = []
+    desk = ProfileDesk(directory, said.append)
+    assert not desk.pending()
+    request = asked(directory, time.time() + 60)
+    assert desk.pending()
+    assert desk.pending()
+    assert not request_path(directory).exists()
+    assert desk.take() == request
+    assert not desk.pending()
+    assert said == []
+
+
+def test_a_stale_request_and_a_link_are_ignored_aloud_and_once(directory: RunDirectory) -> None:
+    said: list[str] = []
+    desk = ProfileDesk(directory, said.append)
+    asked(directory, time.time() - 1)
+    assert not desk.pending()
+    assert not desk.pending()
+    request_path(directory).symlink_to("/etc/passwd")
+    assert not desk.pending()
+    assert not desk.pending()
+    assert len(said) == 2
+    assert "stale" in said[0]
+    assert Path("/etc/passwd").exists()
+
+
+def test_what_cannot_be_removed_is_said_once_too(directory: RunDirectory) -> None:
+    said: list[str] = []
+    desk = ProfileDesk(directory, said.append)
+    request_path(directory).mkdir(parents=True)
+    for _ in range(3):
+        assert not desk.pending()
+    assert len(said) == 1
+
+
+def test_the_disk_is_asked_once_a_second_at_most(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk_module, "_LOOK_EVERY_S", 1.0)
+    looks = []
+    real = os.lstat
+
+    def lstat(path: object, **kwargs: object) -> os.stat_result:
+        looks.append(path)
+        return real(path, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    monkeypatch.setattr(os, "stat", lambda path, **kwargs: lstat(path))  # noqa: ARG005
+    desk = ProfileDesk(directory, lambda _: None)
+    for _ in range(1000):
+        desk.pending()
+    assert len(looks) <= 3
