@@ -1,8 +1,8 @@
 """Profiles: what recording costs while nobody asks and while somebody does, and what other tools find in the same recordings.
 
 *Off*: the same run by turns with the look-out for requests and without it (``Training.profiles`` is ``None``, as on ranks other than 0, and no
-recording is kept ready); the ratio of median steps, and the seconds of what a step does more, measured alone. *On*: the median recorded step
-over that of the other steps of its run, the pauses before and after, and the bytes written. *Planted*: runs with a rank that computes more, a link that is
+recording is kept ready); the ratio of median steps in processor time of rank 0's thread, and the seconds of what a step does more, measured alone.
+*On*: the median recorded step over that of the other steps of its run, the pauses before and after, and the bytes written. *Planted*: runs with a rank that computes more, a link that is
 slow and a host that sleeps between steps; of each, this project's verdict, PyTorch's ``key_averages`` of the same recording, and traces
 in PyTorch's own format for Holistic Trace Analysis, which wants an environment of its own:
 
@@ -72,7 +72,7 @@ def train_and_export(spec: RunSpec, plant: str, out: str) -> None:
 
 
 def train_watched(spec: RunSpec, watched: bool) -> list[float]:
-    """Trains with or without the look-out; returns the seconds of each step."""
+    """Trains with or without the look-out; returns the processor time of this rank's thread in each step, which a busy machine leaves alone."""
     from phalanx.train.lifecycle import loop
     from phalanx.train.step.step import Stepper
 
@@ -80,9 +80,9 @@ def train_watched(spec: RunSpec, watched: bool) -> list[float]:
     original, begin = Stepper.run, loop._begin
 
     def timed(self: Stepper, *args: Any, **kwargs: Any) -> Any:
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()
         report = original(self, *args, **kwargs)
-        seconds.append(time.perf_counter() - begin_s)
+        seconds.append(time.thread_time() - begin_s)
         return report
 
     def blind(training: Any) -> Any:

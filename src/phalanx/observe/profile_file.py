@@ -4,7 +4,7 @@ Two tables of fixed-width rows in one compressed ``.npz`` (numpy's own format, w
 is what a range stands for in our own words: a step, a slot, a module, a collective with its group, number and bytes. Times are in
 nanoseconds since ``base_unix_ns`` of this rank's own clock; ranks' clocks are brought together by whoever reads them side by side.
 
-A reader bounds what it unpacks: the file lies in a directory that others may write to.
+A reader bounds what it unpacks, and numpy refuses objects unless told otherwise: the file lies in a directory that others may write to.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def read_rank_trace(path: Path) -> RankTrace:
         with zipfile.ZipFile(io.BytesIO(content)) as packed:
             if sum(part.file_size for part in packed.infolist()) > _MOST_UNPACKED_BYTES:
                 raise ProfileFileError(f"{path} unpacks to more than {_MOST_UNPACKED_BYTES >> 20} MiB")
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(content)) as arrays:
             head = json.loads(arrays["head"].tobytes())
             trace = RankTrace(
                 int(head["rank"]),

@@ -41,7 +41,7 @@ def merged(
         kept = _kept(trace, share)
         left_out += len(trace.events) - len(kept)
         events += _tracks(trace)
-        lengths = _lengths(trace)
+        lengths = _lengths(trace, starts[trace.rank], clocks[trace.rank])
         events += (
             _range(trace, place, int(starts[trace.rank][place]) - origin, lengths[place]) for place in kept
         )
@@ -73,15 +73,19 @@ def _first_step(trace: RankTrace, starts: np.ndarray[tuple[int], np.dtype[np.int
     return int(starts.min()) if len(starts) else 0
 
 
-def _lengths(trace: RankTrace) -> list[int]:
-    """The length of each event, cut where it would outlast the one around it.
+def _lengths(
+    trace: RankTrace, begin_ns: np.ndarray[tuple[int], np.dtype[np.int64]], clock: ClockFit
+) -> list[int]:
+    """The length of each event in common time, cut where it would outlast the one around it.
 
     A thread that moves to another core may read a clock that is some microseconds off, and then what is inside seems to end last; viewers
     misplace such a range.
     """
     events = trace.events
-    lengths: list[int] = events["ns"].tolist()
-    starts = events["begin_ns"].tolist()
+    base_ns = int(trace.meta.get("base_unix_ns", 0))
+    ends = clock.to_common(events["begin_ns"] + events["ns"] + base_ns)
+    lengths: list[int] = np.maximum(ends - begin_ns, 0).tolist()
+    starts = begin_ns.tolist()
     open_until: dict[tuple[int, bool], list[int]] = {}
     for place in range(len(events)):
         stack = open_until.setdefault(_track(events[place]), [])

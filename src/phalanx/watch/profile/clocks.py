@@ -4,7 +4,8 @@ No rank leaves a barrier before the last has come. With clocks that show the tru
 time of coming is at least their true difference, which cannot be negative, plus the offset of a less that of b: so every barrier bounds the
 difference of two offsets from above, and with a and b exchanged from below. The closest bounds of many barriers leave an interval; its middle
 is taken and half its width is the error, which no delay of a message can exceed (Cristian 1989, with a barrier in place of a question and
-its answer). Before and after the recording the interval is found anew; in between, a clock that runs fast is taken to do so evenly.
+its answer). A clock may also run fast: where no one difference fits the barriers before and after the recording, each side has an interval of
+its own, and in between the clock is taken to gain evenly.
 """
 
 from __future__ import annotations
@@ -66,25 +67,30 @@ def fitted(passed: Mapping[int, tuple[tuple[Times, Times], tuple[Times, Times]]]
     for rank, sides in passed.items():
         assert first is not None
         bounds = [_ahead(side, reference) for side, reference in zip(sides, first, strict=True)]
-        known = [(middle, error, at) for middle, error, at in bounds if error < np.inf]
+        known = [bound for bound in bounds if bound[0] < np.inf]
         if not known:
             found[rank] = ClockFit((0.0, 0.0), (0.0, 0.0), np.inf)
             continue
-        (before, _, at), (after, _, later) = known[0], known[-1]
-        found[rank] = ClockFit((at, later), (before, after), max(error for _, error, _ in known))
+        most, least = min(bound[0] for bound in known), max(bound[1] for bound in known)
+        if least <= most:  # no drift shows: all barriers bound the same difference
+            known = [(most, least, known[0][2]), (most, least, known[-1][2])]
+        (first_most, first_least, at), (last_most, last_least, later) = known[0], known[-1]
+        found[rank] = ClockFit(
+            (at, later),
+            ((first_most + first_least) / 2, (last_most + last_least) / 2),
+            max(first_most - first_least, last_most - last_least) / 2,
+        )
     return found
 
 
 def _ahead(mine: tuple[Times, Times], reference: tuple[Times, Times]) -> tuple[float, float, float]:
-    """By how much a clock is ahead of the reference: middle, half width of the interval, and when by its own time."""
+    """The most and the least by which a clock can be ahead of the reference, and when by its own time."""
     count = min(len(mine[0]), len(reference[0]))
     if not count:
-        return 0.0, np.inf, 0.0
+        return np.inf, -np.inf, 0.0
     (came, left), (came_there, left_there) = (
         tuple(side[:count].astype(np.int64) for side in sides) for sides in (mine, reference)
     )
-    most, least = float((left - came_there).min()), float((came - left_there).max())
-    # Of a rank against itself nothing is left open.
-    error = 0.0 if mine is reference else abs(most - least) / 2
-    middle = 0.0 if mine is reference else (most + least) / 2
-    return middle, error, float(came.mean())
+    if mine is reference:  # of a rank against itself nothing is open
+        return 0.0, 0.0, float(came.mean())
+    return float((left - came_there).min()), float((came - left_there).max()), float(came.mean())
