@@ -77,6 +77,8 @@ _VIEWS = frozenset(
     )
 )
 """Operations that move nothing."""
+_PICKS = frozenset(f"aten::{name}" for name in ("gather", "index", "index_select", "take", "embedding"))
+"""Operations that read parts of their largest argument."""
 
 
 def make_profiler(device: torch.device) -> profile:
@@ -168,6 +170,8 @@ def _work(event: _KinetoEvent, name: str) -> tuple[float, float]:
         if all(isinstance(length, int) for length in shape)
     ]
     moved = float(sum(sizes) + max(sizes, default=0))
+    if name in _PICKS and sizes:  # what is picked from the largest argument is as much as the others say
+        moved = 3.0 * (sum(sizes) - max(sizes))
     flops = float(event.flops())
     tensors = [shape for shape in shapes if len(shape) >= 2]
     if "attention" in name and len(tensors) >= 3 and len(tensors[0]) == 4:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.observe.profile_file import RankTrace
-from phalanx.watch.profile.partition import BACKWARD, FORWARD, Partition
+from phalanx.watch.profile.partition import BACKWARD, FORWARD, StepPieces
 from phalanx.watch.profile.words import COMM, DATA, OPTIMIZER
 
 KINDS = (
@@ -58,7 +58,7 @@ class MemoryLine:
     at_peak: list[Live]
 
 
-def memory_line(trace: RankTrace, cut: Partition) -> MemoryLine | None:
+def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
     """The memory of a rank; ``None`` without a step or an allocation."""
     rows = trace.allocations
     if trace.meta.get("device") == "cuda":
@@ -111,7 +111,7 @@ def _lifetimes(rows: NDArray[np.void], end_ns: int) -> NDArray[np.void]:
     return np.array(sorted(found), dtype=[("from", "<i8"), ("to", "<i8"), ("bytes", "<i8")])
 
 
-def _kinds(cut: Partition, made: NDArray[np.intp], gone: NDArray[np.intp]) -> NDArray[np.int_]:
+def _kinds(cut: StepPieces, made: NDArray[np.intp], gone: NDArray[np.intp]) -> NDArray[np.int_]:
     """The kind of each allocation, an index of ``KINDS``."""
     phase, category = cut.pieces["phase"], cut.pieces["category"]
 
@@ -134,7 +134,7 @@ def _kinds(cut: Partition, made: NDArray[np.intp], gone: NDArray[np.intp]) -> ND
 
 def _live(
     trace: RankTrace,
-    cut: Partition,
+    cut: StepPieces,
     spans: NDArray[np.void],
     made: NDArray[np.intp],
     kinds: NDArray[np.int_],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.observe.profile_file import RankTrace
-from phalanx.watch.profile.partition import BACKWARD, FORWARD, Partition
+from phalanx.watch.profile.partition import BACKWARD, FORWARD, StepPieces
 from phalanx.watch.profile.words import COMPUTE, COPY, OPTIMIZER, kind_of
 
 _MOST_LAYERS = 400
@@ -45,7 +45,7 @@ class KindRow:
 
 
 def kinds(
-    traces: Sequence[RankTrace], cuts: Sequence[Partition], peak_flops: float, copy_bytes_per_s: float
+    traces: Sequence[RankTrace], cuts: Sequence[StepPieces], peak_flops: float, copy_bytes_per_s: float
 ) -> list[KindRow]:
     """The table of kinds, the longest first."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
@@ -86,7 +86,7 @@ class LayerRow:
     communication_s: float
 
 
-def by_layer(cuts: Sequence[Partition]) -> list[LayerRow]:
+def by_layer(cuts: Sequence[StepPieces]) -> list[LayerRow]:
     """The layers in the order in which they first ran, each with the rank that takes longest over it."""
     found: dict[str, LayerRow] = {}
     for cut in cuts:

@@ -63,7 +63,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Partition:
+class StepPieces:
     """The steps of one rank, in pieces that follow each other without a gap; times in ns since the recording's base, by its own clock."""
 
     rank: int
@@ -104,14 +104,14 @@ class _Frame:
     """True if what is inside does not change the category: an operation within a collective communicates."""
 
 
-def partition(trace: RankTrace) -> Partition:
+def partition(trace: RankTrace) -> StepPieces:
     """The partition of what a rank recorded."""
     cut = _Cut(trace)
     host = list(cut.host_pieces())
     pieces = np.array(host, dtype=PIECE) if host else np.zeros(0, PIECE)
     if (trace.events["kind"] == KERNEL).any():
         pieces = cut.device_pieces(pieces)
-    return Partition(trace.rank, cut.steps, pieces, cut.categories.words, cut.layers.words, cut.leaves)
+    return StepPieces(trace.rank, cut.steps, pieces, cut.categories.words, cut.layers.words, cut.leaves)
 
 
 class _Cut:

@@ -17,7 +17,7 @@ from phalanx.plan.search.query import RequestError, job_of
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.run.spec import RunSpec
 from phalanx.watch.profile.operations import KindRow
-from phalanx.watch.profile.partition import Partition
+from phalanx.watch.profile.partition import StepPieces
 from phalanx.watch.profile.waits import Passage, Waits
 from phalanx.watch.profile.words import BUBBLE, COMM, DATA, GAPS, OPTIMIZER, SAVE, duration
 
@@ -77,7 +77,7 @@ def predict(spec: RunSpec, ranks: int, cluster_name: str) -> Prediction:
 
 
 def measured(
-    cuts: Sequence[Partition],
+    cuts: Sequence[StepPieces],
     kinds: Sequence[KindRow],
     waits: Waits,
     passages: Mapping[int, Sequence[Passage]],

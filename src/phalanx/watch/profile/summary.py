@@ -12,7 +12,7 @@ from phalanx.watch.profile.chrome import merged
 from phalanx.watch.profile.clocks import fit_clocks
 from phalanx.watch.profile.memory import memory_line
 from phalanx.watch.profile.operations import by_layer, kinds
-from phalanx.watch.profile.partition import Partition, partition
+from phalanx.watch.profile.partition import StepPieces, partition
 from phalanx.watch.profile.predicted import Prediction, measured, term_rows, what_would_pay
 from phalanx.watch.profile.verdict import findings
 from phalanx.watch.profile.waits import critical_path, meet, passages, path_seconds
@@ -144,7 +144,7 @@ def analyze(
     return Analysis(summary, merged(traces, clocks, waits, memory, about=about))
 
 
-def _table(cuts: Sequence[Partition], waited: Mapping[tuple[int, str], float], steps: int) -> dict[str, Any]:
+def _table(cuts: Sequence[StepPieces], waited: Mapping[tuple[int, str], float], steps: int) -> dict[str, Any]:
     """Where a step of each rank went; each row sums to that rank's step."""
     seconds = {cut.rank: cut.seconds() for cut in cuts}
     words = in_order({word for one in seconds.values() for word in one})

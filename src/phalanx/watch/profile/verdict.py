@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from phalanx.observe.throughput import format_bytes
-from phalanx.watch.profile.partition import Partition
+from phalanx.watch.profile.partition import StepPieces
 from phalanx.watch.profile.waits import Transfer, Waits
 from phalanx.watch.profile.words import (
     BETWEEN,
@@ -54,7 +54,7 @@ class Finding:
     axis: str = ""
 
 
-def findings(cuts: Sequence[Partition], waits: Waits) -> list[Finding]:
+def findings(cuts: Sequence[StepPieces], waits: Waits) -> list[Finding]:
     """What was found, what costs most first; at least one."""
     if not cuts:
         return []

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.observe.profile_file import HOST, KERNEL, LAUNCH, RankTrace
 from phalanx.watch.profile.clocks import ClockFit
-from phalanx.watch.profile.partition import Partition
+from phalanx.watch.profile.partition import StepPieces
 from phalanx.watch.profile.words import is_collective_kernel
 
 
@@ -250,7 +250,7 @@ def critical_path(
 
 def path_seconds(
     parts: Sequence[PathPart],
-    partitions: Mapping[int, Partition],
+    partitions: Mapping[int, StepPieces],
     clocks: Mapping[int, ClockFit],
     bases: Mapping[int, int],
 ) -> dict[int, dict[str, float]]:
@@ -266,7 +266,7 @@ def path_seconds(
     return {rank: dict(words) for rank, words in found.items()}
 
 
-def spent(cut: Partition, clock: ClockFit, base_ns: int, part: PathPart) -> dict[str, float]:
+def spent(cut: StepPieces, clock: ClockFit, base_ns: int, part: PathPart) -> dict[str, float]:
     """What a rank spent a stretch of common time on, in seconds."""
     begin: NDArray[np.int64] = clock.to_common(cut.pieces["begin_ns"] + base_ns)
     end: NDArray[np.int64] = clock.to_common(cut.pieces["end_ns"] + base_ns)
