@@ -182,7 +182,7 @@ def await_reason(run: RunDirectory, code: str, began: float) -> tuple[float | No
     while time.time() < began + PATIENCE_S:
         found = [one for one in reasons(run, time.time()) if one.code == code]
         if found:
-            return time.time() - began, found[0].title
+            return time.time() - began, f"{found[0].title} ({found[0].evidence[0]})"
         time.sleep(POLL_S)
     return None, ""
 
