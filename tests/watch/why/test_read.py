@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from phalanx.observe.event_log import read_events
+from phalanx.observe.machines import Machine
+from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStreamWriter
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.train.start.open_run import take_lock
 from phalanx.watch.why import read
 from phalanx.watch.why.judge import judge
-from phalanx.watch.why.read import holds, observe, read_ends
+from phalanx.watch.why.read import observe, read_ends
 from watch.why.watched import Watched, step, steps
 
 
@@ -73,17 +75,26 @@ def test_nested_and_endless_lines_are_passed_over(tmp_path: Path) -> None:
     assert [event.body for event in read_ends(run.directory.events)[1]][-1] == step(7)
 
 
-def test_whether_a_process_holds_the_directory_is_told_without_taking_the_lock(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    assert holds(directory) is False
-    held = take_lock(directory.lock)
-    assert holds(directory) is True
-    os.close(held)
-    assert holds(directory) is False
-    again = take_lock(directory.lock)
-    os.close(again)
+def test_a_library_that_one_node_has_otherwise_is_read_with_the_node(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.directory.machines.mkdir()
+    for node, torch in (("node-0", "2.13.0"), ("node-1", "2.13.0"), ("node-2", "2.12.1")):
+        machine = Machine(node, node, 0, 1.0, packages={"torch": torch})
+        (run.directory.machines / f"{node}.json").write_bytes(msgspec.json.encode(machine))
+    (sentence,) = observe(run.directory, run.t).machines
+    assert sentence == "torch: node-2 with 2.12.1; the others with 2.13.0"
+    run.write(steps(1, 3))
+    assert "mixed-machines" in run.codes()
 
 
-def test_of_a_run_on_another_machine_nobody_can_tell(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text("process 12 on another-machine\n")
-    assert holds(RunDirectory(tmp_path)) is None
+def test_a_rank_that_computes_longer_than_its_peers_is_read_from_the_stream_of_ranks(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    (tmp_path / "run.toml").write_text('[data]\npath = "words"\n')
+    run.write(steps(1, 80))
+    with RankStreamWriter(run.directory.ranks) as writer:
+        for window in range(1, 9):
+            compute = np.array([1.0, 1.01, 0.99, 1.6], np.float32)
+            columns = {name: np.full(4, np.nan, np.float32) for name in RANK_COLUMNS} | {"compute_s": compute}
+            writer.append(RankFrame(10 * window, run.t + window, 0, 4, columns, 10))
+    found = [one for one in run.reasons() if one.code == "straggler"]
+    assert [one.where for one in found] == ["rank 3"]

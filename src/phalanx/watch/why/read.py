@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +25,8 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url
 from phalanx.train.lifecycle.ending import read_failure
+from phalanx.watch.runs.lock import KernelLocks
+from phalanx.watch.why.neighbors import slow_ranks, told_first, unlike_machines
 from phalanx.watch.why.observed import DiskSeen, FailureSeen, Observed
 
 _TAIL_BYTES = 4 << 20
@@ -32,8 +34,6 @@ _TAIL_BYTES = 4 << 20
 _HEAD_BYTES = 256 << 10
 _SAMPLES, _SAMPLE_BYTES = 8, 32 << 10
 _MOST_FAILURES = 64
-_LOCK = re.compile(r"^\d+: FLOCK +\S+ +WRITE +(-?\d+) +[0-9a-f]+:[0-9a-f]+:(\d+) ", re.MULTILINE)
-_HOLDER = re.compile(r"process (\d+) on (\S+)")
 _FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
 
 
@@ -44,22 +44,26 @@ def observe(directory: RunDirectory, now: float) -> Observed:
     record = read_small_json(directory.record)
     fingerprint = record.get("data_fingerprint")
     data_now, data_error = _data_now(spec, record)
-    return Observed(
+    failures = _failures(directory)
+    seen = Observed(
         run=str(directory.path),
         now=now,
         spec=spec,
         events=tuple(events),
         past=tuple(past),
-        held=holds(directory),
+        held=KernelLocks().holds(directory),
         finished=directory.result.exists(),
         fleet=_fleet(directory),
-        failures=tuple(_failures(directory)),
+        failures=tuple(failures),
+        first_failure=told_first(directory) if failures else "",
         checkpoints=tuple(_checkpoints(directory)),
         disk=_disk(directory),
+        machines=tuple(unlike_machines(directory)),
         data_fingerprint=fingerprint if isinstance(fingerprint, str) else "",
         data_now=data_now,
         data_error=data_error,
     )
+    return replace(seen, slow_ranks=tuple(slow_ranks(directory, seen.attempt)))
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -93,27 +97,6 @@ def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
 
 
 # --- processes ------------------------------------------------------------------------------------
-
-
-def holds(directory: RunDirectory, locks: Path = Path("/proc/locks")) -> bool | None:
-    """True if a process of this machine holds the run directory, False if none of any does, ``None`` if that cannot be told.
-
-    The kernel's own list is read: to try the lock would hold it for a moment, in which the run could be refused.
-    """
-    try:
-        inode, text = directory.lock.stat().st_ino, directory.lock.read_text(errors="replace")
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    holder = _HOLDER.match(text)
-    if holder is None or holder[2] != socket.gethostname():
-        return None
-    try:
-        listed = locks.read_text()
-    except OSError:
-        return None
-    return any(int(found[2]) == inode for found in _LOCK.finditer(listed))
 
 
 def _failures(directory: RunDirectory) -> list[FailureSeen]:
