@@ -13,6 +13,7 @@ from phalanx.observe.events import Event
 def write_events(run_dir: Path, events: Iterable[Event]) -> Path:
     """Appends the events to those of the run in ``run_dir``, each in its attempt and at its time; returns the file."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "record.json").write_text('{"attempts": 1}\n')
     for event in events:
         with EventLog(run_dir / "events.jsonl", event.attempt, clock=lambda event=event: event.t) as log:  # type: ignore[misc]
             log.append(event.body)

@@ -27,7 +27,18 @@ from phalanx.watch.page.guard import Access, Guard
 from phalanx.watch.page.kept import KEPT_S, KeptAnswers
 from phalanx.watch.page.live import Live
 from phalanx.watch.page.places import Place
-from phalanx.watch.page.views import checkpoints, curves, fleet, goodput, others, run
+from phalanx.watch.page.views import (
+    checkpoints,
+    compare,
+    curves,
+    fleet,
+    goodput,
+    logs,
+    profiles,
+    ranks,
+    run,
+    why,
+)
 from phalanx.watch.page.views.runs import Runs
 
 STATIC = Path(__file__).parent / "static"
@@ -53,7 +64,9 @@ def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
     routes = [
         Route("/", _index),
         Route("/api/runs", partial(_list, runs, kept)),
+        Route("/api/compare", partial(_compare, runs, kept)),
         Route("/api/events", _events(runs, live)),
+        Route("/api/run/{id}/profile/{name}/trace", partial(_trace, runs)),
         Route("/export/{id}.html", partial(_export, runs)),
         *(
             Route(f"/api/run/{{id}}{path}", partial(_view, runs, kept, view))
@@ -76,7 +89,12 @@ def _views() -> dict[str, View]:
         "/goodput": goodput.goodput_view,
         "/fleet": fleet.fleet_view,
         "/checkpoints": checkpoints.checkpoints_view,
-        **dict.fromkeys(("/ranks", "/rank/{rank}", "/logs", "/why", "/profiles"), others.missing),
+        "/ranks": ranks.ranks_view,
+        "/rank/{rank:int}": ranks.rank_view,
+        "/logs": logs.logs_view,
+        "/why": why.why_view,
+        "/profiles": profiles.profiles_view,
+        "/profile/{name}": profiles.profile_view,
     }
 
 
@@ -90,6 +108,13 @@ async def _list(runs: Runs, kept: KeptAnswers, _request: Request) -> Response:
     return await kept.get("", "runs", lambda: json_answer(runs.list_all()))
 
 
+async def _compare(runs: Runs, kept: KeptAnswers, request: Request) -> Response:
+    def make() -> Response:
+        return json_answer(compare.compare_view(runs, Parameters(request.query_params)))
+
+    return await kept.get("", f"compare?{request.url.query}", make)
+
+
 async def _view(runs: Runs, kept: KeptAnswers, view: View, request: Request) -> Response:
     run = str(request.path_params["id"])
 
@@ -98,6 +123,17 @@ async def _view(runs: Runs, kept: KeptAnswers, view: View, request: Request) -> 
         return content if isinstance(content, Response) else json_answer(content)
 
     return await kept.get(run, f"{request.url.path}?{request.url.query}", make)
+
+
+async def _trace(runs: Runs, request: Request) -> Response:
+    """A file, which may be long: it is sent as it is read."""
+
+    def find() -> Path:
+        return profiles.trace_file(runs.place(request.path_params["id"]), request.path_params["name"])
+
+    path = await to_thread.run_sync(find)
+    name = f"{request.path_params['name']}.json.gz"
+    return FileResponse(path, media_type="application/gzip", filename=name)
 
 
 async def _export(runs: Runs, request: Request) -> Response:

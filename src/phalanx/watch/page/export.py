@@ -28,7 +28,7 @@ import msgspec
 from phalanx.run.directory.durable import write_atomically
 from phalanx.watch.page.answer import Parameters, RequestError, json_bytes
 from phalanx.watch.page.places import Place
-from phalanx.watch.page.views import checkpoints, curves, fleet, goodput, others, run
+from phalanx.watch.page.views import checkpoints, curves, fleet, goodput, logs, profiles, run, why
 from phalanx.watch.page.views.ranks import HEAT_COLUMNS, heat_table
 from phalanx.watch.page.views.runs import Runs
 from phalanx.watch.series.curves import AXES
@@ -95,7 +95,7 @@ def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
         "/goodput": goodput.goodput_view,
         "/fleet": fleet.fleet_view,
         "/checkpoints": checkpoints.checkpoints_view,
-        "/why": others.why_view,
+        "/why": why.why_view,
     }
     for path, view in views.items():
         yield from _answer(f"{base}{path}", partial(view, runs, place, plain))
@@ -103,12 +103,12 @@ def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
         asked = Parameters({"names": "all", "x": axis, "points": _POINTS})
         yield from _answer(f"{base}/curves?x={axis}", partial(curves.curves_view, runs, place, asked))
     asked = Parameters({"grouped": "1", "last": "1000"})
-    yield from _answer(f"{base}/logs", partial(others.logs_view, runs, place, asked))
+    yield from _answer(f"{base}/logs", partial(logs.logs_view, runs, place, asked))
     for column in HEAT_COLUMNS:
-        yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, place, column))
-    yield from _answer(f"{base}/profiles", partial(others.profiles_view, runs, place, plain))
-    for name in others.profile_names(place):
-        yield from _answer(f"{base}/profile/{name}", partial(others.profile_view, place, name))
+        yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, runs, place, column))
+    yield from _answer(f"{base}/profiles", partial(profiles.profiles_view, runs, place, plain))
+    for name in profiles.profile_names(place):
+        yield from _answer(f"{base}/profile/{name}", partial(profiles.profile_summary, place, name))
 
 
 def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]]:

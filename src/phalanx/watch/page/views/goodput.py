@@ -20,8 +20,10 @@ _START = ("start.", "fault.", "reconfigure")
 
 
 def goodput_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
-    """The account of the run; ``price_per_accelerator_hour`` adds what it cost."""
+    """The account of the run; ``price_per_accelerator_hour``, or the run file's price, adds what it cost."""
     price = parameters.number("price_per_accelerator_hour")
+    if price is None and (spec := runs.spec(place)) is not None:
+        price = spec.observe.accelerator_hour_price or None
     if price is not None and not 0 <= price <= _MOST_PRICE:
         raise RequestError(f"price_per_accelerator_hour={price}: give dollars, 0 or more")
     events = runs.thinned(place)

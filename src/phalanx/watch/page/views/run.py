@@ -50,9 +50,9 @@ def has(place: Place) -> dict[str, bool]:
     directory = RunDirectory(place.path)
     return {
         "fleet": path_in(place.path).is_file(),
-        "ranks": (place.path / "ranks.bin").is_file(),
+        "ranks": directory.ranks.is_file(),
         "logs": _filled(directory.logs),
-        "profiles": _filled(place.path / "profiles"),
+        "profiles": _filled(directory.profiles),
         "checkpoints": _filled(directory.checkpoints),
     }
 

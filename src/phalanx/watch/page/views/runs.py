@@ -15,8 +15,9 @@ from phalanx.observe.events import Event
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.watch.page.answer import RequestError, not_found
-from phalanx.watch.page.places import Place, Places
-from phalanx.watch.page.rows import Row, Rows
+from phalanx.watch.page.places import MOST_RUNS, Place, Places
+from phalanx.watch.page.rank_streams import RankStreams
+from phalanx.watch.runs.index import RunIndex, RunRow
 from phalanx.watch.series.cache import USUAL_BYTES, SeriesCache
 from phalanx.watch.series.run_series import RunSeries
 from phalanx.watch.series.stored import StoredSeries
@@ -32,9 +33,10 @@ class Runs:
         most_series_bytes: int = USUAL_BYTES,
         stored: StoredSeries | None = None,
     ) -> None:
-        self._places, self._rows = Places(folders), Rows()
+        self._places = Places(folders)
         self._series = SeriesCache(most_series_bytes, stored)
         self._thinned = KeptStories()
+        self.rank_streams = RankStreams()
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -60,16 +62,22 @@ class Runs:
 
     def list_all(self) -> dict[str, object]:
         """The answer to ``/api/runs``."""
-        rows = [self.row(place) for place in self.places()]
+        rows = RunIndex(self.folders).rows()[:MOST_RUNS]
         return {"folders": [str(folder) for folder in self.folders], "runs": [asdict(row) for row in rows]}
 
-    def row(self, place: Place) -> Row:
-        """A run's row in the list."""
-        return self._rows.row(place)
+    def row(self, place: Place) -> RunRow:
+        """A run's row in the list. Raises ``RequestError`` if its directory is gone."""
+        found = RunIndex([place.path]).rows()
+        if not found:
+            raise not_found(f"{place.path} is no run directory any more")
+        return found[0]
 
     def news(self, place: Place) -> dict[str, object]:
         """What viewers are told when a run has changed."""
-        row = self.row(place)
+        try:
+            row = self.row(place)
+        except RequestError:
+            return {"id": place.id, "kind": "changed", "step": None, "state": "gone", "updated": None}
         return {
             "id": place.id,
             "kind": "changed",
@@ -84,8 +92,8 @@ class Runs:
 
     def read_ahead(self, until: Callable[[], bool]) -> None:
         """Reads runs that nobody has asked for yet, the newest first, until there is no more room or ``until()``, and half of the time."""
-        places = sorted(self.places(), key=lambda place: self.row(place).updated or 0.0, reverse=True)
-        for place in places:
+        rows = sorted(RunIndex(self.folders).rows(), key=lambda row: row.updated or 0.0, reverse=True)
+        for place in (Place(row.id, Path(row.path)) for row in rows):
             while not (until() or self._series.full):
                 began_s = time.monotonic()
                 unread = self.series(place).unread

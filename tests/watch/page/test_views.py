@@ -1,0 +1,176 @@
+"""Views of ranks, logs and comparisons, over what the real writers wrote."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from observe.rank_frames import drawn_frame, write
+from observe.recorded import step
+from phalanx.observe.events import Event
+from phalanx.observe.logs.line import LogLine, encode
+from phalanx.observe.rank_stream import RankStream
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.page.app import application
+from phalanx.watch.page.guard import access_for
+from phalanx.watch.page.views.runs import Runs
+from phalanx.watch.runs.row import run_id
+from watch.made_runs import crashed, write_events
+
+HOSTILE = "<script>alert(1)</script>"
+SAID = "rank {} cannot reach 10.0.0.{}: " + HOSTILE
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return crashed(tmp_path / "runs" / "a")
+
+
+@pytest.fixture
+def client(run_dir: Path) -> TestClient:
+    runs = Runs([run_dir.parent])
+    return TestClient(application(runs, access_for("127.0.0.1", ""), kept_s=0.0), base_url="http://127.0.0.1")
+
+
+def _say(run_dir: Path, rank: int, lines: list[LogLine]) -> None:
+    path = RunDirectory(run_dir).log(0, rank)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(map(encode, lines)))
+
+
+def _line(t: float, rank: int, text: str, level: str = "warning") -> LogLine:
+    return LogLine(t, level, "node-1", rank, None, 0, 7, text, f"rank-{rank:05d}")
+
+
+def _logs(client: TestClient, run_dir: Path, query: str) -> dict[str, Any]:
+    found: dict[str, Any] = client.get(f"/api/run/{run_id(run_dir)}/logs?{query}").json()
+    return found
+
+
+def test_a_heat_map_is_a_header_and_its_values(client: TestClient, run_dir: Path) -> None:
+    write(RunDirectory(run_dir).ranks, *(drawn_frame(3, 10 * n, ranks=6) for n in range(1, 9)))
+    body = client.get(f"/api/run/{run_id(run_dir)}/ranks?column=compute_s&columns=4&rows=3").content
+    (length,) = struct.unpack("<I", body[:4])
+    head = json.loads(body[4 : 4 + length])
+    values = np.frombuffer(body[4 + length :], "<f4").reshape(head["rows"], head["columns"])
+    with RankStream(RunDirectory(run_dir).ranks) as stream:
+        wanted = stream.heat_map("compute_s", most_columns=4, most_rows=3)
+    assert np.array_equal(values, wanted.values, equal_nan=True)
+    assert (head["rows"], head["columns"], head["ranks"], head["reduced"]) == (3, 4, 6, True)
+    assert head["row_ranks"] == [0, 2, 4]
+    assert head["maximum"] == np.nanmax(values)
+
+
+def test_a_row_of_many_ranks_names_the_one_that_stands_out(client: TestClient, run_dir: Path) -> None:
+    frames = [drawn_frame(3, 10 * n, ranks=1000) for n in (1, 2)]
+    frames[-1].columns["compute_s"][777] = 99.0
+    write(RunDirectory(run_dir).ranks, *frames)
+    body = client.get(f"/api/run/{run_id(run_dir)}/ranks?column=compute_s&rows=4").content
+    head = json.loads(body[4 : 4 + int.from_bytes(body[:4], "little")])
+    assert head["row_ranks"] == [0, 250, 500, 750]
+    assert head["row_worst"][3] == 777
+
+
+def test_a_rank_has_its_history(client: TestClient, run_dir: Path) -> None:
+    write(RunDirectory(run_dir).ranks, *(drawn_frame(3, 10 * n, ranks=6) for n in range(1, 4)))
+    found = client.get(f"/api/run/{run_id(run_dir)}/rank/5?column=memory_bytes").json()
+    assert found["steps"] == [10, 20, 30]
+    assert client.get(f"/api/run/{run_id(run_dir)}/rank/6").status_code == 404
+    assert client.get(f"/api/run/{run_id(run_dir)}/rank/-1").status_code == 404
+
+
+def test_a_run_without_numbers_of_ranks_has_none_to_show(client: TestClient, run_dir: Path) -> None:
+    assert client.get(f"/api/run/{run_id(run_dir)}/ranks").json() == {"missing": True}
+
+
+def test_lines_of_all_ranks_are_merged_in_time_and_filtered(client: TestClient, run_dir: Path) -> None:
+    for rank in (0, 1):
+        _say(run_dir, rank, [_line(100.0 + 2 * n + rank, rank, f"line {n}") for n in range(5)])
+    times = [one["t"] for one in _logs(client, run_dir, "")["lines"]]
+    assert times == sorted(times)
+    assert len(times) == 10
+    assert {one["rank"] for one in _logs(client, run_dir, "rank=1")["lines"]} == {1}
+    assert len(_logs(client, run_dir, "since=105&until=107")["lines"]) == 3
+    assert _logs(client, run_dir, "level=error")["lines"] == []
+    newest = _logs(client, run_dir, "last=2")
+    assert ([one["t"] for one in newest["lines"]], newest["more"]) == ([108.0, 109.0], True)
+
+
+def test_what_many_ranks_say_is_one_line_with_a_count(client: TestClient, run_dir: Path) -> None:
+    for rank in range(5):
+        _say(run_dir, rank, [_line(100.0 + rank, rank, SAID.format(rank, rank))])
+    (one,) = _logs(client, run_dir, "grouped=1")["lines"]
+    assert (one["count"], one["first"], one["last"], one["place"]) == (5, 100.0, 104.0, "ranks 0-4 on node-1")
+    assert one["text"] == SAID.format(0, 0)  # data, which the page escapes
+
+
+def test_text_is_looked_for_as_it_stands(client: TestClient, run_dir: Path) -> None:
+    _say(run_dir, 0, [_line(1.0, 0, "a+b (c"), _line(2.0, 0, "aab c")])
+    assert [one["t"] for one in _logs(client, run_dir, "grep=a%2Bb%20(C")["lines"]] == [1.0]
+
+
+@pytest.mark.parametrize(
+    "query", ["rank=x", "rank=-1", "rank=9999999999", "level=loud", "last=0", "last=1e9", "since=soon"]
+)
+def test_a_filter_that_makes_no_sense_is_refused(client: TestClient, run_dir: Path, query: str) -> None:
+    assert client.get(f"/api/run/{run_id(run_dir)}/logs?{query}").status_code == 400
+
+
+def test_runs_without_run_files_cannot_be_compared_and_are_named(client: TestClient, run_dir: Path) -> None:
+    write_events(run_dir.parent / "b", [Event(1e9, 0, step(1, 2))])
+    ids = [run["id"] for run in client.get("/api/runs").json()["runs"]]
+    answer = client.get(f"/api/compare?ids={','.join(ids)}")
+    assert answer.status_code == 400
+    assert "run.toml" in answer.json()["error"]
+    assert client.get(f"/api/compare?ids={ids[0]}").status_code == 400
+    assert client.get(f"/api/compare?ids={ids[0]},nobody").status_code == 404
+
+
+def _profile(run_dir: Path, name: str) -> Path:
+    folder = RunDirectory(run_dir).profiles / name
+    folder.mkdir(parents=True)
+    (folder / "trace.json.gz").write_bytes(b"the trace")
+    table = {"columns": ["compute"], "rows": []}
+    summary = {"step": 12, "steps": [12, 13], "ranks": [0], "step_s": 1.5, "verdict": HOSTILE, "table": table}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_profiles_are_listed_shown_and_downloaded(client: TestClient, run_dir: Path) -> None:
+    _profile(run_dir, "step-12")
+    base = f"/api/run/{run_id(run_dir)}"
+    (one,) = client.get(f"{base}/profiles").json()["profiles"]
+    assert (one["name"], one["step"], one["verdict"]) == ("step-12", 12, HOSTILE)
+    assert client.get(f"{base}/profile/step-12").json()["step_s"] == 1.5
+    trace = client.get(f"{base}/profile/step-12/trace")
+    assert (trace.content, trace.headers["content-type"]) == (b"the trace", "application/gzip")
+    assert 'filename="step-12.json.gz"' in trace.headers["content-disposition"]
+
+
+@pytest.mark.parametrize("name", ["%2e%2e", "..%2f..%2ffirst", "%2fetc", "a%00b", "nothing"])
+def test_a_name_of_a_profile_leads_nowhere_else(client: TestClient, run_dir: Path, name: str) -> None:
+    (run_dir / "trace.json.gz").write_bytes(b"secret")
+    for view in ("", "/trace"):
+        answer = client.get(f"/api/run/{run_id(run_dir)}/profile/{name}{view}")
+        assert answer.status_code == 404
+        assert "secret" not in answer.text
+
+
+def test_a_trace_that_is_a_link_out_of_the_run_is_not_sent(
+    client: TestClient, run_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    folder = _profile(run_dir, "step-12")
+    (folder / "trace.json.gz").unlink()
+    (folder / "trace.json.gz").symlink_to(tmp_path / "secret")
+    assert client.get(f"/api/run/{run_id(run_dir)}/profile/step-12/trace").status_code == 404
+
+
+def test_what_is_wrong_is_told_with_evidence(client: TestClient, run_dir: Path) -> None:
+    assert isinstance(client.get(f"/api/run/{run_id(run_dir)}/why").json()["reasons"], list)
