@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fleet.small_fleets import Fleet, running
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.state import Eligibility, FleetPhase
+from phalanx.fleet.core.state import Eligibility, FleetPhase, RestorePoint
 
 
 def nan(fleet: Fleet, step: int, *ranks: int) -> None:
@@ -161,3 +161,17 @@ def test_no_step_is_called_the_runs_own_unless_two_epochs_in_a_row_found_it_so(
         assert (step in told) <= (last == step)
         last = step
         fleet.bind()
+
+
+def test_nobody_is_found_at_fault_for_a_step_that_the_next_epoch_skips() -> None:
+    fleet = running()
+    # A machine that was away comes back with the state of an epoch that had got further.
+    held = tuple(m.RankSnapshot(4, rank, 20, "own", 1, epoch=0) for rank in range(4))
+    fleet.hear(m.Joined("9", 1, 1, "9", 7, held=held, meeting_points=("9:1",)))
+    nan(fleet, 8, 1)
+    assert fleet.state.source == RestorePoint(4, 20)
+    assert quarantined(fleet) == set()
+    assert "nothing is known against this node" in fleet.state.incidents[-1].what
+    reach(fleet, 21)
+    assert fleet.state.doubt is None
+    assert not any("at fault" in incident.what for incident in fleet.state.incidents)

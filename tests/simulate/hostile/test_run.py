@@ -44,6 +44,10 @@ def test_a_node_whose_last_words_of_an_epoch_were_lost_is_asked_what_it_holds() 
     assert run_seed(44073).steps > 5
 
 
+def test_nobody_is_found_at_fault_for_a_step_that_was_not_computed_again() -> None:
+    assert run_seed(51253).steps > 17
+
+
 def test_a_world_is_a_function_of_its_seed() -> None:
     assert run_seed(3) == run_seed(3) != run_seed(4)
 

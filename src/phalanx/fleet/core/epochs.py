@@ -10,6 +10,8 @@ from __future__ import annotations
 from itertools import compress
 from operator import is_not
 
+from msgspec.structs import replace
+
 from phalanx.fleet.core.commands import (
     Diagnose,
     Fresh,
@@ -237,6 +239,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
         # The restore lost steps: computing them again counts as progress too.
         state.best_step = state.step
     progressed(state, state.step)
+    _withdraw_doubt(state)
     enter(state, FleetPhase.BINDING)
     orders += [Order(SEATED), *(Order(name) for name in left)]
 
@@ -310,6 +313,22 @@ def _settle(state: FleetState, step: int) -> None:
             node = state.nodes.get(name)
             if node is not None and node.eligibility is Eligibility.QUARANTINED:
                 change(state, node, why=verdict)
+
+
+def _withdraw_doubt(state: FleetState) -> None:
+    """Lets the nodes in again that are blamed for a step which the new epoch will not compute: it restores a state from beyond it.
+
+    Such a state was kept by a node that was away, from an epoch that got further. Whether the step is the run's own is then not found out.
+    """
+    doubt = state.doubt
+    if doubt is None or doubt.confirmed or not doubt.nodes or _step_of(state.source) < doubt.step:
+        return
+    state.doubt = replace(doubt, nodes=())
+    for name in doubt.nodes:
+        note(state, name, f"step {doubt.step} is not computed again: nothing is known against this node")
+        node = state.nodes.get(name)
+        if node is not None and node.eligibility is Eligibility.QUARANTINED:
+            change(state, node, eligibility=Eligibility.GOOD, why="")
 
 
 # --- losing nodes ---------------------------------------------------------------------------------
