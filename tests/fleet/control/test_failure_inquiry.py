@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from phalanx.fleet.control.failure_inquiry import FailureInquiry
 from phalanx.fleet.core import messages as m
 from phalanx.observe.logs.first_failure import ended_text
@@ -44,6 +46,19 @@ def test_of_a_node_whose_log_cannot_be_read_its_report_counts(tmp_path: Path) ->
     inquiry.heard(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
     found = inquiry.finding(inquiry.taken())
     assert found.startswith("first failure: node-9: error: no blocks are left (")
+
+
+def test_what_ended_no_epoch_hours_ago_is_not_told_for_what_fails_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inquiry = made(tmp_path, {})
+    hours_ago = time.time() - 7200
+    with monkeypatch.context() as past:
+        past.setattr(time, "time", lambda: hours_ago)
+        inquiry.heard(m.WorkerExited("node-9", 1, 0, 0, 1, "a spare's worker had no room on /tmp"))
+    inquiry.heard(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
+    inquiry.heard(m.Broken("node-1", 1, 4, 0, LOST))
+    assert inquiry.finding(inquiry.taken()).startswith("first failure: node-9: error: no blocks are left (")
 
 
 def test_an_epoch_that_is_left_by_plan_has_no_failure(tmp_path: Path) -> None:

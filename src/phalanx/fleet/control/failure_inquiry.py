@@ -35,27 +35,15 @@ class FailureInquiry:
 
     def heard(self, report: m.AgentMessage) -> None:
         """Notes that a node has reported that something failed."""
-        if (
-            isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal)
-            and len(self._heard) < _MOST_NODES
-        ):
-            text = (
-                f"its worker was silent for {report.silent_s:.0f} s"
-                if isinstance(report, m.WorkerHung)
-                else report.text
-            )
-            if isinstance(report, m.WorkerExited):
-                text = text or f"exit code {report.code}"
+        if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
+            return
+        now_s = time.time()
+        # What ended no epoch, such as a spare's worker that died hours ago, is not the beginning of what fails now.
+        self._heard = {node: line for node, line in self._heard.items() if line.t > now_s - _RECENT_S}
+        if len(self._heard) < _MOST_NODES:
+            text = f"error: {_words(report)}"
             line = LogLine(
-                time.time(),
-                "error",
-                report.node,
-                None,
-                report.epoch,
-                self._attempt,
-                None,
-                f"error: {text}",
-                report.node,
+                now_s, "error", report.node, None, report.epoch, self._attempt, None, text, report.node
             )
             self._heard.setdefault(report.node, line)
 
@@ -84,3 +72,11 @@ class FailureInquiry:
             return ""
         message = what_happened(found.line.text).splitlines()[0][:_MOST_CHARACTERS]
         return f"first failure: {who(found.line)}: {message} ({'; '.join(found.evidence)})"
+
+
+def _words(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:
+    if isinstance(report, m.WorkerHung):
+        return f"its worker was silent for {report.silent_s:.0f} s"
+    if isinstance(report, m.WorkerExited):
+        return report.text or f"exit code {report.code}"
+    return report.text
