@@ -114,8 +114,15 @@ def this_machine(node: str, attempt: int) -> tuple[Machine, str]:
 
 def installed_packages() -> str:
     """All installed distributions, as ``pip install -r`` takes them, a line each, sorted."""
-    found = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions() if one.name}
+    found = dict(filter(None, map(_name_and_version, metadata.distributions())))
     return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
+
+
+def _name_and_version(one: metadata.Distribution) -> tuple[str, str] | None:
+    """From the head of its metadata alone: ``importlib.metadata`` parses the whole text, readme and all, for each of the two."""
+    head = (one.read_text("METADATA") or one.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    name, version = (re.search(rf"^{key}: *(\S+)", head, re.MULTILINE) for key in ("Name", "Version"))
+    return (name[1].lower().replace("_", "-"), version[1]) if name and version else None
 
 
 def nvidia_accelerators(driver: Path = Path("/proc/driver/nvidia")) -> tuple[str, ...]:
