@@ -16,6 +16,7 @@ from typing import Any
 from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerPhase
 from phalanx.fleet.node.agent_actions import WorkerLife
+from phalanx.observe.machines import nvidia_driver
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
 from phalanx.observe.records import package_versions
 from phalanx.version import __version__
@@ -121,16 +122,8 @@ class Software:
                 "python": platform.python_version(),
                 "torch": packages.get("torch", ""),
                 "numpy": packages.get("numpy", ""),
-                "driver": _driver(),
+                "driver": nvidia_driver(),
                 "kernel": platform.release(),
             }
             self._found = self._labels | versions
         return [Sample(SOFTWARE, self._found, 1)]
-
-
-def _driver() -> str:
-    """The version of NVIDIA's kernel module, if one is loaded."""
-    try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:
-        return ""
