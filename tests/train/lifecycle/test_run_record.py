@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from phalanx.observe.event_log import EventLog
 from phalanx.observe.machines import leave_machine, read_machines
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.train.lifecycle.run_record import leave_own_machine, tell_differences
+from phalanx.train.lifecycle.reporter import Reporter
+from phalanx.train.lifecycle.run_record import leave_own_machine, tell_differences, watch_machines
 
 
 @pytest.fixture
@@ -51,6 +53,19 @@ def test_only_what_is_new_is_told_later(directory: RunDirectory) -> None:
     tell_differences(directory, told.append)
     assert "node-2 with 1" in told[1]
     assert "node-1" not in told[1]
+
+
+def test_a_difference_that_shows_after_an_epoch_is_left_to_the_next_one_to_tell(
+    directory: RunDirectory,
+) -> None:
+    reporter = Reporter(EventLog(directory.events, 0))
+    late = watch_machines(directory, reporter, late_s=0.3)
+    reporter.close()
+    change(directory, "node-1", driver="560.1")
+    late.join()
+    told: list[str] = []
+    tell_differences(directory, told.append)
+    assert len(told) == 1
 
 
 def test_a_record_that_cannot_be_written_stops_nothing(

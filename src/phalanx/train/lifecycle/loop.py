@@ -173,7 +173,7 @@ def _begin(training: Training) -> TrainProgress:
     if reporter.speaks:
         changed = _changed_numerics(training)
         reporter.emit(_started(training))
-        watch_machines(training.inputs.directory, reporter.warn)
+        watch_machines(training.inputs.directory, reporter)
         if restored is not None and changed:
             reporter.warn(
                 f"this machine computes {', '.join(changed)} with other bits than that of the start before: from here on, the bits of "

@@ -23,6 +23,7 @@ from phalanx.run.data_folders import addresses
 from phalanx.run.directory.durable import create_once, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.reporter import Reporter
 
 _LATE_S = 60.0
 """By then a network file system shows what other machines have written into a folder."""
@@ -73,18 +74,22 @@ def first_of_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def watch_machines(directory: RunDirectory, warn: Callable[[str], None]) -> None:
+def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = _LATE_S) -> threading.Thread:
     """Tells, soon and on a thread, in what the machines of this start differ, if that has not been told yet."""
 
     def look_twice() -> None:
-        for wait_s in (0.0, _LATE_S):
+        for wait_s in (0.0, late_s):
             time.sleep(wait_s)
+            if not reporter.speaks:
+                return  # the epoch is over: what is told here nobody would hear, and the next one would take it for told
             try:
-                tell_differences(directory, warn)
+                tell_differences(directory, reporter.warn)
             except OSError as error:
                 _complain(f"the machines in {directory.machines} are not compared: {error.strerror}")
 
-    threading.Thread(target=look_twice, name="machines", daemon=True).start()
+    thread = threading.Thread(target=look_twice, name="machines", daemon=True)
+    thread.start()
+    return thread
 
 
 def tell_differences(directory: RunDirectory, warn: Callable[[str], None]) -> None:
