@@ -69,6 +69,14 @@ def held_memory_bytes(device: torch.device) -> int:
         return on_device
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return most_memory_bytes(device)
+
+
+def most_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has had so far: on a GPU that of its tensors, on a CPU what was resident."""
+    on_device = peak_memory_bytes(device)
+    if on_device is not None:
+        return on_device
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -106,7 +106,7 @@ def test_a_spike_stays_one_when_the_loss_is_larger_still(
 def advance(progress: TrainProgress, loss: float, *, applied: bool = True) -> None:
     train = TrainSpec(batch_size=10, spike_window=8)
     report = StepReport(loss, 1.0, 100, 0.1, applied, StepFlags())
-    progress.advance(report, progress.updates + applied, train)
+    progress.advance(report, progress.updates + applied, train, progress.spike(report, train))
 
 
 def test_the_state_lists_what_was_left_out_by_sample_and_joins_neighbors() -> None:

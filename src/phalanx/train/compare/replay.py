@@ -92,7 +92,7 @@ def replay(
         before_step(step, built)
         witness.see_weights("weight")
         report = stepper.run(step, before_update=witness.see_gradients)
-        progress.advance(report, stepper.updates, spec.train)
+        progress.advance(report, stepper.updates, spec.train, progress.spike(report, spec.train))
         witness.see_weights("updated")
         observed += witness.take()
         numbers[step] = {"loss": report.loss, "grad_norm": report.grad_norm}

@@ -6,8 +6,6 @@ It can be read from top to bottom; ``phalanx.train.step.step`` has what a step i
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -18,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.prefetch import Prefetch
-from phalanx.hardware.device import peak_memory_bytes, pinned
+from phalanx.hardware.device import most_memory_bytes, pinned
 from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import (
     Evaluated,
     Evaluating,
     Finished,
-    LossSpike,
     MemoryMeasured,
-    NonFinite,
     Restored,
     RunStarted,
     Step,
@@ -36,6 +32,7 @@ from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.lifecycle.bad_steps import keep_before_spikes, skip_or_raise, tell_spike_or_raise
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
@@ -47,7 +44,6 @@ from phalanx.train.start.checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.rank_times import RankTimes
-from phalanx.train.step.spikes import Spike, SpikeRule
 from phalanx.train.step.step import Audit, Stepper, StepReport
 from phalanx.train.step.weights_hash import weights_sha256
 
@@ -55,14 +51,6 @@ _TELL_EVALUATION_S = 5.0
 """Time between two words on how far an evaluation is."""
 _MUCH_WAITING = 0.05
 """Part of the time of steps from which waiting for samples is worth a word."""
-
-
-class NonFiniteError(RunFailedError):
-    """The loss or the gradient was infinite or not a number, and the run is to stop at that."""
-
-
-class LossSpikeError(RunFailedError):
-    """The loss or the gradient norm was far above what is usual, and the run is to stop at that."""
 
 
 class UnsavedError(RunFailedError):
@@ -90,7 +78,7 @@ def train(training: Training) -> RunResult | None:
         ranks = RankTimes(
             stepper, training.inputs.attempt, (spec.observe.ranks_every_steps, guardian.window_steps())
         )
-        _keep_before_spikes(training, progress)
+        keep_before_spikes(training, progress)
         audit = guardian.audit(stepper, samples)
         guardian.begins(progress.step, training.shards, extra_of(training, progress))
         own = training.restored is not None and not training.restored.taken_over
@@ -111,15 +99,15 @@ def train(training: Training) -> RunResult | None:
                     progress.step + 1, training.flags(), before_update=training.fence, audit=audit
                 )
             recent_s.append(time.perf_counter() - begin)
-            spike = SpikeRule.of(spec.train).find(progress.recent, report.loss, report.grad_norm)
+            spike = progress.spike(report, spec.train)
             if spike is not None:
-                _tell_spike_or_raise(training, progress, report, spike)
+                tell_spike_or_raise(training, progress, report, spike)
             elif not report.applied:
                 guardian.not_finite(progress.step + 1, report)
-                _skip_or_raise(training, progress, report)
-            progress.advance(report, stepper.updates, spec.train)
+                skip_or_raise(training, progress, report)
+            progress.advance(report, stepper.updates, spec.train, spike)
             if spike is not None:
-                _keep_before_spikes(training, progress)
+                keep_before_spikes(training, progress)
             _log_step(training, progress, report, recent_s)
             last = progress.step == spec.train.steps
             ending = last or report.flags.stop or report.flags.leave
@@ -286,87 +274,6 @@ def _numbers(training: Training, begun: TrainProgress, step: int, slot: int) -> 
     return first + slot * per_slot, per_slot
 
 
-def _skip_or_raise(training: Training, progress: TrainProgress, report: StepReport) -> None:
-    """Reports a step that was not finite; returns if it may be skipped, else saves the run and raises ``NonFiniteError``."""
-    train = training.inputs.spec.train
-    skip = train.on_nonfinite == "skip" and progress.skipped_in_a_row + 1 < train.max_skipped
-    sources = ", ".join(report.nonfinite[:3])
-    if len(report.nonfinite) > 3:
-        sources += f" and {len(report.nonfinite) - 3} more"
-    what = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}: not finite are {sources}"
-    training.reporter.emit(
-        NonFinite(
-            progress.step + 1,
-            what,
-            skipped=skip,
-            first_sample=progress.next_sample,
-            samples=train.batch_size,
-            ranks=list(report.nonfinite_ranks),
-        )
-    )
-    if skip:
-        return
-    save(training, progress)
-    saved = "and saved" if settle(training) else "but could not be saved: older checkpoints are kept"
-    remedy = (
-        f"{train.max_skipped} steps in a row were skipped; lower optimizer.lr or lengthen schedule.warmup_steps"
-        if train.on_nonfinite == "skip"
-        else 'lower optimizer.lr, lengthen schedule.warmup_steps, or set train.on_nonfinite = "skip"'
-    )
-    weights = f"the weights are those of step {progress.step}, {saved}"
-    raise NonFiniteError(f"step {progress.step + 1}: {what}; {weights}. {remedy}", remedy)
-
-
-def _tell_spike_or_raise(
-    training: Training, progress: TrainProgress, report: StepReport, spike: Spike
-) -> None:
-    """Reports a spike; returns if training goes on with or without its update, else saves the run and raises ``LossSpikeError``."""
-    train, step = training.inputs.spec.train, progress.step + 1
-    enough = train.on_spike == "skip" and progress.skipped_in_a_row + 1 >= train.max_skipped
-    training.reporter.emit(
-        LossSpike(
-            step=step,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            typical_loss=spike.typical_loss,
-            deviations=spike.deviations,
-            action="stop" if enough else train.on_spike,
-            first_sample=progress.next_sample,
-            samples=train.batch_size,
-            typical_grad_norm=spike.typical_grad_norm,
-            what=spike.what,
-            slot=report.worst_slot,
-            slot_loss=report.worst_slot_loss,
-        )
-    )
-    if train.on_spike == "continue" or (train.on_spike == "skip" and not enough):
-        return
-    save(training, progress)
-    saved = "and saved" if settle(training) else "but could not be saved: older checkpoints are kept"
-    run = training.inputs.directory.path
-    action = "continue" if enough else "skip"
-    remedy = (
-        f"look at the batch with `phalanx data show {run} --step {step}`; "
-        f"`phalanx train {run} --from {progress.step} --set train.on_spike={action}` "
-        + ("takes it as it is" if enough else "leaves its samples out")
-    )
-    often = f", and {train.max_skipped} steps in a row were not applied" if enough else ""
-    what = (
-        f"the {spike.what} is {spike.deviations:.3g} deviations above what is usual{often}: loss {report.loss:.4g} (usual "
-        f"{spike.typical_loss:.4g}), gradient norm {report.grad_norm:.4g} (usual {spike.typical_grad_norm:.4g})"
-    )
-    weights = f"the weights are those of step {progress.step}, {saved}"
-    raise LossSpikeError(f"step {step}: {what}; {weights}. {remedy}", remedy)
-
-
-def _keep_before_spikes(training: Training, progress: TrainProgress) -> None:
-    """Has the checkpoints before the newest spikes kept, so that one can go back to them."""
-    first_steps = [first for first, _ in progress.spikes]
-    training.saver.keep_before(first_steps)
-    if training.mirror:
-        training.mirror.keep_before(first_steps)
-
-
 def _log_step(training: Training, progress: TrainProgress, report: StepReport, recent_s: list[float]) -> None:
     spec = training.inputs.spec
     due = progress.step % spec.observe.log_every_steps == 0 or progress.step == spec.train.steps
@@ -392,7 +299,7 @@ def _log_step(training: Training, progress: TrainProgress, report: StepReport, r
             mfu=_mfu(training, tokens_per_s),
             goodput=in_steps / sum(seconds.values()),
             ledger=seconds,
-            peak_memory_bytes=_peak_memory_bytes(training),
+            peak_memory_bytes=most_memory_bytes(training.mesh.device),
             balance=report.balance,
             logged_s=since_s,
             data_wait_s=wait_s,
@@ -427,14 +334,6 @@ def _traffic(training: Training) -> dict[str, int]:
             asked_bytes=traffic.asked_bytes, fetched_bytes=traffic.fetched_bytes, requests=traffic.requests
         )
     return dict(totals)
-
-
-def _peak_memory_bytes(training: Training) -> int:
-    on_device = peak_memory_bytes(training.mesh.device)
-    if on_device is not None:
-        return on_device
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | None:

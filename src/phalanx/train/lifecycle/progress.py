@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from phalanx.run.spec import TrainSpec
-from phalanx.train.step.spikes import SpikeRule
+from phalanx.train.step.spikes import Spike, SpikeRule
 from phalanx.train.step.step import StepReport
 
 _SPIKES_KEPT = 3
@@ -50,13 +50,17 @@ class TrainProgress:
             return False
         return SpikeRule.of(train).find(self.recent, loss, grad_norm) is not None
 
-    def advance(self, report: StepReport, updates: int, train: TrainSpec) -> None:
-        """Counts one more step of ``train.batch_size`` sequences; ``updates`` are those applied so far."""
-        rule, batch_size = SpikeRule.of(train), train.batch_size
+    def spike(self, report: StepReport, train: TrainSpec) -> Spike | None:
+        """The spike that the next step is, if it is one."""
+        return SpikeRule.of(train).find(self.recent, report.loss, report.grad_norm)
+
+    def advance(self, report: StepReport, updates: int, train: TrainSpec, spike: Spike | None) -> None:
+        """Counts one more step of ``train.batch_size`` sequences; ``updates`` are those applied so far, ``spike`` is what ``spike`` found."""
+        batch_size = train.batch_size
         self.step += 1
-        if rule.find(self.recent, report.loss, report.grad_norm) is not None:
+        if spike is not None:
             self._note_spike(self.next_sample, 0 if report.applied else batch_size)
-        self.recent = rule.remember(self.recent, report.loss, report.grad_norm)
+        self.recent = SpikeRule.of(train).remember(self.recent, report.loss, report.grad_norm)
         self.tokens += report.tokens
         self.updates = updates
         self.next_sample += batch_size

@@ -153,7 +153,8 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
-    from phalanx.train.lifecycle.loop import LossSpikeError, NonFiniteError, UnsavedError
+    from phalanx.train.lifecycle.bad_steps import LossSpikeError, NonFiniteError
+    from phalanx.train.lifecycle.loop import UnsavedError
     from phalanx.train.measure.numerics import MixedMachinesError
     from phalanx.train.step.state import NoGoodCheckpointError
 
