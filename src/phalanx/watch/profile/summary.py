@@ -9,13 +9,13 @@ from typing import Any
 
 from phalanx.observe.profile_file import RankTrace
 from phalanx.watch.profile.chrome import merged
-from phalanx.watch.profile.clocks import fit_clocks
+from phalanx.watch.profile.clocks import ClockFit, fit_clocks
 from phalanx.watch.profile.memory import memory_line
 from phalanx.watch.profile.operations import by_layer, kinds
 from phalanx.watch.profile.partition import StepPieces, partition
-from phalanx.watch.profile.predicted import Prediction, measured, term_rows, what_would_pay
+from phalanx.watch.profile.predicted import Prediction, TermRow, measured, term_rows, what_would_pay
 from phalanx.watch.profile.verdict import findings
-from phalanx.watch.profile.waits import critical_path, meet, passages, path_seconds
+from phalanx.watch.profile.waits import Passage, Waits, critical_path, meet, passages, path_seconds
 from phalanx.watch.profile.words import in_order
 
 VERSION = 1
@@ -56,28 +56,14 @@ def analyze(
     kept = [(trace, cut) for trace, cut in zip(traces, cuts, strict=True) if len(cut.pieces)]
     traces, cuts = [trace for trace, _ in kept], [cut for _, cut in kept]
     clocks = fit_clocks(traces)
-    ways = {
-        trace.rank: passages(trace, clocks[trace.rank], cut.steps)
-        for trace, cut in zip(traces, cuts, strict=True)
-    }
+    ways = {trace.rank: passages(trace, clocks[trace.rank], cut.steps) for trace, cut in kept}
     waits = meet(ways)
-    bases = {trace.rank: int(trace.meta.get("base_unix_ns", 0)) for trace in traces}
-    by_rank = {cut.rank: cut for cut in cuts}
-    windows = {
-        cut.rank: tuple(
-            (clocks[cut.rank].to_common(cut.pieces[field][[place]] + bases[cut.rank])).item()
-            for field, place in (("begin_ns", 0), ("end_ns", -1))
-        )
-        for cut in cuts
-    }
-    path = critical_path(waits, ways, windows)  # type: ignore[arg-type]
-    memory = [line for trace, cut in zip(traces, cuts, strict=True) if (line := memory_line(trace, cut))]
+    memory = [line for trace, cut in kept if (line := memory_line(trace, cut))]
     peak, copy_rate = _peaks(traces, order)
     operations = kinds(traces, cuts, peak, copy_rate)
     found = findings(cuts, waits)
     steps = max(len(cut.steps) for cut in cuts)
     step_s = sum(cut.step_s for cut in cuts) / len(cuts)
-    rows = term_rows(prediction, measured(cuts, operations, waits, ways))
     error_ns = max(clock.error_ns for clock in clocks.values())
     summary = {
         "version": VERSION,
@@ -96,23 +82,8 @@ def analyze(
         "clock_error_s": error_ns / 1e9 if math.isfinite(error_ns) else None,
         "table": _table(cuts, waits.waited, steps),
         "waits": _pairs(waits.charged, steps),
-        "transfers": [
-            {
-                "axis": axis,
-                "group": group,
-                "calls": one.calls / steps,
-                "bytes": one.bytes / steps,
-                "seconds": one.seconds / steps,
-                "bytes_per_s": one.bytes_per_s,
-            }
-            for (axis, group), one in sorted(waits.moved.items(), key=lambda pair: -pair[1].seconds)[
-                :_MOST_PAIRS
-            ]
-        ],
-        "critical_path": {
-            str(rank): {word: seconds / steps for word, seconds in words.items()}
-            for rank, words in sorted(path_seconds(path, by_rank, clocks, bases).items())
-        },
+        "transfers": _transfers(waits, steps),
+        "critical_path": _critical_path(kept, clocks, ways, waits, steps),
         "peaks": {
             "flops_per_s": peak,
             "flops_source": order.get("peak_source"),
@@ -123,25 +94,70 @@ def analyze(
             for row in operations
         ],
         "layers": [asdict(row) for row in by_layer(cuts)],
-        "plan": {
-            "cluster": None if prediction is None else prediction.cluster,
-            "step_s": None if prediction is None else prediction.step_s,
-            "terms": [
-                {
-                    "term": row.term,
-                    "predicted_s": None if math.isnan(row.predicted_s) else row.predicted_s,
-                    "measured_s": row.measured_s,
-                }
-                for row in rows
-            ],
-            "would_pay": [] if prediction is None else what_would_pay(rows, step_s),
-        },
+        "plan": _plan(prediction, term_rows(prediction, measured(cuts, operations, waits, ways)), step_s),
         "memory": [asdict(line) for line in memory],
         "recording": [_recording(trace) for trace in traces],
         "notes": list(notes),
     }
     about = {"profile": name, "clock_error_us": error_ns / 1e3 if math.isfinite(error_ns) else None}
     return Analysis(summary, merged(traces, clocks, waits, memory, about=about))
+
+
+def _transfers(waits: Waits, steps: int) -> list[dict[str, Any]]:
+    """What each group of ranks moved in a step, the longest transfers first."""
+    longest = sorted(waits.moved.items(), key=lambda pair: -pair[1].seconds)[:_MOST_PAIRS]
+    return [
+        {
+            "axis": axis,
+            "group": group,
+            "calls": one.calls / steps,
+            "bytes": one.bytes / steps,
+            "seconds": one.seconds / steps,
+            "bytes_per_s": one.bytes_per_s,
+        }
+        for (axis, group), one in longest
+    ]
+
+
+def _critical_path(
+    kept: Sequence[tuple[RankTrace, StepPieces]],
+    clocks: Mapping[int, ClockFit],
+    ways: Mapping[int, Sequence[Passage]],
+    waits: Waits,
+    steps: int,
+) -> dict[str, dict[str, float]]:
+    """Seconds of a step that hold up all others, by rank and what they were spent on."""
+    bases = {trace.rank: int(trace.meta.get("base_unix_ns", 0)) for trace, _ in kept}
+    by_rank = {cut.rank: cut for _, cut in kept}
+
+    def common_ns(cut: StepPieces, field: str, place: int) -> int:
+        return int(clocks[cut.rank].to_common(cut.pieces[field][[place]] + bases[cut.rank]).item())
+
+    windows = {
+        rank: (common_ns(cut, "begin_ns", 0), common_ns(cut, "end_ns", -1)) for rank, cut in by_rank.items()
+    }
+    path = critical_path(waits, ways, windows)
+    return {
+        str(rank): {word: seconds / steps for word, seconds in words.items()}
+        for rank, words in sorted(path_seconds(path, by_rank, clocks, bases).items())
+    }
+
+
+def _plan(prediction: Prediction | None, rows: Sequence[TermRow], step_s: float) -> dict[str, Any]:
+    """The planner's step beside the measured one, term by term."""
+    return {
+        "cluster": None if prediction is None else prediction.cluster,
+        "step_s": None if prediction is None else prediction.step_s,
+        "terms": [
+            {
+                "term": row.term,
+                "predicted_s": None if math.isnan(row.predicted_s) else row.predicted_s,
+                "measured_s": row.measured_s,
+            }
+            for row in rows
+        ],
+        "would_pay": [] if prediction is None else what_would_pay(rows, step_s),
+    }
 
 
 def _table(cuts: Sequence[StepPieces], waited: Mapping[tuple[int, str], float], steps: int) -> dict[str, Any]:
