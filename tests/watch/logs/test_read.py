@@ -173,6 +173,18 @@ def test_what_is_said_later_is_followed_also_when_files_are_set_aside(directory:
     assert follower.look() == []
 
 
+def test_a_new_file_that_has_taken_the_inode_of_a_removed_one_is_followed_from_its_beginning(
+    directory: RunDirectory,
+) -> None:
+    path = directory.log(0, 0)
+    write(directory, 0, [line(1.0, 0, "old" * 100)])
+    follower = Follower(directory, LogQuery())
+    inode = path.stat().st_ino
+    path.write_bytes(encode(line(2.0, 0, "new")))  # in place, as if the inode had been free
+    assert path.stat().st_ino == inode
+    assert [one.text for one in follower.look()] == ["new"]
+
+
 def test_what_many_say_alike_is_one_group_with_a_count(directory: RunDirectory) -> None:
     for rank in range(6):
         write(

@@ -42,8 +42,9 @@ class Follower:
                 there = os.fstat(file.fileno())
                 key = (there.st_dev, there.st_ino)
                 begin = self._read.get(key, 0)
-                if there.st_size <= begin:
-                    self._read[key] = min(begin, there.st_size)
+                if there.st_size < begin:
+                    begin = 0  # another file: a new one takes the inode of the oldest, which was removed just before
+                if there.st_size == begin:
                     continue
                 file.seek(begin)
                 piece = file.read(_MOST)
