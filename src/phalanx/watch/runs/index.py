@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from phalanx.watch.runs.row import RunFacts, RunRow, read_facts, row_of
 
 __all__ = ["RunIndex", "RunRow"]
 _BUSY_S = 0.2
+_MOST_NAMED = 500
+"""More runs are not looked for by name: SQLite bounds the values of a query."""
 _SHAPE = f"{__version__}/1"
 """The version of what the cache holds: rows of another one are not read."""
 _MADE = "CREATE TABLE IF NOT EXISTS runs (path TEXT PRIMARY KEY, shape TEXT, signature TEXT, facts BLOB) WITHOUT ROWID"
@@ -112,19 +114,22 @@ class _Cache:
     def read(self, keys: Iterable[str]) -> dict[str, tuple[str, RunFacts]]:
         """Signature and facts of those that are known."""
         wanted, found = set(keys), {}
-        for key, signature, facts in self._selected():
+        for key, signature, facts in self._selected(wanted):
             if key in wanted:
                 with suppress(msgspec.MsgspecError, RecursionError):
                     found[key] = (signature, msgspec.msgpack.decode(facts, type=RunFacts))
         return found
 
-    def _selected(self) -> list[tuple[str, str, bytes]]:
+    def _selected(self, wanted: Collection[str]) -> list[tuple[str, str, bytes]]:
         if not self._path.exists():
             return []
+        query, values = "SELECT path, signature, facts FROM runs WHERE shape = ?", [_SHAPE]
+        if len(wanted) <= _MOST_NAMED:
+            # The page asks for one run at each of its steps, and the cache knows all that this user has ever listed.
+            query, values = f"{query} AND path IN ({','.join('?' * len(wanted))})", [_SHAPE, *wanted]
         try:
             with closing(self._open()) as base:
-                query = "SELECT path, signature, facts FROM runs WHERE shape = ?"
-                return base.execute(query, (_SHAPE,)).fetchall()
+                return base.execute(query, values).fetchall()
         except sqlite3.OperationalError:  # busy, of another shape, not readable
             return []
         except sqlite3.DatabaseError:
