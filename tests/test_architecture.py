@@ -46,8 +46,28 @@ PURE = (
     "parallel/pipeline/schedules.py",
     "run/kinds",
     "run/layout.py",
+    "run/rank_places.py",
+    *(f"observe/logs/{name}.py" for name in ("assemble", "first_failure", "line", "masking")),
+    *(f"observe/metrics/{name}.py" for name in ("samples", "exposition", "run_facts", "run_metrics")),
     "train/profile/choose.py",
-    *(f"watch/profile/{name}.py" for name in ("words", "verdict")),
+    "train/step/spikes.py",
+    *(f"watch/why/{name}.py" for name in ("judge", "observed", "reason", "thresholds")),
+    "watch/why/rules",
+    *(
+        f"watch/profile/{name}.py"
+        for name in (
+            "words",
+            "partition",
+            "clocks",
+            "waits",
+            "operations",
+            "memory",
+            "verdict",
+            "summary",
+            "chrome",
+        )
+    ),
+    *(f"watch/series/{name}.py" for name in ("reduce", "table", "step_lines")),
 )
 """Rooms that decide on values alone: no I/O, no clock, no torch."""
 
@@ -101,13 +121,12 @@ QUICK = (
     "phalanx.cli.plan.spec_command",
     "phalanx.cli.train.data_command",
     "phalanx.cli.train.train_command",
-    "phalanx.cli.watch.diff_command",
-    "phalanx.cli.watch.profile_command",
-    "phalanx.watch.profile",
-    "phalanx.cli.watch.goodput_command",
-    "phalanx.cli.watch.watch_command",
-    "phalanx.cli.watch.ui_command",
+    "phalanx.cli.watch",
     "phalanx.watch",
+    *(
+        f"phalanx.observe.{name}"
+        for name in ("logs", "metrics", "rank_file", "rank_stream", "machines", "records")
+    ),
     "phalanx.fleet.control.coordinator",
     "phalanx.fleet.node.agent",
     "phalanx.launch.local",
