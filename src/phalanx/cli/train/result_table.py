@@ -11,6 +11,8 @@ from rich.table import Table
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.result import RunResult
 
+_ABOVE = " (above the measured peak: other work slowed that measurement when the run began)"
+
 
 def result_table(result: RunResult, directory: RunDirectory, program: Sequence[str] = ("phalanx",)) -> Table:
     """The figures by which runs are compared, in two columns, and the command that shows them beside other runs'.
@@ -40,7 +42,10 @@ def _rows(result: RunResult, directory: RunDirectory) -> Iterator[tuple[str, str
             text += f" (xz -9 reaches {result.xz_bits_per_byte:.3f} on the same text)"
         yield "held-out text", text
     if result.tokens_per_s and result.mfu is not None:
-        yield "speed", f"{result.tokens_per_s:,.0f} tokens/s, MFU {result.mfu:.1%} of {result.peak_source}"
+        yield (
+            "speed",
+            f"{result.tokens_per_s:,.0f} tokens/s, MFU {result.mfu:.1%} of {result.peak_source}{_ABOVE if result.mfu > 1 else ''}",
+        )
     yield "run directory", str(directory.path)
     yield "loss curve", str(directory.curve)
     yield "weights", f"sha256 {result.weights_sha256}"

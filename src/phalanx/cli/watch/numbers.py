@@ -7,6 +7,20 @@ import re
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def share(value: float) -> str:
+    """A fraction in percent."""
+    return f"{value:.1%}"
+
+
+def utilization(value: float) -> str:
+    """MFU in percent, marked where it is above the peak that it is a share of: that was measured when the run began, and the machine
+    was busier then."""
+    return share(value) + ("!" if value > 1 else "")
+
+
+ABOVE_PEAK = "mfu!: above the measured peak, so other work slowed that measurement when the run began"
+
+
 def printable(text: str) -> str:
     """A text for a terminal: what would move its cursor or color it is shown as a question mark."""
     return _CONTROL.sub("?", text).encode(errors="replace").decode()

@@ -9,15 +9,16 @@ import click
 import msgspec
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.diff_text import number_text
-from phalanx.cli.watch.numbers import printable
+from phalanx.cli.watch.numbers import ABOVE_PEAK, printable, share, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.compare import Comparison, compare
 
-_LONGEST = 60
+_LONGEST = 64
 
 
-@click.command("compare")
+@click.command("compare", short_help="Settings, environment, results and bits of runs side by side.")
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
@@ -29,6 +30,8 @@ def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
       phalanx runs compare runs/a runs/b
       phalanx runs compare runs/sweep-* --json
     """
+    for path in run_dirs:
+        demand_folder(path)
     with explained(RunDirectoryError):
         found = compare(run_dirs)
     if as_json:
@@ -51,8 +54,12 @@ def _lines(found: Comparison) -> Iterator[str]:
         "environment that differs", names, [(one.path, one.values, None) for one in found.environment]
     )
     yield from _table(
-        "results (* the best)", names, [(one.name, one.values, one.best) for one in found.summary]
+        "results (* the best)",
+        names,
+        [(one.name, [_result(one.name, value) for value in one.values], one.best) for one in found.summary],
     )
+    if any(isinstance(row.mfu, float) and row.mfu > 1 for row in found.runs):
+        yield f"  {ABOVE_PEAK}"
     yield ""
     yield from _bits(found, names)
     yield from (f"note: {note}" for note in found.notes)
@@ -90,6 +97,20 @@ def _table(
     yield title
     for row in cells:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _result(name: str, value: object) -> object:
+    """A result in the unit in which the list of runs has it."""
+    if not isinstance(value, int | float):
+        return value
+    match name:
+        case "mfu":
+            return utilization(value)
+        case "goodput":
+            return share(value)
+        case "tokens" | "tokens_per_s":
+            return f"{value:,.0f}"
+    return value
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,8 @@ import click
 import msgspec
 
 from phalanx.cli.errors import explained
-from phalanx.cli.watch.numbers import age, printable
+from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.watch.numbers import ABOVE_PEAK, age, printable, share, utilization
 from phalanx.watch.runs.index import RunIndex
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.runs.select import (
@@ -37,7 +38,7 @@ _SHOWN = (
 )
 
 
-@click.command("list")
+@click.command("list", short_help="The runs in folders: state, losses, speed, weights, tags.")
 @click.argument("folders", type=click.Path(path_type=Path), nargs=-1)
 @click.option(
     "--where", "conditions", multiple=True, metavar="CONDITION", help="Only runs that fit; may be repeated."
@@ -88,10 +89,7 @@ def list_command(
         return
     places = folders or (Path("runs"),)
     for folder in places:
-        if not folder.is_dir():
-            raise click.ClickException(
-                f"there is no folder {folder}; give the one that holds the run directories"
-            )
+        demand_folder(folder)
     with explained(SelectionError):
         demands = [read_condition(text) for text in conditions]
         shown = [checked_name(name.strip()) for name in columns.split(",") if name.strip()] or list(_SHOWN)
@@ -103,7 +101,11 @@ def list_command(
         found = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
         click.echo(msgspec.json.encode(found).decode())
         return
-    _print(rows, shown)
+    if rows:
+        _print(rows, shown)
+    else:
+        which = "no run fits" if demands or tags else "no run"
+        click.echo(f"{which} in {', '.join(map(str, places))}")
     for row in rows:
         for problem in row.problems:
             click.echo(f"note: {problem}", err=True)
@@ -125,6 +127,8 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
         cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
         table.add_row(*(Text(printable(cell)) for cell in cells))  # a folder's name may look like markup
     console.print(table)
+    if "mfu" in shown and any(row.mfu is not None and row.mfu > 1 for row in rows):
+        console.print(ABOVE_PEAK)
 
 
 _HEADS = {
@@ -147,8 +151,10 @@ def _cell(row: RunRow, name: str, now: float) -> str:
             return age(now - float(str(value)))
         case "weights_sha256" | "data_fingerprint" | "commit":
             return str(value)[:12]
-        case "mfu" | "goodput":
-            return f"{float(str(value)):.1%}"
+        case "mfu":
+            return utilization(float(str(value)))
+        case "goodput":
+            return share(float(str(value)))
         case "tokens_per_s":
             return f"{float(str(value)):,.0f}"
         case "layout":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
 import msgspec
 
 from phalanx.cli.errors import explained
-from phalanx.cli.watch.numbers import age, printable, size
+from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.watch.numbers import ABOVE_PEAK, age, printable, share, size, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.recorded import Recorded, read_recorded
 
@@ -18,7 +19,7 @@ _MOST_NODES = 8
 _MOST_NAMES = 10
 
 
-@click.command("show")
+@click.command("show", short_help="Everything that was recorded of one run, and what it cost.")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--price",
@@ -35,6 +36,7 @@ def show_command(run_dir: Path, price: float, as_json: bool) -> None:
       phalanx runs show runs/quickstart-1f3a9c04
       phalanx runs show runs/big-1f3a9c04 --price 2.10
     """
+    demand_folder(run_dir)
     with explained(RunDirectoryError):
         found = read_recorded(run_dir, price)
     if as_json:
@@ -56,7 +58,9 @@ def _lines(found: Recorded) -> Iterator[str]:
     for origin in row.lineage:
         yield f"goes on from   {origin}"
     steps = ", ".join(f"{step:,}" for step in found.checkpoints[-_MOST_NAMES:])
-    yield f"checkpoints    {len(found.checkpoints)} on disk" + (f": steps {steps}" if steps else "")
+    yield f"checkpoints    {len(found.checkpoints)} on disk" + (
+        f": step{'s' * (len(found.checkpoints) > 1)} {steps}" if steps else ""
+    )
     if found.cost is not None:
         spent = found.cost
         yield (
@@ -69,16 +73,18 @@ def _lines(found: Recorded) -> Iterator[str]:
 def _results(found: Recorded) -> Iterator[str]:
     row = found.row
     numbers = {
-        "loss": row.loss,
-        "held-out loss": row.held_out_loss,
-        "bits per byte": row.bits_per_byte,
-        "tokens": row.tokens or None,
-        "tokens/s": row.tokens_per_s,
-        "MFU": row.mfu,
-        "goodput": row.goodput,
+        "loss": _shown("{:.4f}".format, row.loss),
+        "held-out loss": _shown("{:.4f}".format, row.held_out_loss),
+        "bits per byte": _shown("{:.4f}".format, row.bits_per_byte),
+        "tokens": _shown("{:,.0f}".format, row.tokens or None),
+        "tokens/s": _shown("{:,.0f}".format, row.tokens_per_s),
+        "MFU": _shown(utilization, row.mfu),
+        "goodput of the newest start": _shown(share, row.goodput),
     }
-    shown = ", ".join(f"{name} {value:,.6g}" for name, value in numbers.items() if value is not None)
+    shown = ", ".join(f"{name} {text}" for name, text in numbers.items() if text)
     yield f"results        {shown or 'none yet'}"
+    if row.mfu is not None and row.mfu > 1:
+        yield f"               {ABOVE_PEAK}"
     if row.weights_sha256:
         yield f"weights        {row.weights_sha256}"
     now = time.time()
@@ -92,6 +98,10 @@ def _results(found: Recorded) -> Iterator[str]:
     yield f"ranks          {row.ranks} on {row.device or 'an unknown device'}" + (
         f", {layout}" if layout else ""
     )
+
+
+def _shown(words: Callable[[float], str], value: float | None) -> str:
+    return "" if value is None else words(value)
 
 
 def _code(found: Recorded) -> Iterator[str]:

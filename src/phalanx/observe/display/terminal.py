@@ -164,7 +164,7 @@ def _step_cells(step: Step | None) -> Iterator[tuple[str, str]]:
     yield "step time", _short_time(step.step_s)
     yield "tokens", format_count(step.tokens)
     yield "goodput", _percent(step.goodput)
-    yield "MFU", _percent(step.mfu)
+    yield "MFU", _utilization(step.mfu)
     yield (
         "memory",
         UNKNOWN if step.peak_memory_bytes is None else f"{format_bytes(step.peak_memory_bytes)} peak",
@@ -248,6 +248,11 @@ def _percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{100 * share:.1f} %"
 
 
+def _utilization(mfu: float | None) -> str:
+    """MFU; above 100 % it says that the peak was measured too low, which other work on the machine does."""
+    return _percent(mfu) + (" (above the measured peak)" if mfu is not None and mfu > 1 else "")
+
+
 def _short_time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else format_duration(seconds)
 
@@ -293,7 +298,7 @@ def _step_line(state: State, t: float, step: Step) -> str:
         f"lr {step.lr:.2e}",
         f"{format_count(step.tokens_per_s)} tok/s",
     ]
-    parts += [f"MFU {_percent(step.mfu)}"] if step.mfu is not None else []
+    parts += [f"MFU {_utilization(step.mfu)}"] if step.mfu is not None else []
     parts += [f"goodput {_percent(step.goodput)}"] if step.goodput is not None else []
     left_s = state.time_left_s
     parts += [f"{format_duration(left_s)} left"] if left_s else []

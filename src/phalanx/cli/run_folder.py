@@ -1,0 +1,41 @@
+"""A run directory of the command line that is not there: the error names those that are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+_FILES = ("events.jsonl", "record.json", "run.toml")
+"""A folder with one of these is a run directory."""
+_MOST = 3
+_MOST_LOOKED_AT = 10_000
+
+
+def demand_folder(run_dir: Path, error: type[click.ClickException] = click.ClickException) -> None:
+    """Raises ``error`` if ``run_dir`` is no folder; its message names the newest runs beside it, else those in ``runs/``."""
+    if run_dir.is_dir():
+        return
+    what = f"{run_dir} is no folder" if run_dir.exists() else f"there is no folder {run_dir}"
+    near = newest_runs(run_dir.parent) or newest_runs(Path("runs"))
+    if near:
+        names = ", ".join(map(str, near))
+        raise error(f"{what}; the newest run{'s' * (len(near) > 1)} there: {names} (phalanx runs lists all)")
+    raise error(
+        f"{what}, and no run beside it or in runs/; phalanx train RUN_FILE starts one and says where it lies"
+    )
+
+
+def newest_runs(folder: Path) -> list[Path]:
+    """The run directories in ``folder`` that were begun or changed last, the newest first; empty if it cannot be read."""
+    found: list[tuple[float, Path]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for _, entry in zip(range(_MOST_LOOKED_AT), entries, strict=False):
+                path = folder / entry.name
+                if entry.is_dir() and any((path / name).exists() for name in _FILES):
+                    found.append((entry.stat().st_mtime, path))
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)[:_MOST]]
