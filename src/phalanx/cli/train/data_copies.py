@@ -17,7 +17,7 @@ from phalanx.store.open_store import is_remote
 _PAUSE_S = 1.0
 
 
-@click.command("copy")
+@click.command("copy", short_help="Copy a dataset to another folder or object store.")
 @click.argument("source")
 @click.argument("target")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -48,7 +48,7 @@ def copy_command(source: str, target: str, as_json: bool) -> None:
         )
 
 
-@click.command("verify")
+@click.command("verify", short_help="Read a dataset whole and compare it with its checksums.")
 @click.argument("place", metavar="FOLDER|URL")
 @click.option(
     "--write-sums",

@@ -41,7 +41,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 _ERRORS = (DataError, RunDirectoryError, CheckpointError)
 
 
-@click.command("mixture")
+@click.command("mixture", short_help="What a run draws from each of its sources, step by step.")
 @_run
 @_set
 @_json
@@ -90,7 +90,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
         )
 
 
-@click.command("order")
+@click.command("order", short_help="Which sequences each slot reads in a step.")
 @_run
 @click.option(
     "--step", type=click.IntRange(min=1), required=True, help="The step, as the log counts: the first is 1."
@@ -119,7 +119,7 @@ def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: boo
         )
 
 
-@click.command("where")
+@click.command("where", short_help="Which steps train on a sequence, or on a document.")
 @_run
 @click.option("--source", default=ONLY, help="Name of the source; of a run with one dataset, leave it out.")
 @click.option(

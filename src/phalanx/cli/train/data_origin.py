@@ -22,7 +22,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 _PLACE = click.argument("place", metavar="FOLDER_OR_URL")
 
 
-@click.command("show")
+@click.command("show", short_help="What a dataset consists of, or what a run trained on in a step.")
 @_PLACE
 @click.option(
     "--record", type=click.IntRange(min=0), help="Show this record's text, from 0, and what of it is learned."
@@ -107,7 +107,7 @@ def _show_record(place: str, number: int, seq_len: int | None, split: str, as_js
     click.echo(f"\n{shown.tokens:,} tokens, and {shown.padding:,} that fill the record up", err=True)
 
 
-@click.command("trace")
+@click.command("trace", short_help="The documents and raw files that a record is made of.")
 @_PLACE
 @click.option(
     "--record",

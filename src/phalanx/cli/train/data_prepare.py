@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.data.index import DatasetIndex
 
 
-@click.command("prepare", cls=PrepareCommand)
+@click.command("prepare", short_help="Turn text into token shards.", cls=PrepareCommand)
 @click.argument("text", nargs=-1, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(

@@ -104,7 +104,7 @@ def recipe_command(
     _report(out, prepared, as_json)
 
 
-@click.command("plan")
+@click.command("plan", short_help="What a recipe's dataset would be made of, and at what cost.")
 @_RECIPE
 @click.option("--out", metavar="FOLDER_OR_URL", help="Write the plan there, for `phalanx data work`.")
 @_JSON
@@ -142,7 +142,7 @@ def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
         click.echo(f"written to {out}; next: phalanx data work {out} --task 1/1")
 
 
-@click.command("work")
+@click.command("work", short_help="One job's share of such a plan.")
 @click.argument("plan", metavar="PLAN")
 @click.option(
     "--task", required=True, metavar="I/N", help="This job's number and how many there are, from 1: 3/16."
