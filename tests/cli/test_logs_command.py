@@ -127,9 +127,10 @@ def test_lines_are_shown_with_their_place_and_cannot_command_the_terminal(folder
 
 
 def test_a_folder_without_logs_is_named(folder: Path) -> None:
-    done = run(["logs", "nowhere"], folder)
+    (folder / "unused").mkdir(exist_ok=True)
+    done = run(["logs", "unused"], folder)
     assert done.returncode == 1
-    assert "nobody has started a run in nowhere yet" in done.stderr
+    assert "nobody has started a run in unused yet" in done.stderr
 
 
 def test_times_and_ranks_are_read_as_people_write_them() -> None:

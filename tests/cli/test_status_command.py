@@ -53,3 +53,7 @@ def test_a_run_that_waits_for_samples_says_how_many_come_and_how_many_it_could_u
 
 def test_a_run_that_does_not_wait_says_nothing_of_it(run_dir: Path) -> None:
     assert "data-bound" not in told(run_dir, replace(STEP, data_wait_s=0.01))
+
+
+def test_how_far_a_run_is_that_has_saved_nothing_yet_is_its_newest_step(run_dir: Path) -> None:
+    assert told(run_dir, STEP).splitlines()[0] == "waiting: step 10 of 20, no checkpoint yet"

@@ -32,7 +32,7 @@ def test_programs_get_the_reasons_as_json(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     done = run(["why", "."], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "is no run directory" in done.stderr
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.submission import Submitted
@@ -105,6 +106,7 @@ def command(
         with explained(EngineError):
             code = print_log(str(run_dir), namespace, index=index, follow=follow, last=last)
         raise SystemExit(code)
+    demand_folder(run_dir)
     chooses = any((ranks, nodes, level, since, until, grep, attempt is not None, grouped, as_json))
     if job is None:
         job = not chooses and (run_dir / "launch").is_dir() and read_record(run_dir) is not None

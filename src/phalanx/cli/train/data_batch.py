@@ -11,6 +11,7 @@ import click
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.train.data_order import data_origin, read_data_run
 from phalanx.data.errors import DataError
 from phalanx.data.show_batch import ShownSample, show_batch
@@ -27,6 +28,7 @@ _FAR_BEFORE = 1000
 
 def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
     """Prints the samples of ``step``, a line of text each; of a child run's early steps, those of the parent that did them."""
+    demand_folder(run)
     with explained(DataError, RunDirectoryError, CheckpointError):
         owner, spec, origin = _owner_of(run, step)
         _, index = read_data_run(owner, ())

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.run.directory.paths import RunDirectory
@@ -23,6 +24,7 @@ def command(run_dir: Path, as_json: bool) -> None:
     \b
       phalanx goodput runs/quickstart-1f3a9c04
     """
+    demand_folder(run_dir)
     with explained(EventLogError):
         result = goodput(read_events(RunDirectory(run_dir).events))
     if as_json:

@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.observe.profile_request import MOST_STEPS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 
 @click.command("profile")
-@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--steps", type=click.IntRange(1, MOST_STEPS), default=2, show_default=True, help="Record so many steps."
 )
@@ -52,6 +53,7 @@ def command(
       phalanx profile runs/big-1f3a9c04 --steps 4 --ranks 0,17
       phalanx profile runs/quickstart-1f3a9c04 --show
     """
+    demand_folder(run_dir)
     from rich.console import Console
 
     from phalanx.cli.watch.profile_report import print_list, print_report

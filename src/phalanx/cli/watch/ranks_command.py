@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.rank_map import text_map
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError
@@ -65,6 +66,7 @@ def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | No
       phalanx ranks runs/quickstart-1f3a9c04 --slow
       phalanx ranks runs/quickstart-1f3a9c04 --column memory_bytes --last 100
     """
+    demand_folder(run_dir)
     directory = RunDirectory(run_dir)
     with (
         explained(RankStreamError, RunDirectoryError, EventLogError),
@@ -89,8 +91,6 @@ def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | No
 
 
 def _nothing(directory: RunDirectory, attempt: int | None) -> str:
-    if not directory.path.is_dir():
-        return f"there is no folder {directory.path}"
     which = "" if attempt is None else f" of attempt {attempt}"
     return f"{directory.ranks} has no numbers{which} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
 
@@ -99,7 +99,7 @@ def _headline(stream: RankStream, column: str, windows: range) -> str:
     first, last = stream.head(windows[0]), stream.head(windows[-1])
     what, _, _ = _MEANING[column]
     ranks = f"{last.ranks:,} rank{'s' * (last.ranks > 1)}"
-    return f"{what} ({column}): {ranks}, steps {first.step - first.steps + 1:,} to {last.step:,} of attempt {last.attempt}, in {len(windows)} windows"
+    return f"{what} ({column}): {ranks}, steps {first.step - first.steps + 1:,} to {last.step:,} of attempt {last.attempt}, in {len(windows)} window{'s' * (len(windows) > 1)}"
 
 
 def _print_table(column: str, layout: Layout, found: Sequence[RankLateness], nodes: dict[int, str]) -> None:

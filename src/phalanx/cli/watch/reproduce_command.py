@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from phalanx.cli.errors import trouble
+from phalanx.cli.errors import TroubleError, trouble
+from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.numbers import printable
 from phalanx.observe.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -65,6 +66,7 @@ def command(
     """
     from phalanx.watch.runs.make_environment import make_environment
 
+    demand_folder(run_dir, TroubleError)
     with trouble(RunDirectoryError):
         found = read_recorded(run_dir)
         spec = read_resolved(RunDirectory(run_dir))

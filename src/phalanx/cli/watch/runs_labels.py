@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.index import is_run
 from phalanx.watch.runs.labels import LabelError, Labels, read_labels, write_labels
 
 
-@click.command("tag")
+@click.command("tag", short_help="Give a run tags, take them away, or print them.")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("tags", nargs=-1)
 @click.option(
@@ -33,7 +34,7 @@ def tag_command(run_dir: Path, tags: tuple[str, ...], removed: tuple[str, ...]) 
     click.echo(" ".join(labels.tags))
 
 
-@click.command("note")
+@click.command("note", short_help="Write a note on a run, or print it.")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("text", required=False)
 def note_command(run_dir: Path, text: str | None) -> None:
@@ -51,6 +52,7 @@ def note_command(run_dir: Path, text: str | None) -> None:
 
 
 def _labels(run_dir: Path) -> Labels:
+    demand_folder(run_dir)
     if not is_run(run_dir):
         raise RunDirectoryError(f"{run_dir} is no run directory")
     return read_labels(run_dir)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.numbers import printable, size
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.remove import Removal, removal, remove
@@ -15,7 +16,7 @@ from phalanx.watch.runs.remove import Removal, removal, remove
 _MOST = 5
 
 
-@click.command("rm")
+@click.command("rm", short_help="Remove runs, after saying what would be lost.")
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option(
@@ -38,6 +39,8 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
     \b
       phalanx runs rm runs/quickstart-1f3a9c04-2
     """
+    for path in run_dirs:
+        demand_folder(path)
     with explained(RunDirectoryError):
         found = [removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
     for one in found:

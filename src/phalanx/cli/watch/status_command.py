@@ -9,7 +9,8 @@ import click
 import msgspec
 
 from phalanx.cli.errors import explained
-from phalanx.cli.watch.run_summary import summarize
+from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.watch.run_summary import RunSummary, summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import Step
@@ -48,6 +49,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
         with explained(EngineError):
             tell_status(str(run_dir), namespace, last, as_json=as_json)
         return
+    demand_folder(run_dir)
     job = None if as_json else _job_line(run_dir)
     if job is not None:
         click.echo(job)
@@ -62,7 +64,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
         click.echo(msgspec.json.encode(seen).decode())
         return
     if summary is not None:
-        click.echo(f"{summary.name}: {summary.state}")
+        click.echo(f"{summary.name}: {_progress(summary, RunDirectory(run_dir))}")
         for origin in summary.lineage:
             click.echo(f"  goes on from {origin}")
         if summary.store:
@@ -71,6 +73,16 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
             click.echo(line)
     if seen is not None:
         _print(seen, last)
+
+
+def _progress(summary: RunSummary, directory: RunDirectory) -> str:
+    """How far the run is: the newest logged step, if it is not finished, and what is saved of it."""
+    events = directory.events
+    newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
+    if summary.finished or newest is None or not isinstance(newest.body, Step):
+        return summary.state
+    saved = f"saved step {summary.saved_step:,}" if summary.saved_step else "no checkpoint yet"
+    return f"step {newest.body.step:,} of {summary.steps:,}, {saved}"
 
 
 def _job_line(run_dir: Path) -> str | None:
@@ -147,9 +159,9 @@ def _print(seen: FleetFile, last: int) -> None:
 def _headline(seen: FleetFile) -> str:
     pace = f", {seen.step_s:.3g} s a step" if seen.step_s else ""
     step = f", step {seen.step}" if seen.step >= 0 else ""
-    line = f"[bold]{seen.phase}[/] epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} recoveries"
+    line = f"[bold]{seen.phase}[/] epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} {'recovery' if seen.recoveries == 1 else 'recoveries'}"
     if seen.reason:
-        line += f" (last: {seen.reason})"
+        line += f"; {seen.reason}" if seen.over else f" (last: {seen.reason})"
     if seen.reign > 1:
         line += (
             f"\nled by {seen.leader}, reign {seen.reign}: the coordinator that the run began with was lost"

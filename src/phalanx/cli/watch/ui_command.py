@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 
 
 @click.command("ui")
@@ -64,10 +65,7 @@ def command(
 
     folders = folders or (Path("runs"),)
     for folder in folders:
-        if not folder.is_dir():
-            raise click.ClickException(
-                f"there is no folder {folder}; give one that holds run directories, or one of them"
-            )
+        demand_folder(folder)
     if export is not None:
         from phalanx.watch.page.export import ExportError, export_run
 

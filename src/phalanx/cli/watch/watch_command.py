@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow
 from phalanx.run.directory.paths import RunDirectory
 
 
 @click.command("watch")
-@click.argument("run_dir", type=click.Path(path_type=Path, exists=True))
+@click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Show what there is and end, instead of following the run.")
 def command(run_dir: Path, once: bool) -> None:
     """Show the run in RUN_DIR as it goes on, or as it went. Ctrl-C ends the display, never the run.
@@ -21,6 +22,7 @@ def command(run_dir: Path, once: bool) -> None:
     \b
       phalanx watch runs/quickstart-1f3a9c04
     """
+    demand_folder(run_dir)
     from rich.console import Console
 
     directory, console = RunDirectory(run_dir), Console(highlight=False)

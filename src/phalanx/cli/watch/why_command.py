@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 
+from phalanx.cli.errors import TroubleError
+from phalanx.cli.run_folder import demand_folder
 from phalanx.observe.throughput import format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why.reasons import Reason, reasons
@@ -32,17 +34,17 @@ _NARROWEST = 40
 def command(run_dir: Path, as_json: bool, follow: bool) -> None:
     """Say what is wrong with the run in RUN_DIR: since when, the evidence, what is being done about it, and what to do next.
 
-    Every reason is named, the worst first. Exit codes: 0 nothing is wrong, 1 warnings, 2 something critical.
+    Every reason is named, the worst first. Exit codes: 0 nothing is wrong, 1 warnings, 2 something critical, or
+    no run there.
 
     \b
       phalanx why runs/quickstart-1f3a9c04
       phalanx why runs/quickstart-1f3a9c04 --json
     """
+    demand_folder(run_dir, TroubleError)
     directory = RunDirectory(run_dir)
     if not directory.events.exists() and not directory.record.exists():
-        raise click.ClickException(
-            f"{run_dir} is no run directory: it has neither events.jsonl nor record.json"
-        )
+        raise TroubleError(f"{run_dir} is no run directory: it has neither events.jsonl nor record.json")
     found = reasons(directory, time.time())
     _print(found, directory, as_json)
     while follow:
