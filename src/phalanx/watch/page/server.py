@@ -44,8 +44,9 @@ def serve(
     url = address(host, sock.getsockname()[1], token)
     runs = Runs(folders, stored=StoredSeries(default_folder()))
     os.nice(_BEHIND_RUNS)
+    count = len(runs.places())
     tell(
-        f"{url}  ({len(runs.places())} runs in {', '.join(map(str, folders))}; Ctrl-C ends the page, never a run)"
+        f"{url}  ({count} run{'s' * (count != 1)} in {', '.join(map(str, folders))}; Ctrl-C ends the page, never a run)"
     )
     if open_page or (open_page is None and _has_browser()):
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()

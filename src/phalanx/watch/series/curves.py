@@ -23,6 +23,7 @@ _RANK = {
     "nonfinite": 0,
     "straggler": 1,
     "recovery": 1,
+    "left": 1,
     "message": 2,
     "evaluation": 3,
     "checkpoint": 4,

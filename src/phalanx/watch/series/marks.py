@@ -32,7 +32,7 @@ class Mark:
     step: int
     t: float
     kind: str
-    """ "checkpoint", "recovery", "straggler", "nonfinite", "spike", "evaluation" or "message"."""
+    """ "checkpoint", "recovery", "left" (a fleet ended an epoch), "straggler", "nonfinite", "spike", "evaluation" or "message"."""
     text: str
 
 
@@ -74,7 +74,7 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
                 f"{ranks:,} ranks from step {at + 1:,} on" + (f": {reason}" if reason else ""),
             )
         case EpochLeft(text=text):
-            return step, "straggler" if _names_straggler(text) else "recovery", text
+            return step, "straggler" if _names_straggler(text) else "left", text
         case Message(level=level, text=text):
             return step, "straggler" if _names_straggler(text) else "message", f"{level}: {text}"
         case Stopped(step=at, reason=reason):

@@ -17,7 +17,8 @@ import uPlot from "./vendor/uPlot.esm.js";
 /** Kind of a mark -> its color, its word, and that of many. @type {Record<string, [string, string, string]>} */
 export const MARKS = {
   checkpoint: ["--mark-checkpoint", "checkpoint", "checkpoints"],
-  recovery: ["--mark-recovery", "recovery", "marks of recovery"],
+  recovery: ["--mark-recovery", "recovery", "recoveries"],
+  left: ["--mark-left", "epoch ended", "epochs ended"],
   straggler: ["--mark-straggler", "straggler", "stragglers"],
   nonfinite: ["--mark-bad", "not finite", "not finite"],
   spike: ["--mark-bad", "loss spike", "loss spikes"],

@@ -4,7 +4,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 import { get, ofRun } from "./api.js";
 import { AXES, Chart } from "./chart.js";
 import { choice, command, el, empty, panel, put, select, table } from "./dom.js";
-import { anything, duration, fixed, known, number, percent, plural, si } from "./format.js";
+import { anything, duration, fixed, known, number, percent, plural, si, utilization } from "./format.js";
 import { stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
 
@@ -22,7 +22,7 @@ const METRICS = [
   { name: "grad_norm", title: "Gradient norm", format: (value) => number(value) },
   { name: "lr", title: "Learning rate", format: (value) => number(value, 3) },
   { name: "tokens_per_s", title: "Tokens per second", format: (value) => si(value) },
-  { name: "mfu", title: "MFU", format: (value) => percent(value) },
+  { name: "mfu", title: "MFU", format: (value) => utilization(value) },
   { name: "step_s", title: "Step time", format: (value) => duration(value) },
   { name: "peak_memory_bytes", title: "Peak memory", format: (value) => si(value, "B") },
 ];
@@ -191,7 +191,8 @@ function summaryTable(summary, names) {
 /** A result in the unit that its name tells. @param {string} name @param {any} value */
 function shown(name, value) {
   if (!known(value)) return anything(value);
-  if (/goodput|mfu|share/.test(name)) return percent(value);
+  if (name === "mfu") return utilization(value);
+  if (/goodput|share/.test(name)) return percent(value);
   if (/(_s|seconds)$/.test(name) && !/per_s$/.test(name)) return duration(value);
   if (/per_s$/.test(name)) return si(value);
   return number(value, 5);

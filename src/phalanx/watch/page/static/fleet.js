@@ -38,7 +38,7 @@ export function fleetView(host, page) {
         host,
         el("section", { class: "headline" },
           el("h1", {}, el("b", { text: plural(members.length, "node") })),
-          el("p", { class: "muted", text: [now && `${now.phase}${now.reason ? `: ${now.reason}` : ""}`, [...counts].map(([role, count]) => (NOUNS.has(role) ? plural(count, role) : `${count} ${role}`)).join(", "), plural(epochs.length, "epoch"), plural(faults.length, "fault")].filter(Boolean).join(" · ") })),
+          el("p", { class: "muted", text: [now && now.phase, [...counts].map(([role, count]) => (NOUNS.has(role) ? plural(count, role) : `${count} ${role}`)).join(", "), plural(epochs.length, "epoch"), plural(faults.length, "fault"), now?.reason && (now.over ? now.reason : `last: ${now.reason}`)].filter(Boolean).join(" · ") })),
         el("section", { class: "panel" }, el("div", { class: "bar slim" }, el("h2", { text: "Time line" })), timeLine(epochs, faults)),
         el("section", { class: "panel" }, el("div", { class: "bar slim" }, el("h2", { text: "Faults" }), el("span", { class: "space" }), copyMenu("the faults", copied, page.say)), faultTable(page.id, faults)),
         members.length > 0 && panel("Members", memberTable(members), fleet.members_left_out > 0 && el("p", { class: "note", text: `and ${whole(fleet.members_left_out)} more` })),
@@ -78,7 +78,7 @@ function faultTable(id, faults) {
   const used = Object.keys(PHASES).filter((phase) => faults.some((fault) => fault.phases?.[phase] > 0));
   const rows = faults.map((fault, index) => [
     linesAround(id, fault.t),
-    anything(fault.what), anything(fault.node), anything(fault.detected_by),
+    el("span", { class: "told", text: anything(fault.what) }), anything(fault.node), el("span", { class: "told", text: anything(fault.detected_by) }),
     stackedBar(Object.entries(fault.phases ?? {}).map(([phase, seconds]) => ({ title: PHASE_NAMES[phase] ?? phase, value: Number(seconds), color: PHASES[phase] ?? "--t-other" })), duration, totals[index] / longest),
     duration(totals[index] || null), whole(fault.lost_steps), bytes(fault.moved_bytes),
   ]);

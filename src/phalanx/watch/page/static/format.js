@@ -64,6 +64,13 @@ export function percent(value, decimals = 1) {
   return known(value) ? `${(100 * value).toFixed(decimals)} %` : DASH;
 }
 
+/** A share of the measured peak; above it, marked: other work slowed the measurement when the run began. @param {Maybe} mfu */
+export function utilization(mfu) {
+  return known(mfu) && mfu > 1 ? `${percent(mfu)} !` : percent(mfu);
+}
+
+export const MFU_HINT = "Model FLOPs utilization: the share of the machine's peak. Above 100 % (!) other work slowed the measurement of that peak when the run began.";
+
 /** @param {Maybe} seconds */
 export function duration(seconds) {
   if (!known(seconds)) return DASH;

@@ -4,9 +4,9 @@ import { exported, get, ofRun } from "./api.js";
 import { stackedBar } from "./bars.js";
 import { AXES, Chart, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
-import { age, anything, bytes, duration, fixed, known, moment, number, percent, plural, si, whole } from "./format.js";
+import { age, anything, bytes, duration, fixed, known, moment, number, percent, plural, si, utilization, whole, MFU_HINT } from "./format.js";
 import { problemBox } from "./problems.js";
-import { layoutText, stateChip } from "./runs.js";
+import { folderName, layoutText, stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
 
 const POINTS = 1200;
@@ -26,7 +26,7 @@ const CHARTS = [
   ["Gradient norm", [{ name: "grad_norm", label: "norm", color: "--c4" }], {}],
   ["Learning rate", [{ name: "lr", label: "rate", color: "--c6", exact: true, format: (value) => number(value, 3) }], { zero: true }],
   ["Tokens per second", [{ name: "tokens_per_s", label: "tokens/s", color: "--c3", format: (value) => si(value) }], { zero: true }],
-  ["MFU", [{ name: "mfu", label: "of the peak", color: "--c3", format: (value) => percent(value) }], { zero: true, optional: true }],
+  ["MFU", [{ name: "mfu", label: "of the measured peak", color: "--c3", format: (value) => utilization(value) }], { zero: true, optional: true }],
   ["Goodput", [{ name: "goodput", label: "of this attempt", color: "--c3", exact: true, format: (value) => percent(value) }], { zero: true, optional: true }],
   ["Step time", [{ name: "step_s", label: "seconds", color: "--c7", format: (value) => duration(value) }], { zero: true }],
   ["Waiting for data", [{ name: "data_wait_share", label: "of the step", color: "--c5", format: (value) => percent(value) }], { zero: true, optional: true }],
@@ -175,7 +175,7 @@ function drawSummary(host, run) {
     host,
     el(
       "div", { class: "line" },
-      el("h1", { text: run.name }), stateChip(run.state), el("span", { class: "muted", text: layoutText(run) }),
+      el("h1", { text: run.name }), stateChip(run.state), folderName(run.path) !== run.name && el("span", { class: "muted", title: run.path, text: folderName(run.path) }), el("span", { class: "muted", text: layoutText(run) }),
       (run.tags ?? []).map((/** @type {string} */ tag) => el("span", { class: "tag", text: tag })),
       el("span", { class: "space" }),
       !exported && el("a", { class: "muted", href: `/export/${encodeURIComponent(run.id)}.html`, download: `${run.id}.html`, title: "This run in one file that needs no server", text: "export" }),
@@ -189,8 +189,8 @@ function drawSummary(host, run) {
       tile("loss", fixed(run.loss), "Training loss of the last step, nats a token"),
       tile("bits/byte", fixed(run.bits_per_byte)),
       tile("tokens/s", si(run.tokens_per_s)),
-      tile("MFU", percent(run.mfu), "Model FLOPs utilization"),
-      tile("goodput", percent(run.goodput), "Share of the time held that the weights are made of"),
+      tile(run.mfu > 1 ? "MFU, above the measured peak" : "MFU", utilization(run.mfu), MFU_HINT),
+      tile("goodput, this attempt", percent(run.goodput), "Share of the time of the newest attempt that went into steps; for all attempts see Where the time went"),
       tile("time", duration(known(run.started) && known(run.updated) ? run.updated - run.started : null)),
     ),
   );

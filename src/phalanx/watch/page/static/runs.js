@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { copyMenu } from "./copy.js";
 import { command, el, empty, keyed, put, say, style } from "./dom.js";
-import { age, fixed, list, moment, percent, plural, si, whole } from "./format.js";
+import { age, fixed, list, moment, percent, plural, si, utilization, whole, MFU_HINT } from "./format.js";
 import { Cursor } from "./keys.js";
 import { address, runAddress } from "./router.js";
 import { Sparks } from "./spark.js";
@@ -30,8 +30,8 @@ const COLUMNS = [
   { name: "curve", title: "", text: () => "", sort: () => null },
   { name: "bits_per_byte", title: "Bits/byte", text: (row) => fixed(row.bits_per_byte), sort: (row) => row.bits_per_byte, number: true, hint: "Of the held-out text" },
   { name: "tokens_per_s", title: "Tokens/s", text: (row) => si(row.tokens_per_s), sort: (row) => row.tokens_per_s, number: true },
-  { name: "mfu", title: "MFU", text: (row) => percent(row.mfu), sort: (row) => row.mfu, number: true, hint: "Model FLOPs utilization" },
-  { name: "goodput", title: "Goodput", text: (row) => percent(row.goodput), sort: (row) => row.goodput, number: true, hint: "Share of the time held that the weights are made of" },
+  { name: "mfu", title: "MFU", text: (row) => utilization(row.mfu), sort: (row) => row.mfu, number: true, hint: MFU_HINT },
+  { name: "goodput", title: "Goodput", text: (row) => percent(row.goodput), sort: (row) => row.goodput, number: true, hint: "Share of the time of the newest attempt that went into steps" },
   { name: "updated", title: "Age", text: (row) => age(row.updated), sort: (row) => -(row.updated ?? 0), number: true, hint: "Since the last sign of life" },
   { name: "layout", title: "Layout", text: layoutText, sort: layoutText },
   { name: "commit", title: "Commit", text: (row) => String(row.commit ?? "").slice(0, 8), sort: (row) => String(row.commit ?? "") },
@@ -43,6 +43,11 @@ export function layoutText(row) {
   const { layout } = row;
   const axes = typeof layout === "string" ? layout : Object.entries(layout ?? {}).map(([axis, degree]) => `${axis} ${degree}`).join(" ");
   return [row.ranks ? plural(row.ranks, "rank") : "", axes].filter(Boolean).join(" · ");
+}
+
+/** The last part of a path: run directories are called NAME-HASH, which tells runs of one name apart. @param {string | null | undefined} path */
+export function folderName(path) {
+  return String(path ?? "").split("/").filter(Boolean).at(-1) ?? "";
 }
 
 /** @param {string} state */
@@ -163,7 +168,8 @@ export function runsView(host, page) {
     const problems = problemCount(row.problems);
     flag.hidden = !problems;
     say(flag, plural(problems, "problem"));
-    say(under, row.note || "");
+    const alike = rows.some((other) => other.id !== row.id && other.name === row.name);
+    say(under, [alike ? folderName(row.path) : "", row.note].filter(Boolean).join(" · "));
     cell("name").title = row.path;
     const [steps, progress] = cell("step").children;
     say(steps, row.steps ? `${whole(row.step)} / ${whole(row.steps)}` : whole(row.step));
