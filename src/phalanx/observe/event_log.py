@@ -7,13 +7,17 @@ first, and readers report it and go on. Readers need no lock and may come while 
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from phalanx.observe.events import Body, Event, Torn, Unknown, decode, encode
+from phalanx.run.directory.regular_file import open_regular
+
+MOST_LINE_BYTES = 16 << 20
+"""A longer line is no event that a run writes: readers pass it over, and hold not more than that of it."""
 
 
 class EventLogError(Exception):
@@ -101,7 +105,7 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
     Raises EventLogError if there is no such file.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for line in lines_from_the_end(file, block_bytes):
                 with suppress(ValueError, RecursionError):
                     if counts(event := decode(line)):
@@ -111,17 +115,41 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
     return None
 
 
-def lines_from_the_end(file: BinaryIO, block_bytes: int) -> Iterator[bytes]:
-    """The lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is asked for."""
-    position, rest = file.seek(0, os.SEEK_END), b""
-    while position:
-        start = max(0, position - block_bytes)
+def lines_from_the_end(
+    file: BinaryIO, block_bytes: int, most_bytes: int | None = None, most_line_bytes: int = MOST_LINE_BYTES
+) -> Iterator[bytes]:
+    """The lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is asked for.
+
+    Args:
+        file: The file.
+        block_bytes: Of a block.
+        most_bytes: Nothing that lies farther from the end is read; ``None`` reads all that is asked for.
+        most_line_bytes: A longer line is no event, and is left out: whatever the file holds, not more than that of it is kept.
+    """
+    position = file.seek(0, os.SEEK_END)
+    lowest = 0 if most_bytes is None else max(0, position - most_bytes)
+    pieces: list[bytes] = []  # of the line whose beginning is not read yet, the last one first
+    kept = 0
+    while position > lowest:
+        start = max(lowest, position - block_bytes)
         file.seek(start)
-        first, *lines = (file.read(position - start) + rest).split(b"\n")
-        yield from (line for line in reversed(lines) if line.strip())
-        position, rest = start, first
-    if rest.strip():
-        yield rest
+        first, *lines = file.read(position - start).split(b"\n")
+        if lines:
+            *whole, last = lines
+            yield from _line_of([*pieces, last], kept + len(last), most_line_bytes)
+            yield from (line for line in reversed(whole) if line.strip() and len(line) <= most_line_bytes)
+            pieces, kept = [], 0
+        kept += len(first)
+        pieces = [*pieces, first] if kept <= most_line_bytes else []
+        position = start
+    if not lowest:
+        yield from _line_of(pieces, kept, most_line_bytes)
+
+
+def _line_of(pieces: Sequence[bytes], nbytes: int, most_line_bytes: int) -> Iterator[bytes]:
+    line = b"".join(reversed(pieces)) if nbytes <= most_line_bytes else b""
+    if line.strip():
+        yield line
 
 
 def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Event]:
@@ -136,6 +164,8 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
         block = _read_from(path, position, missing_is_error=stopping)
         position += len(block)
         *whole, rest = (rest + block).split(b"\n")
+        if len(rest) > MOST_LINE_BYTES:
+            rest = b"?"  # whatever it is, its end will be no event either
         if stopping and not block and rest:
             whole, rest = _complete(rest), b""
         for line in whole:
@@ -167,7 +197,7 @@ def _decode_or_torn(line: bytes, number: int, last: Event) -> Event:
 
 def _read_from(path: Path, position: int, *, missing_is_error: bool, block_bytes: int = 1 << 22) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < position:
                 raise EventLogError(

@@ -20,6 +20,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from phalanx.run.directory.plain_json import plain_json
+
 
 @dataclass(frozen=True)
 class RunStarted:
@@ -325,7 +327,7 @@ def decode(line: bytes) -> Event:
 
     A kind that is not in ``KINDS``, or whose fields do not have the types of its class, becomes ``Unknown``.
     """
-    record = json.loads(line)
+    record = plain_json(line)
     envelope = msgspec.convert(record, _Envelope)
     if not 0 <= envelope.t < _LATEST_S:  # NaN is not
         raise ValueError(f"t = {envelope.t} is no time")

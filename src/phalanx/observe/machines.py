@@ -26,6 +26,7 @@ import msgspec
 from phalanx.observe.records import code_version, host_facts, package_versions
 from phalanx.run.directory.durable import create_once, write_atomically
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import read_small
 
 _NAMED = 6
 _DRIVER = re.compile(r"Kernel Module\S*(?: for \S+)?\s+(\d[\w.]*)|\s(\d+\.\d+(?:\.\d+)?)\s")
@@ -163,7 +164,7 @@ def read_machines(directory: RunDirectory, attempt: int | None = None) -> list[M
         for name in sorted(os.listdir(directory.machines)):
             if name.endswith(".json") and not name.startswith("."):
                 with suppress(OSError, msgspec.MsgspecError, RecursionError):
-                    found.append(msgspec.json.decode((directory.machines / name).read_bytes(), type=Machine))
+                    found.append(msgspec.json.decode(read_small(directory.machines / name), type=Machine))
     return [machine for machine in found if attempt is None or machine.attempt == attempt]
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.section_reader import JsonObject
 
 EVENT = np.dtype(
@@ -92,10 +93,8 @@ def write_rank_trace(path: Path, trace: RankTrace) -> int:
 
 def read_rank_trace(path: Path) -> RankTrace:
     """The recording in ``path``. Raises ``ProfileFileError``, ``OSError``."""
-    if path.stat().st_size > _MOST_FILE_BYTES:
-        raise ProfileFileError(f"{path} is larger than {_MOST_FILE_BYTES >> 20} MiB: it is no recording")
+    content = read_small(path, _MOST_FILE_BYTES)
     try:
-        content = path.read_bytes()
         with zipfile.ZipFile(io.BytesIO(content)) as packed:
             if sum(part.file_size for part in packed.infolist()) > _MOST_UNPACKED_BYTES:
                 raise ProfileFileError(f"{path} unpacks to more than {_MOST_UNPACKED_BYTES >> 20} MiB")

@@ -213,3 +213,19 @@ def test_ranges_name_exactly_these_numbers(numbers: set[int]) -> None:
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     assert found == numbers
+
+
+def test_a_log_without_newlines_is_read_in_bounded_memory_and_its_whole_lines_are_shown(
+    tmp_path: Path,
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    path = directory.log(0, 0)
+    said = encode(LogLine(1_790_000_000.0, "warning", "n", 0, None, 0, 1, "before"))
+    path.write_bytes(said)
+    with path.open("ab") as file:
+        file.truncate(len(said) + (1 << 30))
+    with path.open("ab") as file:
+        file.write(b"\n" + said.replace(b"before", b"after"))
+    assert [one.text for one in read_lines(directory)] == ["before", "after"]
+    assert [one.text for one in all_lines(directory)] == ["before", "after"]

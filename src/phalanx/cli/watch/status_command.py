@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.run_summary import RunSummary, summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
-from phalanx.observe.event_log import newest_event
+from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
@@ -119,7 +120,9 @@ def _given(run_dir: Path) -> str:
 def _data_bound(directory: RunDirectory) -> str | None:
     """A line on how much of the newest logged steps was waiting for samples, and how many come and are needed, if that is worth one."""
     events = directory.events
-    newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
+    newest = None
+    with suppress(EventLogError):
+        newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
     if newest is None or not isinstance(newest.body, Step) or not newest.body.logged_s:
         return None
     waiting = newest.body.data_wait_s / newest.body.logged_s

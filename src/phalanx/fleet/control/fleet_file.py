@@ -23,6 +23,7 @@ from phalanx.fleet.core.succession import Claim
 from phalanx.observe.events import EpochLeft
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.directory.regular_file import read_small
 
 _STALE_S = 10.0
 """A file of a living coordinator is younger."""
@@ -183,14 +184,14 @@ def read_fleet_file(run_dir: Path) -> FleetFile:
     """
     path = path_in(run_dir)
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=FleetFile)
+        found = msgspec.json.decode(read_small(path), type=FleetFile)
         silent = not found.over and time.time() - found.written_unix_s > _STALE_S
         return _as_claimed(run_dir, found) if silent else found
     except FileNotFoundError:
         raise FleetFileError(
             f"there is no {path}: no fleet was ever started there; start one with phalanx train RUN_FILE --nodes N"
         ) from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise FleetFileError(f"cannot read {path}: {error}; is it of this version of Phalanx?") from error
 
 

@@ -108,7 +108,7 @@ def decode(raw: bytes) -> LogLine | None:
     """The line that ``raw`` holds; ``None`` if it holds none, or one of no time that a clock shows."""
     try:
         line = _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return line if 0 <= line.t < _LATEST_S else None
 
@@ -117,7 +117,7 @@ def decode_lines(block: bytes) -> list[LogLine]:
     """The lines of a block, which begins and ends between two lines; others are left out."""
     try:
         found = _decoder.decode_lines(block)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return [line for raw in block.split(b"\n") if raw and (line := decode(raw)) is not None]
     return (
         found

@@ -17,6 +17,7 @@ from phalanx.observe.logs.log_file import LogFile
 from phalanx.observe.logs.masking import Mask
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.place import Place
+from phalanx.run.directory.regular_file import read_small
 
 _TOKEN_FILES = ("fleet.token", "fleet.operator-token")
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{16,}")
@@ -115,4 +116,4 @@ class Recorder:
                 changed_ns = path.stat().st_mtime_ns
                 if self._seen.get(name) != changed_ns:
                     self._seen[name] = changed_ns
-                    self._mask.add(*_TOKEN.findall(path.read_text(errors="replace")))
+                    self._mask.add(*_TOKEN.findall(read_small(path).decode(errors="replace")))

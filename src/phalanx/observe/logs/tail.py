@@ -9,6 +9,7 @@ from pathlib import Path
 from phalanx.observe.logs.first_failure import says_its_beginning, says_its_end
 from phalanx.observe.logs.line import LogLine, decode_lines
 from phalanx.observe.logs.log_file import set_aside
+from phalanx.run.directory.regular_file import open_regular
 
 _BLOCK = 64 << 10
 
@@ -27,7 +28,7 @@ def last_lines(path: Path, most: int) -> list[LogLine]:
 def _last(path: Path) -> list[LogLine]:
     files = [path, *(file for _, file in reversed(set_aside(path)))]
     for file in files[:2]:  # a log that was set aside a moment ago is empty
-        with suppress(OSError), file.open("rb") as opened:
+        with suppress(OSError), open_regular(file) as opened:
             size = opened.seek(0, os.SEEK_END)
             opened.seek(max(0, size - _BLOCK))
             block = opened.read(_BLOCK)

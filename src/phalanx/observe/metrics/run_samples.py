@@ -15,6 +15,7 @@ from phalanx.observe.metrics.run_facts import RunFacts
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.observe.metrics.samples import Labels, Metric, Sample, collect
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import open_regular
 
 _BLOCK_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 22
@@ -67,7 +68,7 @@ class RunSampler:
     def _next(self) -> bytes:
         """The next block of the file; all is read anew if another file has taken its place. Empty at the end, and where it cannot be read."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 status = os.fstat(file.fileno())
                 if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
                     self._forget()

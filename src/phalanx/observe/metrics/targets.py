@@ -16,6 +16,8 @@ from pathlib import Path
 
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.regular_file import read_small
 
 COORDINATOR = "coordinator"
 _ATTEMPT = "__meta_phalanx_attempt"
@@ -57,7 +59,7 @@ def withdraw(directory: RunDirectory, target: Target) -> None:
     """Removes the target's file, unless another process has taken its name since."""
     path = _path(directory, target.node or COORDINATOR)
     with suppress(OSError, ValueError):
-        if json.loads(path.read_text()) == [target.entry]:
+        if plain_json(read_small(path, _MOST_BYTES)) == [target.entry]:
             path.unlink()
 
 
@@ -80,9 +82,7 @@ def targets(directories: Iterable[Path]) -> list[Mapping[str, object]]:
 def _entries(path: Path) -> list[dict[str, object]]:
     """The entries of one file; none of a file that is not one of ours."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            return []
-        found = json.loads(path.read_text())
+        found = plain_json(read_small(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return []
     return [entry for entry in found if _is_entry(entry)] if isinstance(found, list) else []

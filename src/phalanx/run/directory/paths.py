@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.directory.result import RunResult, read_result
 from phalanx.run.problems import listing
 from phalanx.run.read import RUN_FILE, spec_from_table
@@ -215,13 +217,13 @@ class RunDirectory:
         started.
         """
         try:
-            found = json.loads(self.record.read_text())
+            found = plain_json(read_small(self.record))
             if isinstance(found, dict) and isinstance(found.get("attempts"), int):
                 return found
             why = "it does not say how often the run was started"
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             why = str(error)
         raise DamagedRecordError(
             f"{self.record} is damaged ({why}): put a copy back, or remove it, if you are sure that the data are those that the run was "
@@ -257,8 +259,8 @@ class RunDirectory:
 def read_small_json(path: Path) -> JsonObject:
     """A small JSON object; empty if the file is missing or damaged (it can be made anew)."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = plain_json(read_small(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -270,10 +272,10 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
     version that named a field differently.
     """
     try:
-        table = tomllib.loads(directory.run_file.read_text())
+        table = tomllib.loads(read_small(directory.run_file).decode())
         if not table:  # it would be a run with every default
             raise ValueError("it is empty")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = f"there is no {directory.run_file}" if isinstance(error, FileNotFoundError) else str(error)
         kind = "is not a run directory" if not directory.record.exists() else f"has a damaged {RUN_FILE}"
         remedy = (

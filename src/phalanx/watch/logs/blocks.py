@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from phalanx.observe.logs.assemble import Assembler
 from phalanx.observe.logs.line import LogLine, decode, decode_lines
+from phalanx.run.directory.regular_file import open_regular
 from phalanx.watch.logs.files import Stream
 
 BLOCK = 256 << 10
@@ -25,6 +26,8 @@ _LEVEL_STANDS = 96
 _SKEW_S = 120.0
 """A node's clock may be off that of the file server by so much."""
 _MOST_RAW = 32 << 20
+_MOST_LINE = 1 << 20
+"""A longer line is none that a process of a run has written (a record is bounded): it is passed over."""
 _CLOCK = re.compile(r"(\d\d):(\d\d):(\d\d) ")
 
 
@@ -56,7 +59,7 @@ def forward(stream: Stream, span: Span) -> Iterator[Block]:
         if stream.raw:
             yield _block(raw_lines(stream, path))
             continue
-        with suppress(OSError), path.open("rb") as file:
+        with suppress(OSError), open_regular(path) as file:
             file.seek(_first_of(file, span.since))
             for lines in _pieces(file, span):
                 block = _block(lines, key)
@@ -108,7 +111,7 @@ def joined(lines: Sequence[LogLine]) -> list[LogLine]:
 def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
     """The records of a file of text. The times that some of its lines begin with are of the day of the file, or the day before."""
     written = path.stat().st_mtime
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_RAW))
         text = file.read().decode(errors="backslashreplace")
     assembler, at, found = Assembler(), 0.0, []
@@ -169,27 +172,34 @@ def _first_of(file: BinaryIO, since: float) -> int:
 
 
 def _pieces(file: BinaryIO, span: Span) -> Iterator[list[LogLine]]:
-    rest = b""
+    rest, dropping = b"", False
     while piece := file.read(BLOCK):
-        whole, newline, tail = (rest + piece).rpartition(b"\n")
-        rest = tail
+        if dropping:
+            _, newline, piece = piece.partition(b"\n")
+            dropping = not newline
+        whole, newline, rest = (rest + piece).rpartition(b"\n")
         if newline:
             yield _decoded(whole, span)
+        if len(rest) > _MOST_LINE:
+            rest, dropping = b"", True
     if rest:
         yield _decoded(rest, span)  # torn, or just being written
 
 
 def _pieces_back(path: Path, span: Span, block_bytes: int) -> Iterator[list[LogLine]]:
-    with path.open("rb") as file:
-        end, rest = file.seek(0, os.SEEK_END), b""
+    with open_regular(path) as file:
+        end, rest, dropping = file.seek(0, os.SEEK_END), b"", False
         while end > 0:
             begin = max(0, end - block_bytes)
             file.seek(begin)
-            piece, end = file.read(end - begin) + rest, begin
-            if begin:
-                rest, newline, piece = piece.partition(b"\n")
-                if not newline:
-                    rest, piece = rest if len(rest) < 64 * BLOCK else b"", b""
+            piece, end = file.read(end - begin), begin
+            first, newline, piece = piece.partition(b"\n") if begin else (b"", b"\n", piece)
+            if not newline:
+                dropping = dropping or len(first) + len(rest) > _MOST_LINE
+                rest = b"" if dropping else first + rest
+                continue
+            piece = piece[: piece.rfind(b"\n") + 1] if dropping else piece + rest
+            rest, dropping = first, False
             if piece:
                 yield _decoded(piece, span)
 

@@ -24,7 +24,19 @@ def not_found(what: str) -> RequestError:
 
 def json_bytes(content: object) -> bytes:
     """The content as JSON; numbers that are not finite become ``null``."""
-    return msgspec.json.encode(content, enc_hook=_plain)
+    try:
+        return msgspec.json.encode(content, enc_hook=_plain)
+    except UnicodeEncodeError:  # a name on a disk need not be text
+        return msgspec.json.encode(_writable(msgspec.to_builtins(content, enc_hook=_plain)))
+
+
+def _writable(value: object) -> object:
+    """The value with escapes for what no text may hold."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    return [_writable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def json_answer(content: object, status: int = 200) -> Response:

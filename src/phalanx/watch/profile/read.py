@@ -12,6 +12,8 @@ from phalanx.observe.profile_file import ProfileFileError, RankTrace, rank_file,
 from phalanx.observe.profile_request import is_profile_name
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.regular_file import read_small
 from phalanx.watch.profile.chrome import packed
 from phalanx.watch.profile.predicted import Prediction, predict
 from phalanx.watch.profile.summary import analyze
@@ -54,7 +56,7 @@ def profiles(directory: RunDirectory) -> list[ProfileSummary]:
     for name in names:
         try:
             found.append(_listed(directory, name))
-        except (ProfileError, KeyError, TypeError, ValueError, OSError):
+        except (ProfileError, KeyError, TypeError, ValueError, OverflowError, OSError):
             continue
     return found
 
@@ -100,9 +102,7 @@ def read_order(directory: RunDirectory, name: str) -> dict[str, Any]:
 
 def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     try:
-        if path.stat().st_size > most_bytes:
-            raise ProfileError(f"{path} is larger than {most_bytes >> 20} MiB: remove it")
-        found = json.loads(path.read_bytes())
+        found = plain_json(read_small(path, most_bytes))
     except FileNotFoundError as error:
         raise ProfileError(f"there is no {path}") from error
     except (OSError, ValueError, RecursionError) as error:

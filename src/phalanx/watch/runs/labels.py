@@ -13,6 +13,8 @@ from pathlib import Path
 
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.regular_file import read_small
 
 _MOST_TAGS, _LONGEST_TAG, _LONGEST_NOTE = 64, 64, 10_000
 _TAG = re.compile(r"[^\s,\x00-\x1f\x7f]+")
@@ -46,7 +48,7 @@ class Labels:
 def read_labels(run_dir: Path) -> Labels:
     """The labels of the run in ``run_dir``: none if the file is missing; of a damaged one what can be read."""
     try:
-        found = json.loads((RunDirectory(run_dir).labels).read_text())
+        found = plain_json(read_small(RunDirectory(run_dir).labels))
     except (OSError, ValueError, RecursionError):
         return Labels()
     if not isinstance(found, dict):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import read_small
 
 _LOCK = re.compile(r"^\d+: FLOCK +\S+ +WRITE +(-?\d+) +([0-9a-f]+):([0-9a-f]+):(\d+) ", re.MULTILINE)
 _HOLDER = re.compile(r"process (\d+) on (\S+)")
@@ -30,7 +31,10 @@ class KernelLocks:
     def holds(self, directory: RunDirectory) -> bool | None:
         """True if a process of this machine holds the run directory, False if none of any does, ``None`` if that cannot be told."""
         try:
-            status, text = directory.lock.stat(), directory.lock.read_text(errors="replace")
+            status, text = (
+                directory.lock.stat(),
+                read_small(directory.lock).decode(errors="replace"),
+            )
         except FileNotFoundError:
             return False
         except OSError:

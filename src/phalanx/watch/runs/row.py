@@ -6,7 +6,6 @@ named in ``problems``: a list shows all runs, the broken ones too.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -19,6 +18,8 @@ from typing import Literal
 from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
+from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.directory.result import read_result
 from phalanx.watch.runs.labels import read_labels
 from phalanx.watch.runs.tail import Tail, read_tail
@@ -27,6 +28,7 @@ State = Literal["running", "finished", "stopped", "failed", "silent", "waiting"]
 _PATIENCE_S = 120.0
 _LED_S = 20.0
 """A coordinator writes its status more often: a fleet that was begun on this machine may be led from another one."""
+_MOST_WHOLE = 2**53
 _STEPS_OF_PATIENCE = 20
 """A run that should go on is silent after so many usual steps without an event, or after ``_PATIENCE_S``, whichever is longer."""
 
@@ -150,7 +152,11 @@ def read_facts(path: Path) -> RunFacts:
         name=str(table.get("name") or path.name),
         state="waiting",
         step=result.step if result else step.step if step else 0,
-        steps=steps if isinstance(steps, int) else started.steps if started else 0,
+        steps=steps
+        if isinstance(steps, int) and abs(steps) <= _MOST_WHOLE
+        else started.steps
+        if started
+        else 0,
         saved_step=saved,
         loss=result.loss if result else step.loss if step else None,
         held_out_loss=result.held_out_loss if result else evaluated.loss if evaluated else None,
@@ -197,7 +203,7 @@ def _commit(code: object) -> str:
 
 def _run_file(directory: RunDirectory, problems: list[str]) -> Mapping[str, object]:
     try:
-        return tomllib.loads(directory.run_file.read_text())
+        return tomllib.loads(read_small(directory.run_file).decode())
     except FileNotFoundError:
         problems.append(f"there is no {directory.run_file}")
     except (OSError, ValueError, RecursionError) as error:
@@ -218,7 +224,7 @@ def _record(directory: RunDirectory, problems: list[str]) -> Mapping[str, object
 def _json(path: Path, problems: list[str]) -> Mapping[str, object]:
     """A JSON object that need not be there."""
     try:
-        found = json.loads(path.read_bytes())
+        found = plain_json(read_small(path))
         if isinstance(found, dict):
             return found
         problems.append(f"{path} is damaged: it is no JSON object")

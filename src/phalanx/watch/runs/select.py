@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import read_small
 from phalanx.watch.runs.row import RunRow
 
 COLUMNS = tuple(field.name for field in fields(RunRow))
@@ -116,8 +117,8 @@ def _text(value: object) -> str:
 
 def _field(path: Path, name: str) -> object:
     try:
-        table: object = tomllib.loads(RunDirectory(path).run_file.read_text())
-    except (OSError, ValueError):
+        table: object = tomllib.loads(read_small(RunDirectory(path).run_file).decode())
+    except (OSError, ValueError, RecursionError):
         return None
     for part in name.split("."):
         table = table.get(part) if isinstance(table, dict) else None

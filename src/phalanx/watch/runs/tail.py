@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from phalanx.observe.event_log import lines_from_the_end
 from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped, decode
+from phalanx.run.directory.regular_file import open_regular
 
 _BLOCK_BYTES = 1 << 16
 _MOST_BYTES = 1 << 20
@@ -45,7 +46,7 @@ class Tail:
 def read_tail(path: Path) -> Tail:
     """The newest events in the file at ``path``; none if it is missing. Raises ``OSError`` if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _read(file)
     except FileNotFoundError:
         return Tail()
@@ -58,7 +59,7 @@ def _read(file: BinaryIO) -> Tail:
     ended: Stopped | Finished | None = None
     started: RunStarted | None = None
     last_s, read = 0.0, 0
-    for line in lines_from_the_end(file, _BLOCK_BYTES):
+    for line in lines_from_the_end(file, _BLOCK_BYTES, 4 * _MOST_BYTES):
         read += len(line)
         kind = _KIND.search(line, 0, 200)
         name = kind[1].decode() if kind else ""

@@ -12,6 +12,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.run.directory.regular_file import open_regular
+
 MOST_LINE_BYTES = 1 << 20
 """A longer line is no event that a run writes: it is dropped, and counted."""
 _BLOCK_BYTES = 1 << 22
@@ -143,7 +145,7 @@ class FileTail:
 def read_lines_at(path: Path, offsets: list[int], most_line_bytes: int = MOST_LINE_BYTES) -> list[bytes]:
     """The lines that begin at ``offsets``, ascending, of a file of lines. Raises ``OSError``."""
     found = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for offset in offsets:
             file.seek(offset)
             found.append(file.readline(most_line_bytes).rstrip(b"\n"))

@@ -21,6 +21,7 @@ from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in,
 from phalanx.observe.events import Event, decode
 from phalanx.run.data_folders import addresses, found_again
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, read_small_json
+from phalanx.run.directory.regular_file import open_regular
 from phalanx.run.spec import RunSpec
 from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url
@@ -72,7 +73,7 @@ def observe(directory: RunDirectory, now: float) -> Observed:
 def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
     """Samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             tail = max(0, size - _TAIL_BYTES)
             starts = [(0, min(_HEAD_BYTES, tail))] if tail else []

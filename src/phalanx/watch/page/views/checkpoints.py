@@ -9,6 +9,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.index import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, step_folder
+from phalanx.run.directory.regular_file import open_regular
 from phalanx.watch.page.answer import Parameters
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views.runs import Runs
@@ -91,7 +92,7 @@ def _described(root: Path, step: int, copied: int | None, url: str) -> dict[str,
 
 def _index(folder: Path) -> tuple[Index, float]:
     path = folder / CHECKPOINT_INDEX
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         saved = os.fstat(file.fileno()).st_mtime
         return decode_index(file.read(_MOST_INDEX_BYTES), str(path)), saved
 

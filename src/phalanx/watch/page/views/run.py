@@ -10,6 +10,7 @@ from phalanx.fleet.control.fleet_file import path_in
 from phalanx.observe.events import Event, RunStarted
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import RunDirectory, read_small_json
+from phalanx.run.directory.regular_file import open_regular
 from phalanx.watch.page.answer import Parameters
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views.runs import Runs
@@ -96,7 +97,7 @@ def _evaluations(run: RunSeries) -> list[dict[str, object]]:
 def _text(path: Path) -> str:
     """A file's text; what is longer than any run file is cut off. Empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(_MOST_RUN_FILE_BYTES).decode(errors="replace")
     except OSError:
         return ""
