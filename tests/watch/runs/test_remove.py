@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.train.start.open_run import take_lock
+from phalanx.watch.runs.index import RunIndex
 from phalanx.watch.runs.remove import removal, remove
 from watch.runs.some_runs import make_run
 
@@ -82,3 +83,31 @@ def test_of_a_run_on_another_machine_nobody_can_tell_so_it_takes_force(tmp_path:
     directory.lock.write_text("process 1 on elsewhere\n")
     (obstacle,) = removal(directory.path, []).obstacles
     assert "may be running on another machine" in obstacle
+
+
+def test_a_run_is_removed_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_run(tmp_path / "a")
+    monkeypatch.chdir(directory.path)
+    remove(Path(removal(Path("."), []).row.path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_lie_in_it_are_named_and_one_of_them_that_is_trained_stands_in_the_way(
+    tmp_path: Path,
+) -> None:
+    outer, inner = make_run(tmp_path / "a"), make_run(tmp_path / "a" / "b")
+    assert removal(outer.path, []).obstacles == (f"other runs lie in it, and would go with it: {inner.path}",)
+    lock = take_lock(inner.lock)
+    try:
+        with pytest.raises(RunDirectoryError, match="b is being trained by"):
+            removal(outer.path, [])
+    finally:
+        os.close(lock)
+
+
+def test_what_a_kill_has_left_of_a_removal_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_run(tmp_path / "a")
+    monkeypatch.setattr("shutil.rmtree", lambda _path: None)
+    remove(directory.path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert RunIndex([tmp_path], tmp_path / "cache").rows() == []

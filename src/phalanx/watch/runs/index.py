@@ -25,6 +25,8 @@ from phalanx.watch.runs.lock import KernelLocks
 from phalanx.watch.runs.row import RunFacts, RunRow, read_facts, row_of
 
 __all__ = ["RunIndex", "RunRow"]
+REMOVED = ".removed-"
+"""The name of a run directory begins so while its files are being removed."""
 _BUSY_S = 0.2
 _MOST_NAMED = 500
 """More runs are not looked for by name: SQLite bounds the values of a query."""
@@ -74,7 +76,9 @@ def found_in(folders: Iterable[Path]) -> Iterator[Path]:
             yield folder
             continue
         with suppress(OSError):
-            yield from (folder / name for name in sorted(os.listdir(folder)) if is_run(folder / name))
+            for name in sorted(os.listdir(folder)):
+                if not name.startswith(REMOVED) and is_run(folder / name):
+                    yield folder / name
 
 
 def is_run(path: Path) -> bool:
@@ -140,7 +144,11 @@ class _Cache:
         """Keeps what was read."""
         if not entries:
             return
-        rows = [(key, _SHAPE, signature, msgspec.msgpack.encode(facts)) for key, signature, facts in entries]
+        rows = []
+        for key, signature, facts in entries:
+            with suppress(UnicodeEncodeError, OverflowError):  # a path that is no text: it is read each time
+                key.encode()
+                rows.append((key, _SHAPE, signature, msgspec.msgpack.encode(facts)))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._open()) as base, base:

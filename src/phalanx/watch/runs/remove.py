@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.directory.regular_file import read_small
 from phalanx.train.start.open_run import take_lock
-from phalanx.watch.runs.index import RunIndex
+from phalanx.watch.runs.index import REMOVED, RunIndex, found_in
 from phalanx.watch.runs.lock import KernelLocks
 from phalanx.watch.runs.row import RunRow
 
@@ -31,6 +32,8 @@ class Removal:
     """The names in the run directory with the bytes below each, the largest first."""
     descendants: tuple[str, ...]
     """Directories of runs that go on from a checkpoint of this one, among those that were looked at."""
+    inside: tuple[str, ...] = ()
+    """Directories of other runs that lie in this one."""
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -40,6 +43,8 @@ class Removal:
             found.append(f"it may be running on another machine: its state is {self.row.state}")
         if self.descendants:
             found.append(f"other runs go on from its checkpoints: {', '.join(self.descendants)}")
+        if self.inside:
+            found.append(f"other runs lie in it, and would go with it: {', '.join(self.inside)}")
         return tuple(found)
 
 
@@ -57,9 +62,14 @@ def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()
             f"{run_dir} is no run directory: it has no record.json; remove it by hand if it is to go"
         )
     (row,) = RunIndex([run_dir]).rows()
-    if KernelLocks().holds(RunDirectory(run_dir)):
-        holder = RunDirectory(run_dir).lock.read_text(errors="replace").strip()
-        raise RunDirectoryError(f"{run_dir} is being trained by {holder}; stop it first")
+    inside = [
+        path for entry in sorted(run_dir.iterdir()) if not entry.is_symlink() for path in found_in([entry])
+    ]
+    locks = KernelLocks()
+    for path in (run_dir, *inside):
+        if locks.holds(RunDirectory(path)):
+            holder = read_small(RunDirectory(path).lock).decode(errors="replace").strip()
+            raise RunDirectoryError(f"{path} is being trained by {holder}; stop it first")
     sizes = {entry.name: _size(entry) for entry in os.scandir(run_dir)}
     by_size = sorted(((name, size) for name, (_, size) in sizes.items()), key=lambda one: -one[1])
     return Removal(
@@ -68,6 +78,7 @@ def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()
         size_bytes=sum(size for _, size in sizes.values()),
         largest=tuple(by_size),
         descendants=tuple(_descendants(run_dir, beside, together)),
+        inside=tuple(map(str, inside)),
     )
 
 
@@ -75,8 +86,9 @@ def remove(run_dir: Path) -> None:
     """Removes a run directory with all that is in it. Raises ``RunDirectoryError`` if it is being trained, ``OSError``."""
     lock = take_lock(RunDirectory(run_dir).lock)
     try:
-        gone = run_dir.with_name(f".removed-{run_dir.name}-{os.getpid()}")
-        run_dir.rename(gone)
+        place = Path(os.path.realpath(run_dir))  # "." has no name
+        gone = place.with_name(f"{REMOVED}{place.name}-{os.getpid()}")
+        place.rename(gone)
         shutil.rmtree(gone)
     finally:
         os.close(lock)
