@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import Message, Step
@@ -18,6 +19,7 @@ from phalanx.watch.profile.read import (
     ordered_ranks,
     read_order,
 )
+from phalanx.watch.runs.lock import KernelLocks
 
 _LOOK_EVERY_S = 0.2
 _LEAST_FOR_FILES_S = 60.0
@@ -48,9 +50,9 @@ def ask(
     if directory.result.exists():
         raise ProfileError(f"the run in {directory.path} is finished: --show lists what was recorded of it")
     name, since_s = new_name(), time.time()
-    with _request(directory, ProfileRequest(name, steps, ranks, since_s + wait_s)):
+    with _request(directory, ProfileRequest(name, steps, ranks, since_s + wait_s)) as asked:
         tell(f"asked for {steps} steps; the run hears it within a second and a step")
-        _heard(directory, name, since_s, wait_s)
+        _heard(directory, name, since_s, wait_s, asked)
     order = read_order(directory, name)
     count = len(ordered_ranks(order))
     tell(f"recording {steps} steps on {count} of {order.get('of_ranks')} ranks")
@@ -59,29 +61,39 @@ def ask(
 
 
 @contextmanager
-def _request(directory: RunDirectory, request: ProfileRequest) -> Iterator[None]:
-    """Leaves the request for the time inside, and takes it back if nobody has taken it."""
+def _request(directory: RunDirectory, request: ProfileRequest) -> Iterator[int | None]:
+    """Leaves the request for the time inside, and takes it back if nobody has taken it. Gives its inode, if it was still there."""
     write_request(directory, request)
     path = request_path(directory)
-    inode = path.stat().st_ino
+    asked = _inode(path)  # rank 0 may have taken it already
     try:
-        yield
+        yield asked
     finally:
         with suppress(OSError):
-            if path.stat().st_ino == inode:
+            if asked is not None and _inode(path) == asked:
                 path.unlink()
 
 
-def _heard(directory: RunDirectory, name: str, since_s: float, wait_s: float) -> None:
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _heard(directory: RunDirectory, name: str, since_s: float, wait_s: float, asked: int | None) -> None:
     path = folder_of(directory, name) / ORDER_FILE
-    refused_at: float | None = None
     while not path.exists():
         now_s = time.time()
         if now_s > since_s + wait_s:
             raise ProfileError(_silence(directory, wait_s))
-        if not request_path(directory).exists():
+        now = _inode(request_path(directory))
+        if now is not None and asked is not None and now != asked:
+            raise ProfileError(
+                "somebody else asked for a profile in the same second, and theirs is made: ask again"
+            )
+        if now is None:
             # Taken: the answer follows within a step, or a warning in the event stream says why not.
-            refused_at = refused_at or now_s
             said = _warning(directory, since_s)
             if said is not None:
                 raise ProfileError(said)
@@ -109,11 +121,8 @@ def _silence(directory: RunDirectory, wait_s: float) -> str:
     if newest is None:
         return f"nobody took the request within {wait_s:g} s, and no step has been logged: does the run in {directory.path} train?"
     age_s = time.time() - newest.t
-    remedy = (
-        "steps may take longer: raise --wait"
-        if age_s < 10 * wait_s
-        else "it seems not to run: start it first"
-    )
+    gone = KernelLocks().holds(directory) is False or age_s >= 10 * wait_s
+    remedy = "it seems not to run: start it first" if gone else "steps may take longer: raise --wait"
     return (
         f"nobody took the request within {wait_s:g} s; the newest step was logged {age_s:.0f} s ago; {remedy}"
     )

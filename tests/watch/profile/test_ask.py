@@ -1,0 +1,57 @@
+"""Whoever asks for a profile is told what became of the request."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.profile_request import ProfileRequest, request_path, write_request
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.profile import ask
+from phalanx.watch.profile.read import ProfileError
+from recorded_runs import RecordedRun
+
+
+def _asked(directory: RunDirectory, wait_s: float) -> str:
+    return ask.ask(directory, 1, "auto", wait_s, lambda _line: None)
+
+
+def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / "a", "a", 10)
+
+    def written_and_taken(directory: RunDirectory, request: ProfileRequest) -> None:
+        write_request(directory, request)
+        request_path(directory).unlink()
+
+    monkeypatch.setattr(ask, "write_request", written_and_taken)
+    with pytest.raises(ProfileError, match="nobody took the request"):
+        _asked(run.directory, 0.3)
+
+
+def test_a_request_in_whose_place_another_was_made_is_told_so_at_once(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "a", "a", 10)
+
+    def another() -> None:
+        while not request_path(run.directory).exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        write_request(run.directory, ProfileRequest("other", 1, "auto", time.time() + 60))
+
+    thread = threading.Thread(target=another)
+    thread.start()
+    with pytest.raises(ProfileError, match="somebody else asked"):
+        _asked(run.directory, 30.0)
+    thread.join()
+    assert request_path(run.directory).exists()
+
+
+def test_a_run_that_was_killed_a_moment_ago_is_not_said_to_be_slow(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "a", "a", 10, began=time.time() - 10)
+    run.train(3)
+    with pytest.raises(ProfileError, match="it seems not to run"):
+        _asked(run.directory, 5.0)
