@@ -234,3 +234,15 @@ def test_a_child_that_cannot_be_started_leaves_no_descriptor_open(tmp_path: Path
     for _ in range(3):
         ChildOutput(LogOrder(tmp_path / "logs" / "a.jsonl", "a", 0), {}).failed()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_last_words_after_a_flood_without_newlines_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    order = LogOrder(tmp_path / "logs" / "a.jsonl", "a", 0)
+    output = ChildOutput(order, {})
+    for _ in range(64):
+        output._take(b"y" * (1 << 18))  # through a pipe it would be chance which piece is thrown away
+    output._take(b"y" * (4 << 20) + b"\nlast words")
+    output._settle()
+    output.failed()
+    assert last_lines(order.path, 10)[-1].text == "last words"

@@ -74,7 +74,7 @@ class ChildOutput:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._lock, self._drained, self._over = threading.Lock(), threading.Event(), False
         self._wake_reading, self._wake = os.pipe()
-        self._thrown = b""
+        self._thrown, self._thrown_ended = b"", False
         self._thread = threading.Thread(target=self._read, name=f"output of {order.process}", daemon=True)
 
     @property
@@ -162,13 +162,17 @@ class ChildOutput:
                 self._write(self._assembler.settle())
             self._recorder.leave_out(max(1, lines), len(piece))
             self._thrown = (self._thrown + piece)[-_TAIL_BYTES:]
+            self._thrown_ended = self._thrown_ended or lines > 0
 
     def _rescue(self) -> None:
         """Takes in the end of what was thrown away."""
         thrown, self._thrown = self._thrown, b""
+        ended, self._thrown_ended = self._thrown_ended, False
         if thrown:
             self._decoder.reset()
             begin = thrown.find(b"\n") + 1 if len(thrown) == _TAIL_BYTES else 0
+            if ended:  # the line that was being read when the throwing away began is over
+                self._write(self._assembler.add("\n"))
             self._write(self._assembler.add(self._decoder.decode(thrown[begin:])))
 
     def _settle(self) -> None:
