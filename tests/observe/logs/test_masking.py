@@ -30,6 +30,8 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
         "https://b.s3.amazonaws.com/k?X-Amz-Algorithm=A&X-Amz-Signature={}&x=1",
         "https://a.blob.core.windows.net/c?sv=1&sig={}",
         "token={}",
+        "phalanx train run.toml --password {}",
+        "curl --api-key '{}' https://example.com",
         "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
     ],
 )

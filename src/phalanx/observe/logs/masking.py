@@ -77,6 +77,15 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
         ),
         rf"\1{MASKED}",
     ),
+    # An option of a command line, whose value is the next word.
+    (
+        re.compile(
+            r"(--[\w-]{0,40}(?:secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|account[_-]?key|private[_-]?key|credentials?|token)"
+            rf"\s{{1,3}}[\"']?)(?![-\d.,]+(?![\w])){_VALUE}{{4,}}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASKED}",
+    ),
     # A number of tokens, or a tokenizer, is none of them.
     (
         re.compile(
