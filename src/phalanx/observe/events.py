@@ -327,7 +327,7 @@ def decode(line: bytes) -> Event:
 
     A kind that is not in ``KINDS``, or whose fields do not have the types of its class, becomes ``Unknown``.
     """
-    record = plain_json(line)
+    record = plain_json(line, exact=True)
     envelope = msgspec.convert(record, _Envelope)
     if not 0 <= envelope.t < _LATEST_S:  # NaN is not
         raise ValueError(f"t = {envelope.t} is no time")

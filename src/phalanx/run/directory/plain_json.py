@@ -16,10 +16,10 @@ _LONG = 18
 """Whole numbers of so many digits fit into 64 bits, whichever they are."""
 
 
-def plain_json(content: bytes) -> Any:
-    """The value that the JSON in ``content`` holds. Raises ``ValueError`` if it is none, or too deep."""
+def plain_json(content: bytes, *, exact: bool = False) -> Any:
+    """The value that the JSON in ``content`` holds; ``exact`` keeps whole numbers of any size. Raises ``ValueError`` if it is none, or too deep."""
     try:
-        found = _DECODER.decode(content.decode())
+        found = (_EXACT if exact else _DECODER).decode(content.decode())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return _paired(found) if b"\\u" in content and _SURROGATE.search(content) else found
@@ -43,4 +43,4 @@ def _paired(value: Any) -> Any:
     return [_paired(item) for item in value] if isinstance(value, list) else value
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole)
+_DECODER, _EXACT = json.JSONDecoder(parse_int=_whole), json.JSONDecoder()

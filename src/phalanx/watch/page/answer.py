@@ -26,7 +26,10 @@ def json_bytes(content: object) -> bytes:
     """The content as JSON; numbers that are not finite become ``null``."""
     try:
         return msgspec.json.encode(content, enc_hook=_plain)
-    except UnicodeEncodeError:  # a name on a disk need not be text
+    except (
+        UnicodeEncodeError,
+        OverflowError,
+    ):  # a name on a disk need not be text, nor a number in a file one that is counted
         return msgspec.json.encode(_writable(msgspec.to_builtins(content, enc_hook=_plain)))
 
 
@@ -34,6 +37,8 @@ def _writable(value: object) -> object:
     """The value with escapes for what no text may hold."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        return None
     if isinstance(value, dict):
         return {_writable(key): _writable(item) for key, item in value.items()}
     return [_writable(item) for item in value] if isinstance(value, list | tuple) else value
