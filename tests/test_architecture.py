@@ -121,6 +121,7 @@ QUICK = (
     "phalanx.cli.plan.spec_command",
     "phalanx.cli.train.data_command",
     "phalanx.cli.train.train_command",
+    "phalanx.cli.runs",
     "phalanx.cli.watch",
     "phalanx.watch",
     *(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli.watch.reproduce_command import command as reproduce_command
-from phalanx.cli.watch.runs_command import command
+from phalanx.cli.runs.reproduce_command import command as reproduce_command
+from phalanx.cli.runs.runs_command import command
 from phalanx.run.directory.paths import RunDirectory
 
 

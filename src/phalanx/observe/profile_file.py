@@ -42,6 +42,8 @@ ALLOCATION = np.dtype([("t_ns", "<i8"), ("address", "<i8"), ("bytes", "<i8"), ("
 """``bytes`` are negative where memory is given back."""
 HOST, KERNEL, COPY, LAUNCH = range(4)
 """Kinds of events: on the host, kernels and copies on a device, and the host's calls that queue them."""
+ORDER_FILE = "recording.json"
+"""In the folder of a profile: what rank 0 has ordered."""
 MOST_EVENTS = 300_000
 MOST_ALLOCATIONS = 300_000
 _MOST_FILE_BYTES = 64 << 20

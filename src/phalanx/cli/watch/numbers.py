@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -32,6 +33,11 @@ def age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{max(0.0, seconds):.0f} s ago"
+
+
+def moment(unix_s: float) -> str:
+    """A point in time by the clock of this machine, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def size(count: int) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.cli.watch.numbers import moment
 from phalanx.observe.throughput import format_bytes
 from phalanx.watch.profile.words import duration
 
@@ -62,7 +62,7 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
         console.print(f"[yellow]note:[/] {escape(note)}")
     steps, error_s = summary["steps"], summary["clock_error_s"]
     clocks = "clocks not bound together" if error_s is None else f"clocks within {duration(error_s)}"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["asked_unix_s"] or 0))
+    when = moment(summary["asked_unix_s"] or 0)
     console.print(
         f"[dim]steps {steps[0]}-{steps[-1]}, {duration(step_s)} each while recorded; {len(summary['ranks'])} of {summary['of_ranks']} ranks; "
         f"{clocks}; {when}[/]\n"

@@ -11,6 +11,7 @@ import msgspec
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.watch.numbers import moment
 from phalanx.cli.watch.run_summary import RunSummary, summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
@@ -152,8 +153,7 @@ def _print(seen: FleetFile, last: int) -> None:
         table.add_row(member.name, member.role, _ranks(member.ranks), member.host, heard, member.why)
     console.print(table)
     for one in seen.happenings[len(seen.happenings) - last :] if last else ():
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.unix_s))
-        console.print(f"[dim]{clock}[/]  epoch {one.epoch}  {one.node}  {one.what}", markup=True)
+        console.print(f"[dim]{moment(one.unix_s)}[/]  epoch {one.epoch}  {one.node}  {one.what}", markup=True)
     if seen.refused:
         refused = ", ".join(f"{kind}: {count}" for kind, count in seen.refused.items())
         console.print(f"[yellow]refused[/] {refused}")

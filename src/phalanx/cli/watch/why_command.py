@@ -14,6 +14,7 @@ import click
 
 from phalanx.cli.errors import TroubleError
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.watch.numbers import moment
 from phalanx.observe.throughput import format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why.reasons import Reason, reasons
@@ -84,8 +85,7 @@ def _print_reason(one: Reason, now: float) -> None:
     click.echo(f"{head}  {click.style(_plain(one.title), bold=True)}  [{one.code}]")
     since = ""
     if one.since is not None:
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
-        since = f"{clock}, {format_duration(max(0.0, now - one.since))} ago"
+        since = f"{moment(one.since)}, {format_duration(max(0.0, now - one.since))} ago"
     rows = [("where", one.where), ("since", since), *(("because", line) for line in one.evidence)]
     for name, text in [*rows, ("doing", one.doing), ("next", one.next)]:
         if text:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from phalanx.hardware.device import wait_for_device, wait_for_stream
 from phalanx.hardware.memory_peak import measure_copy_bytes_per_s
-from phalanx.observe.profile_file import rank_file, write_rank_trace
+from phalanx.observe.profile_file import ORDER_FILE, rank_file, write_rank_trace
 from phalanx.observe.profile_request import ProfileRequest, ProfileRequestError
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.durable import write_atomically
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from phalanx.train.lifecycle.assemble import Training
     from phalanx.train.step.step import Stepper
 
-ORDER_FILE = "recording.json"
-"""In the folder of a profile: what rank 0 has ordered."""
 _BARRIERS = 12
 """Before and after: the shortest of so many bounds the clocks' difference."""
 _WRITE_TIMEOUT_S = 60.0

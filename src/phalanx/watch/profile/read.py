@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.profile_file import ProfileFileError, RankTrace, rank_file, read_rank_trace
+from phalanx.observe.profile_file import ORDER_FILE, ProfileFileError, RankTrace, rank_file, read_rank_trace
 from phalanx.observe.profile_request import is_profile_name
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -18,7 +18,6 @@ from phalanx.watch.profile.chrome import packed
 from phalanx.watch.profile.predicted import Prediction, predict
 from phalanx.watch.profile.summary import analyze
 
-ORDER_FILE = "recording.json"
 SUMMARY_FILE = "summary.json"
 TRACE_FILE = "trace.json.gz"
 _MOST_SUMMARY_BYTES = 32 << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from phalanx.cli.watch.runs_compare import compare_command
-from phalanx.cli.watch.runs_labels import note_command, tag_command
-from phalanx.cli.watch.runs_list import list_command
-from phalanx.cli.watch.runs_remove import remove_command
-from phalanx.cli.watch.runs_show import show_command
+from phalanx.cli.runs.compare import compare_command
+from phalanx.cli.runs.labels import note_command, tag_command
+from phalanx.cli.runs.listing import list_command
+from phalanx.cli.runs.remove import remove_command
+from phalanx.cli.runs.show import show_command
 
 
 class _ListsByDefault(click.Group):

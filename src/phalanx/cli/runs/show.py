@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.numbers import ABOVE_PEAK, age, printable, share, size, utilization
+from phalanx.cli.watch.numbers import ABOVE_PEAK, age, moment, printable, share, size, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.recorded import Recorded, read_recorded
 
@@ -89,7 +89,7 @@ def _results(found: Recorded) -> Iterator[str]:
         yield f"weights        {row.weights_sha256}"
     now = time.time()
     times = [
-        f"{word} {_clock(at)} ({age(now - at)})"
+        f"{word} {moment(at)} ({age(now - at)})"
         for word, at in (("began", row.started), ("last event", row.updated))
         if at
     ]
@@ -178,7 +178,3 @@ def _number(value: object) -> str:
 
 def _table(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
-
-
-def _clock(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

@@ -1,0 +1,1 @@
+"""Commands over many runs: list, show, compare, label and remove them, and run one again."""
