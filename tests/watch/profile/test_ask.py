@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe.profile_request import ProfileRequest, request_path, write_request
+from phalanx.observe.profile.request import ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.profile import ask
 from phalanx.watch.profile.read import ProfileError

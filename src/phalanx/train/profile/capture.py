@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.profiler import profile
 
-from phalanx.observe.profile_file import (
+from phalanx.observe.profile.recorded_step import (
     ALLOCATION,
     COPY,
     EVENT,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from phalanx.observe.profile_request import ProfileRequest, ProfileRequestError, read_request, request_path
+from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError, read_request, request_path
 from phalanx.run.directory.paths import RunDirectory
 
 _LOOK_EVERY_S = 1.0

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from phalanx.hardware.device import wait_for_device, wait_for_stream
 from phalanx.hardware.memory_peak import measure_copy_bytes_per_s
-from phalanx.observe.profile_file import ORDER_FILE, rank_file, write_rank_trace
-from phalanx.observe.profile_request import ProfileRequest, ProfileRequestError
+from phalanx.observe.profile.recorded_step import ORDER_FILE, rank_file, write_rank_trace
+from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.durable import write_atomically
 from phalanx.train.profile.capture import make_profiler, rank_trace

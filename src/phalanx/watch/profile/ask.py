@@ -9,8 +9,8 @@ from pathlib import Path
 
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import Message, Step
-from phalanx.observe.profile_file import ORDER_FILE
-from phalanx.observe.profile_request import ProfileRequest, new_name, request_path, write_request
+from phalanx.observe.profile.recorded_step import ORDER_FILE
+from phalanx.observe.profile.request import ProfileRequest, new_name, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.profile.read import (
     ProfileError,

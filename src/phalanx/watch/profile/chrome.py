@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.observe.profile_file import COPY, KERNEL, RankTrace
+from phalanx.observe.profile.recorded_step import COPY, KERNEL, RankTrace
 from phalanx.watch.profile.clocks import ClockFit
 from phalanx.watch.profile.memory import MemoryLine
 from phalanx.watch.profile.waits import Waits

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile_file import RankTrace
+from phalanx.observe.profile.recorded_step import RankTrace
 
 Times = NDArray[np.int64]
 

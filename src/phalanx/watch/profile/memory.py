@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile_file import RankTrace
+from phalanx.observe.profile.recorded_step import RankTrace
 from phalanx.watch.profile.partition import BACKWARD, FORWARD, StepPieces
 from phalanx.watch.profile.words import COMM, DATA, OPTIMIZER
 

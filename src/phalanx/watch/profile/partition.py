@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile_file import COPY as DEVICE_COPY
-from phalanx.observe.profile_file import HOST, KERNEL, LAUNCH, RankTrace
+from phalanx.observe.profile.recorded_step import COPY as DEVICE_COPY
+from phalanx.observe.profile.recorded_step import HOST, KERNEL, LAUNCH, RankTrace
 from phalanx.watch.profile.words import (
     BETWEEN,
     BUBBLE,

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.profile_file import ORDER_FILE, ProfileFileError, RankTrace, rank_file, read_rank_trace
-from phalanx.observe.profile_request import is_profile_name
+from phalanx.observe.profile.recorded_step import (
+    ORDER_FILE,
+    ProfileFileError,
+    RankTrace,
+    rank_file,
+    read_rank_trace,
+)
+from phalanx.observe.profile.request import is_profile_name
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.plain_json import plain_json

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.observe.profile_file import RankTrace
+from phalanx.observe.profile.recorded_step import RankTrace
 from phalanx.watch.profile.chrome import merged
 from phalanx.watch.profile.clocks import ClockFit, fit_clocks
 from phalanx.watch.profile.memory import memory_line

@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile_file import HOST, KERNEL, LAUNCH, RankTrace
+from phalanx.observe.profile.recorded_step import HOST, KERNEL, LAUNCH, RankTrace
 from phalanx.watch.profile.clocks import ClockFit
 from phalanx.watch.profile.partition import StepPieces
 from phalanx.watch.profile.words import is_collective_kernel
