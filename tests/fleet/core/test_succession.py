@@ -86,6 +86,22 @@ def test_the_head_that_is_back_restores_what_was_saved_while_it_was_away() -> No
     )
 
 
+def test_a_head_that_fell_after_its_claim_restores_what_was_saved_while_it_was_away() -> None:
+    fleet, _ = decided_and_not_claimed()
+    fleet.hear(m.Restarted(), m.DiskHolds((4,)))
+    assert fleet.state.phase is FleetPhase.BINDING
+    fleet.hear(m.Restarted(), m.DiskHolds((4, 70)))
+    assert fleet.state.phase is FleetPhase.PARKING
+    fleet.park(step=3)
+    assert (fleet.state.epoch, fleet.state.source) == (2, c.FromDisk(70))
+
+
+def test_checkpoints_of_an_epoch_that_is_being_bound_do_not_end_it() -> None:
+    fleet, _ = decided_and_not_claimed()
+    fleet.hear(m.DiskHolds((4, 70)))  # its members train already, and the last Bound is on its way
+    assert fleet.state.phase is FleetPhase.BINDING
+
+
 def test_an_epoch_that_was_claimed_is_bound_to_its_end() -> None:
     fleet, _ = decided_and_not_claimed()
     assert not is_untold(fleet.state, claim_of(fleet))

@@ -244,6 +244,11 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     orders += [Order(SEATED), *(Order(name) for name in left)]
 
 
+def restored_step(state: FleetState) -> int:
+    """The step whose state the present epoch restores; ``NO_STEP`` if it begins the run."""
+    return _step_of(state.source)
+
+
 def _step_of(source: StateSource) -> int:
     return NO_STEP if isinstance(source, Fresh) else source.step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.ending import end
-from phalanx.fleet.core.epochs import check_deadlines, check_leases, regroup, strike
+from phalanx.fleet.core.epochs import check_deadlines, check_leases, regroup, restored_step, strike
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.resize import release
 from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, change, note, trusts
@@ -55,7 +55,7 @@ def tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa
     release(state, orders)
 
 
-def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:  # noqa: ARG001
+def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:
     """Compares the checkpoints on disk with those that are known; new ones of an epoch that computed wrongly are condemned."""
     known = {*state.durable, *state.condemned}
     steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
@@ -64,6 +64,10 @@ def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> No
     condemned |= {step_ for step_ in steps - known if not trusts(state, state.epoch, step_)}
     state.condemned = sorted(condemned)
     state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
+    # Whoever led may have fallen before it told anybody of the epoch, or while it told them: the members of the one before went on and saved.
+    away = state.phase is FleetPhase.BINDING and state.since_s == state.rolled_s
+    if away and state.durable and state.durable[-1] > restored_step(state):
+        regroup(state, orders, f"step {state.durable[-1]} was saved while the coordinator was away")
 
 
 def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
