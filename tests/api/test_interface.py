@@ -174,6 +174,7 @@ def test_the_refusal_of_a_model_by_a_rank_is_the_callers_error(kind: type[Except
         _result(run, Ending("failed", 1, 1, "it has no blocks", kind.__name__))
 
 
+@pytest.mark.slow
 def test_a_fleet_from_a_run_file_recovers_a_users_model_with_the_same_bits(
     trained: tuple[phalanx.RunResult, list[Event]], dataset: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LossSpike
 from phalanx_process import RUN_FILE, last_json, run
@@ -25,6 +27,7 @@ def run_file(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_fleet_whose_workers_are_killed_around_a_spike_leaves_it_out_with_the_same_bits(
     tmp_path: Path,
 ) -> None:

@@ -254,7 +254,7 @@ def test_what_happened_is_told_with_the_way_to_the_lines_around_it(open_page: Op
     page = open_page().page
     go(page, "fleet")
     row = page.locator("tr", has_text="leave epoch 0")
-    expect(row).to_contain_text("recovery")
+    expect(row).to_contain_text("epoch ended")
     row.locator("a").click()
     page.wait_for_url(re.compile(r"/logs\?since=\d+"))
 
