@@ -46,11 +46,11 @@ class Problem:
     code: str
     """The reason that must be given."""
     words: tuple[str, ...]
-    """Of ``phalanx train``."""
+    """The words after ``phalanx train``."""
     from_step: int
     """The step before which nothing is wrong yet."""
     plant: Callable[[Path, int], None] = _nothing
-    """What is done when that step is reached, given the folder and the run's process."""
+    """Plants the problem when that step is reached; takes the folder and the number of the run's process."""
     spiking: bool = False
 
     @property

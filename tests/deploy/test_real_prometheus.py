@@ -36,7 +36,7 @@ def test_prometheus_takes_every_series_of_a_run_from_the_endpoint(tmp_path: Path
     port = free_port(3)
     end = Endpoint(RunDirectory(run), ObserveSpec(metrics_port=port), 0, "", "127.0.0.1", print)
     end.start({"run": RunSampler(run).samples})
-    expected = {one.metric.name for one in run_samples(run, 0.0)} | {one.name for one in EXPORTER_METRICS}
+    expected = {one.metric.name for one in run_samples(run)} | {one.name for one in EXPORTER_METRICS}
     with closing(end), prometheus(tmp_path / "prometheus", f"http://127.0.0.1:{port}/targets") as client:
         wait_for("a scrape", lambda: client.values('up{job="phalanx",run="run",node=""}') == [1.0])
         wait_for("its series", lambda: client.values("phalanx_loss") == [2.5])

@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_newest_numbers_and_the_sums_over_all_attempts_are_there(run: Path) -> None:
-    found = values(run_samples(run, 0.0))
+    found = values(run_samples(run))
     assert found["run_steps"] == 100
     assert (found["step"], found["steps_total"], found["lost_steps_total"]) == (4, 5, 1)
     assert found["loss"] != found["loss"], "not a number"
@@ -85,12 +85,12 @@ def test_the_newest_numbers_and_the_sums_over_all_attempts_are_there(run: Path) 
 
 
 def test_the_label_is_the_run_directory_whose_name_no_other_run_has(run: Path) -> None:
-    assert {one.labels.pairs["run"] for one in run_samples(run, 0.0)} == {run.name}
+    assert {one.labels.pairs["run"] for one in run_samples(run)} == {run.name}
 
 
 def test_a_run_without_events_has_no_samples(tmp_path: Path) -> None:
-    assert run_samples(tmp_path, 0.0) == []
-    assert run_samples(tmp_path / "missing", 0.0) == []
+    assert run_samples(tmp_path) == []
+    assert run_samples(tmp_path / "missing") == []
 
 
 @given(st.lists(st.integers(1, 400), max_size=30))
@@ -108,15 +108,15 @@ def test_a_stream_that_is_read_in_pieces_says_what_it_says_read_at_once(
         at += cut
         sampler.catch_up(1.0)
     (grown / "events.jsonl").write_bytes(whole)
-    assert values(sampler.samples()) == values(run_samples(folder, 0.0))
+    assert values(sampler.samples()) == values(run_samples(folder))
 
 
 def test_lines_that_are_no_events_are_counted_and_change_nothing_else(run: Path) -> None:
-    before = values(run_samples(run, 0.0))
+    before = values(run_samples(run))
     log = run / "events.jsonl"
     nonsense = [b"\x00\xff", b'{"t":1,"attempt":0,"kind":"Step"', b"[" * 100_000, b'{"t":"NaN","attempt":0,"kind":"Step","step":3}', b"null"]  # fmt: skip
     log.write_bytes(log.read_bytes() + b"\n".join(nonsense) + b"\n")
-    after = values(run_samples(run, 0.0))
+    after = values(run_samples(run))
     assert after.pop("torn_events_total") == len(nonsense)
     assert {name: value for name, value in before.items() if name not in ("torn_events_total", "loss")} == {
         name: value for name, value in after.items() if name != "loss"
@@ -172,6 +172,6 @@ def test_goodput_of_a_long_run_is_that_of_the_whole_stream_though_old_ledgers_ar
 
 def test_the_sums_are_those_of_the_goodput_report_on_a_run_that_another_process_wrote(run: Path) -> None:
     report = goodput(read_events(run / "events.jsonl"))
-    found = values(run_samples(run, 0.0))
+    found = values(run_samples(run))
     assert found["goodput_ratio"] == report.goodput_if_kept
     assert found["outcome_seconds[rollback]"] == report.rollback_ns / 1e9

@@ -171,7 +171,6 @@ def test_a_click_on_a_column_sorts_by_it_and_what_is_not_known_comes_last(open_p
 
 
 def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open) -> None:
-    pytest.importorskip("phalanx.watch.runs.compare", reason="no room compares runs here")
     page = open_page().page
     for name in ("long", "fleet"):
         page.get_by_role("checkbox", name=f"Choose {name}", exact=True).check()
@@ -295,7 +294,6 @@ def test_a_fault_is_shown_with_its_node_its_phases_and_what_it_cost(open_page: O
 def test_a_slow_rank_stands_out_and_is_opened_from_the_map_by_click_or_keys(
     open_page: Open, tmp_path: Path
 ) -> None:
-    pytest.importorskip("phalanx.observe.rank_stream", reason="ranks write no numbers here")
     run = RecordedRun(tmp_path / "wide", "wide", 40)
     run.train(40)
     run.measure_ranks(ranks=8, slow=5, steps=40)
@@ -320,7 +318,6 @@ def test_a_slow_rank_stands_out_and_is_opened_from_the_map_by_click_or_keys(
 def test_lines_are_filtered_and_what_many_ranks_say_is_one_line_with_a_count(
     open_page: Open, tmp_path: Path
 ) -> None:
-    pytest.importorskip("phalanx.watch.logs.read", reason="processes write no lines here")
     run = RecordedRun(tmp_path / "talk", "talk", 40)
     for rank in range(3):
         run.log_lines(rank, ["cannot reach 10.0.0.7"])

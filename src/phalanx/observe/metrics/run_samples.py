@@ -81,6 +81,6 @@ class RunSampler:
         return block
 
 
-def run_samples(directory: Path, now: float) -> list[Sample]:  # noqa: ARG001 (nothing depends on it: times are absolute)
+def run_samples(directory: Path) -> list[Sample]:
     """All samples of the run in ``directory``. Who asks again and again keeps a ``RunSampler``."""
     return RunSampler(directory).samples(patience_s=60.0)
