@@ -1,0 +1,87 @@
+"""A request for text and what its client is told: the values that engine, gateway, router and simulator exchange.
+
+A token's bits belong to its request: nothing here says which worker computes it, beside which others, or how its prompt is cut. A request
+that goes on elsewhere is the same request with the tokens that its client was told, and by the counter-based sampling
+(``phalanx.serve.sampling``) the next token is the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Outcome = Literal["stop", "length", "cancelled", "error"]
+"""Why a request ended: at a stop token, at ``max_tokens``, because its client asked or left, or by a defect that ``Ended.text`` names."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from its logits; temperature 0 takes the likeliest."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """The likeliest tokens that are left in; 0 leaves in all."""
+    top_p: float = 1.0
+    """Of these, the smallest set that holds so much of the probability."""
+    min_p: float = 0.0
+    """Of these, those at least so likely as this share of the likeliest."""
+    seed: int = 0
+    choice: int = 0
+    """The number of this text among those asked for at once; each draws other numbers."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue."""
+
+    id: str
+    """Unique among those that a worker holds."""
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Tokens to generate at most, those in ``told`` among them."""
+    sampling: Sampling = Sampling()
+    stop_tokens: frozenset[int] = frozenset()
+    """Ids that end the text; the one that does is not told."""
+    top_logprobs: int = -1
+    """Other tokens whose log-probabilities are told with each; -1 tells no log-probabilities."""
+    prompt_logprobs: bool = False
+    """Whether log-probabilities of the prompt's tokens are told (``PromptScored``)."""
+    told: tuple[int, ...] = ()
+    """Tokens that were generated before the request came to this worker."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One more token of a request's text."""
+
+    request: str
+    index: int
+    """Its place in the generated text, from 0."""
+    id: int
+    logprob: float = 0.0
+    """In nats, of the model's own distribution (temperature 1, nothing cut), whatever ``Sampling`` says."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities, falling; ties by lower id."""
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The log-probabilities of a prompt's tokens after the first, in nats."""
+
+    request: str
+    logprobs: tuple[float, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last thing that is told of a request."""
+
+    request: str
+    outcome: Outcome
+    text: str = ""
+    cached_tokens: int = 0
+    """Prompt tokens whose pages were held already."""
+
+
+Told = Token | PromptScored | Ended
+"""What a worker says about its requests."""
