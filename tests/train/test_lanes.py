@@ -192,6 +192,7 @@ def test_a_narrow_product_has_a_lanes_scales(ranks: Ranks, matmul: str) -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 def test_a_run_in_lanes_goes_on_under_another_tensor_degree_with_the_same_bits(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:

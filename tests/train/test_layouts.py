@@ -61,6 +61,17 @@ def covering(model: str, most_ranks: int) -> list[tuple[int, ParallelSpec]]:
     return chosen
 
 
+def cases(model: str, most_ranks: int) -> list[object]:
+    """``covering``, of which those that add no choice of their own, but only pairs of choices, take their turn with the slow tests."""
+    met: set[tuple[str, object]] = set()
+    parameters: list[object] = []
+    for case in covering(model, most_ranks):
+        choices = {(field.name, getattr(case[1], field.name)) for field in dataclasses.fields(case[1])}
+        parameters.append(case if choices - met else pytest.param(case, marks=pytest.mark.slow))
+        met |= choices
+    return parameters
+
+
 def named(case: tuple[int, ParallelSpec]) -> str:
     ranks, parallel = case
     default = ParallelSpec()
@@ -98,7 +109,7 @@ def check(
     assert (found.losses, found.norms, found.weights_sha256) == (same.losses, same.norms, same.weights_sha256)
 
 
-@pytest.mark.parametrize("case", covering("dense", 4), ids=named)
+@pytest.mark.parametrize("case", cases("dense", 4), ids=named)
 def test_a_dense_model_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
 ) -> None:
@@ -161,7 +172,7 @@ def test_tensor_ranks_that_share_a_key_head_compute_what_one_process_computes(
     assert worst_error(four, one) <= GOAL
 
 
-@pytest.mark.parametrize("case", covering("mixture", 4), ids=named)
+@pytest.mark.parametrize("case", cases("mixture", 4), ids=named)
 def test_a_mixture_of_experts_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
 ) -> None:

@@ -89,8 +89,16 @@ def test_waiting_for_the_neighbor_is_counted(ranks: Ranks) -> None:
     assert all(waited > 0 for waited in ranks.run(2, waiting_ns))
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[1:])
+@pytest.mark.parametrize(
+    ("name", "per_rank", "narrow"),
+    [
+        pytest.param(
+            *schedule, narrow, marks=pytest.mark.slow if narrow and schedule not in SCHEDULES[-1:] else ()
+        )
+        for schedule in SCHEDULES[1:]
+        for narrow in (False, True)
+    ],
+)
 def test_sharded_stages_reduce_once_and_give_the_sharded_models_bits(
     ranks: Ranks, name: ScheduleName, per_rank: int, narrow: bool
 ) -> None:
