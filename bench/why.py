@@ -81,7 +81,7 @@ LONG = ("--set", "train.steps=3000", "--set", "evaluation.every_steps=0")
 PROBLEMS = (
     Problem(
         "NaN on one node",
-        "lost-node",
+        "not-finite",
         (*LONG, *FLEET, "--spares", "0", "--fault", "nan rank 1 from step 12"),
         11,
     ),

@@ -334,6 +334,16 @@ def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watche
     assert codes(run, members=members) == ["hardware"]
 
 
+def test_a_node_that_was_put_aside_for_a_nan_is_told_by_its_nan_and_not_as_lost(run: Watched) -> None:
+    why = "step 12 is not finite: not finite are loss of slot 1; the others compute it again"
+    sick = Member("node-1", "quarantined", "host-1", why=why)
+    members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
+    told = (happening(run.t - 5, "node-1", why),)
+    found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told)))
+    assert (found.code, found.where, found.since) == ("not-finite", "node node-1 (host-1)", run.t - 5)
+    assert why in found.evidence
+
+
 def test_a_coordinator_that_writes_no_more_is_missed(run: Watched) -> None:
     assert "no-coordinator" in run.codes(20, spec=FLEET, fleet=fleet_file(run.t))
 

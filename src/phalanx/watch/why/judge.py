@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from phalanx.watch.why.observed import Observed
 from phalanx.watch.why.reason import Reason
 from phalanx.watch.why.rules.ended import failed, gone
-from phalanx.watch.why.rules.fleet import hardware, lost_nodes, no_coordinator, no_spares, straggler
+from phalanx.watch.why.rules.fleet import (
+    hardware,
+    lost_nodes,
+    no_coordinator,
+    no_spares,
+    not_finite_nodes,
+    straggler,
+)
 from phalanx.watch.why.rules.numbers import imbalance, not_finite, spike
 from phalanx.watch.why.rules.pace import low_goodput, slow_data, slower_than_before
 from phalanx.watch.why.rules.saving import failed_checkpoints, full_disk, old_checkpoint
@@ -20,7 +27,7 @@ RULES: tuple[Rule, ...] = (
     *(failed, gone, standstill),
     *(not_finite, spike, other_data, no_coordinator),
     *(failed_checkpoints, full_disk, old_checkpoint),
-    *(lost_nodes, no_spares, hardware, straggler),
+    *(not_finite_nodes, lost_nodes, no_spares, hardware, straggler),
     *(slow_data, slower_than_before, low_goodput, imbalance),
     *(other_libraries, clock_skew),
 )

@@ -13,6 +13,7 @@ from phalanx.watch.why.reason import Reason
 from phalanx.watch.why.thresholds import COORDINATOR_SILENT_S, FLEET_PATIENCE_S, RECOVERING_S, SLOW_RANK
 
 _HARDWARE = re.compile(r"\bXid\b|\bECC\b|throttl|remapped rows|\bhealth:", re.IGNORECASE)
+_NOT_FINITE = re.compile(r"step (\d+) is not finite")
 _SLOW = re.compile(r"^(straggler: |slow, and no spare)")
 _AWAY = ("lost", "quarantined")
 
@@ -92,12 +93,39 @@ def hardware(seen: Observed) -> Iterator[Reason]:
         )
 
 
+def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
+    """Nodes were put aside because a step was not finite on them: that, and not their absence, is the first cause."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    told = _by_node(fleet.happenings, _NOT_FINITE)
+    for member in fleet.members:
+        found = _NOT_FINITE.search(member.why) if member.role in _AWAY else None
+        if found is None:
+            continue
+        first = told.get(member.name, [])
+        yield Reason(
+            code="not-finite",
+            severity="warning",
+            title=f"Step {int(found[1]):,} was NaN or infinite on node {member.name}",
+            where=f"node {member.name} ({member.host})",
+            since=first[0].unix_s if first else None,
+            evidence=(member.why,),
+            doing="it is quarantined, and the other nodes compute the step again: the bits stay the same",
+            next=f"check that machine (there: phalanx health); when it is well: phalanx fleet admit {seen.run} {member.name}",
+        )
+
+
 def lost_nodes(seen: Observed) -> Iterator[Reason]:
     """Nodes were lost or put aside, and nobody has brought them back."""
     fleet = _live(seen)
     if fleet is None:
         return
-    away = [one for one in fleet.members if one.role in _AWAY and not _HARDWARE.search(one.why)]
+    away = [
+        one
+        for one in fleet.members
+        if one.role in _AWAY and not _HARDWARE.search(one.why) and not _NOT_FINITE.search(one.why)
+    ]
     if not away:
         return
     names = {one.name for one in away}
