@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.fleet.control.fleet_file import FleetFile, path_in, write_fleet_file
 from phalanx.fleet.core.messages import NO_EPOCH
-from phalanx.fleet.core.state import FleetPhase, FleetState, Incident
+from phalanx.fleet.core.state import FleetPhase, FleetState, Incident, node_called
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory.paths import RunDirectory
@@ -73,9 +73,9 @@ class Publisher:
 
     def tell(self, incident: Incident) -> None:
         """Writes an incident into the log and the run's event stream."""
-        named = f"node {incident.node}: {incident.what}" if incident.node else incident.what
+        named = f"{node_called(incident.node)}: {incident.what}" if incident.node else incident.what
         self._write_event(
-            EpochLeft(incident.epoch, named) if incident.ended_epoch else Message("warning", named)
+            EpochLeft(incident.epoch, named) if incident.ended_epoch else Message(incident.level, named)
         )
         if incident.ended_epoch:
             self._on_epoch_left()

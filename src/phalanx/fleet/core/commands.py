@@ -6,6 +6,7 @@ twice. The messages to the coordinator, and the parts of all messages, are in ``
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -181,6 +182,20 @@ Command = (
     | Shutdown
 )
 """Everything that an agent obeys."""
+
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
+def in_words(command: Command) -> str:
+    """A command as a line for people: what is asked and of which epoch, without its addresses and tables."""
+    match command:
+        case Park(epoch=epoch, reason=reason, planned=planned):
+            when = " after this step" if planned else ""
+            return f"leave epoch {epoch}{when}{f' ({reason})' if reason else ''}"
+        case Bind(epoch=epoch, ranks=ranks, places=places):
+            return f"enter epoch {epoch} with {len(places)} of its {ranks} ranks"
+    return _CAPITAL.sub(" ", type(command).__name__).lower()
+
 
 _commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 

@@ -34,7 +34,7 @@ def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) 
         steps = f"step {saved + 1} is" if lost == 1 else f"steps {saved + 1} to {saved + lost} are"
         reason += f"; {steps} not on disk, and will be computed again"
     state.reason, state.awaiting, state.writing = reason, set(), {}
-    note(state, "", f"{phase}: {reason}")
+    note(state, "", f"{phase}: {reason}", level="error" if phase is FleetPhase.FAILED else "info")
     orders.append(Order(LIVING, Shutdown(reason)))
 
 

@@ -49,6 +49,7 @@ from phalanx.fleet.core.state import (
     StateSource,
     change,
     forget_copies,
+    node_called,
     note,
 )
 
@@ -170,7 +171,7 @@ def can_grow(state: FleetState) -> bool:
 def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
     nodes = [state.nodes[state.seats[seat]] for seat in sorted(state.vacant)]
     whole = all(node.alive and node.warm and not node.engaged for node in nodes)
-    why = "; ".join(f"node {node.name}: {node.why or 'its workers are gone'}" for node in nodes[:4])
+    why = "; ".join(f"{node_called(node.name)}: {node.why or 'its workers are gone'}" for node in nodes[:4])
     regroup(state, orders, why, planned=whole)
     return True
 

@@ -20,7 +20,7 @@ def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # no
     if node is None or node.eligibility in (Eligibility.DRAINED, Eligibility.LEAVING):
         state.stale += 1
         return
-    note(state, node.name, "drained by the operator")
+    note(state, node.name, "drained by the operator", level="info")
     change(state, node, eligibility=Eligibility.DRAINED, why="drained by the operator")
 
 
@@ -34,7 +34,7 @@ def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # no
     ):
         state.stale += 1
         return
-    note(state, node.name, "admitted by the operator")
+    note(state, node.name, "admitted by the operator", level="info")
     change(state, node, eligibility=Eligibility.GOOD, why="", strikes=())
 
 
@@ -74,7 +74,7 @@ def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
     """Tells all nodes to read the run's new token. The ranks of an epoch that has begun meet under the token of its begin."""
     state.epoch_key = state.epoch_key or event.before
     state.key = event.key
-    note(state, "", "the tokens of agents and operators were changed")
+    note(state, "", "the tokens of agents and operators were changed", level="info")
     orders.append(Order(LIVING, c.ReadToken(event.key)))
 
 

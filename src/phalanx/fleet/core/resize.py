@@ -112,7 +112,7 @@ def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  
     """Wants more nodes from now on; they take ranks when they are there."""
     settings = state.settings
     formation = replace(settings.formation, legal=event.legal, fewer=event.fewer)
-    note(state, "", f"the operator wants {event.wanted_nodes} nodes")
+    note(state, "", f"the operator wants {event.wanted_nodes} nodes", level="info")
     state.settings = replace(
         settings,
         formation=formation,
@@ -126,7 +126,7 @@ def release(state: FleetState, orders: list[Order]) -> None:
     if not state.leaving or state.phase is not FleetPhase.RUNNING or not _has_moved_on(state):
         return
     for node in list(_idle(state)):
-        note(state, node.name, GIVEN_BACK)
+        note(state, node.name, GIVEN_BACK, level="info")
         forget_copies(state, node.name)
         change(state, state.nodes[node.name], alive=False, why=GIVEN_BACK, meeting_points=(), held=())
         state.suspects.pop(node.name, None)

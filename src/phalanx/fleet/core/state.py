@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -117,6 +118,7 @@ class Incident(Struct, frozen=True):
     what: str
     ended_epoch: bool = False
     """It ended ``epoch``; ``what`` is the reason."""
+    level: Literal["info", "warning", "error"] = "warning"
 
 
 class Distrust(Struct, frozen=True):
@@ -361,9 +363,21 @@ def distrust(state: FleetState, step: int) -> None:
             _enlist(state, node)
 
 
-def note(state: FleetState, node: str, what: str, *, ended_epoch: bool = False) -> None:
+def node_called(name: str) -> str:
+    """A node's name in a sentence: ``node 7``, but ``node-7`` where the name says already what it is."""
+    return name if name.startswith("node") else f"node {name}"
+
+
+def note(
+    state: FleetState,
+    node: str,
+    what: str,
+    *,
+    ended_epoch: bool = False,
+    level: Literal["info", "warning", "error"] = "warning",
+) -> None:
     """Remembers an incident; the oldest are forgotten."""
-    state.incidents.append(Incident(state.now_s, state.epoch, node, what, ended_epoch))
+    state.incidents.append(Incident(state.now_s, state.epoch, node, what, ended_epoch, level))
     del state.incidents[:-INCIDENTS_KEPT]
 
 

@@ -32,7 +32,7 @@ from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import Keyring, SecurityError, read_keyring
-from phalanx.fleet.core.commands import Command, SaveSnapshots
+from phalanx.fleet.core.commands import Command, SaveSnapshots, in_words
 from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.gpu_metrics import gpu_samples
@@ -418,7 +418,7 @@ class Agent:
     # --- events --------------------------------------------------------------------------------
 
     def _on_command(self, command: Command) -> None:
-        self.log(f"told: {str(command)[:300]}")
+        self.log(f"the coordinator asks: {in_words(command)}")
         self._do(self._state.on_command(command, time.monotonic(), time.time()))
 
     def _on_worker_message(self, index: int, said: ToAgent) -> None:
