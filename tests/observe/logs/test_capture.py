@@ -49,6 +49,13 @@ raise ValueError("uncaught")
     }
 
 
+def test_a_record_whose_arguments_do_not_fit_its_text_is_kept(tmp_path: Path) -> None:
+    said = run(tmp_path, 'import logging\nlogging.getLogger("lib").error("%d of %d are left", 3)')
+    told = [line for line in said.lines if "of %d are left" in line.text]
+    assert [line.level for line in told] == ["error"]
+    assert told[0].text == "lib: %d of %d are left (its arguments do not fit: TypeError)"
+
+
 def test_an_uncaught_error_of_a_thread_is_one_record(tmp_path: Path) -> None:
     said = run(
         tmp_path,

@@ -151,9 +151,12 @@ class RecordHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record, a traceback included."""
-        with suppress(Exception):  # a record whose arguments do not fit its text
-            own = record.name.partition(".")[0] in (_TALKATIVE, "py", "root")
+        own = record.name.partition(".")[0] in (_TALKATIVE, "py", "root")
+        try:
             text = self.format(record)
+        except Exception as error:  # its arguments do not fit its text, or cannot be written as text
+            text = f"{record.msg!s} (its arguments do not fit: {type(error).__name__})"
+        with suppress(Exception):
             self._capture.put(text if own else f"{record.name}: {text}", _level(record.levelno))
 
 
