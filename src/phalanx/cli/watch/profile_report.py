@@ -74,7 +74,8 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
     _memory(console, summary["memory"])
     folder = directory.profiles / summary["name"]
     console.print(
-        f"[dim]all of it on a time line: {escape(str(folder / 'trace.json.gz'))} (open it in ui.perfetto.dev)[/]"
+        f"[dim]all of it on a time line: {escape(str(folder / 'trace.json.gz'))} (open it in ui.perfetto.dev)[/]",
+        soft_wrap=True,  # a path is copied, and read by programs
     )
 
 
