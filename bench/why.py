@@ -1,7 +1,9 @@
-"""How long after a problem is planted in a real run ``phalanx why`` names it.
+"""How long after a problem is planted in a real run the page, an alert and ``phalanx why`` name it.
 
-Each problem happens to a run of real processes on this machine, while a second process, this one, asks again and again what is wrong, as
-``phalanx why --watch`` does. The clock starts when the problem does: with the event of the step before a fault, or with the change on disk.
+Each problem happens to a run of real processes on this machine. Meanwhile ``phalanx why --json`` is started again and again, a ``phalanx ui``
+is asked for what its box shows (``/api/run/ID/why``), and Debian's Prometheus scrapes the run every half second, with the shipped rules. The clock
+starts when the problem does: with the event of the step before a fault, or with the change on disk. Rules that wait for minutes are evaluated with windows
+of ten seconds and without their ``for``, which is written beside the time.
 
     python bench/why.py [NAME ...] [--write docs/watching.md]
 """
@@ -9,28 +11,36 @@ Each problem happens to a run of real processes on this machine, while a second 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from deploy.prometheus_rules import alerts
+from deploy.servers import Prometheus, free_port, prometheus
+from deploy.test_real_prometheus import shortened
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Event, Step
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.why.reasons import reasons
 from phalanx_process import RUN_FILE
 from spiking_runs import SPIKE, make_noise
 from tiny_runs import make_dataset
 
 POLL_S = 0.2
-PATIENCE_S = 90.0
+PATIENCE_S = 40.0
 BEGIN, END = "<!-- why: begin -->", "<!-- why: end -->"
 
 
@@ -52,6 +62,8 @@ class Problem:
     plant: Callable[[Path, int], None] = _nothing
     """Plants the problem when that step is reached; takes the folder and the number of the run's process."""
     spiking: bool = False
+    alerts: tuple[str, ...] = ()
+    """The rules of ``deploy/prometheus`` that are there for it."""
 
     @property
     def planted(self) -> bool:
@@ -77,20 +89,29 @@ def stopped(_folder: Path, process: int) -> None:
 
 
 FLEET = ("--nodes", "3", "--spares", "1", "--set", "fleet.lease_s=4", "--set", "fleet.heartbeat_s=1")
-LONG = ("--set", "train.steps=3000", "--set", "evaluation.every_steps=0")
+LONG = ("--set", "train.steps=100000", "--set", "evaluation.every_steps=0")
 PROBLEMS = (
     Problem(
         "NaN on one node",
         "not-finite",
         (*LONG, *FLEET, "--spares", "0", "--fault", "nan rank 1 from step 12"),
         11,
+        alerts=("PhalanxNotFinite", "PhalanxNodeUnfit"),
     ),
-    Problem("loss spike", "loss-spike", ("--ranks", "2"), SPIKE - 1, spiking=True),
+    Problem(
+        "loss spike",
+        "loss-spike",
+        (*LONG, "--ranks", "2", "--set", "train.batch_size=512"),
+        SPIKE - 1,
+        spiking=True,
+        alerts=("PhalanxLossSpike",),
+    ),
     Problem(
         "lost node, no spare",
         "lost-node",
         (*LONG, *FLEET, "--spares", "0", "--fault", "kill node 1 at step 12"),
         11,
+        alerts=("PhalanxSparesExhausted", "PhalanxAgentGone"),
     ),
     Problem(
         "straggler",
@@ -104,36 +125,79 @@ PROBLEMS = (
             "slow rank 1 by 4x from step 30",
         ),
         29,
+        alerts=("PhalanxStraggler",),
     ),
-    Problem("full disk", "checkpoint-failed", (*LONG, *FLEET, "--fault", "fill disk at step 12"), 11),
+    Problem(
+        "full disk",
+        "checkpoint-failed",
+        (*LONG, *FLEET, "--fault", "fill disk at step 12"),
+        11,
+        alerts=("PhalanxCheckpointFailing", "PhalanxDiskFilling"),
+    ),
     Problem("another data version", "other-data", (*LONG, "--ranks", "2"), 12, other_data),
-    Problem("killed without a word", "gone", (*LONG, "--ranks", "2"), 12, killed),
-    Problem("all processes stand still", "stalled", (*LONG, "--ranks", "2"), 30, stopped),
+    Problem(
+        "killed without a word",
+        "gone",
+        (*LONG, "--ranks", "2"),
+        12,
+        killed,
+        alerts=("PhalanxNoStep", "PhalanxCoordinatorGone"),
+    ),
+    Problem(
+        "all processes stand still",
+        "stalled",
+        (*LONG, "--ranks", "2"),
+        30,
+        stopped,
+        alerts=("PhalanxNoStep", "PhalanxCoordinatorGone"),
+    ),
 )
 
 
-def measure(problem: Problem) -> tuple[float | None, str]:
-    """Seconds until the problem was named, and the title; ``None`` if it never was."""
+@dataclass(frozen=True)
+class Named:
+    """Seconds until one of the three named the problem, and its words; ``None`` if it never did."""
+
+    seconds: float | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What found a problem."""
+
+    problem: Problem
+    page: Named
+    alert: Named
+    why: Named
+
+
+def measure(problem: Problem) -> Row:
+    """Plants the problem in a run, and asks all three until each has named it or patience ends."""
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        file, run = run_file(folder, problem), RunDirectory(folder / "run")
-        words = [
-            sys.executable,
-            "-m",
-            "phalanx",
-            "train",
-            str(file),
-            "--run-dir",
-            str(run.path),
-            *problem.words,
-        ]
+        folder, port = Path(place), free_port(8)
+        file, run = run_file(folder, problem), RunDirectory(folder / "runs" / "run")
+        settings = ("--run-dir", str(run.path), "--set", f"observe.metrics_port={port}", *problem.words)
+        words = [sys.executable, "-m", "phalanx", "train", str(file), *settings]
         with (folder / "output").open("w") as output:
             process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
         try:
-            began = await_step(run, problem.from_step)
-            problem.plant(folder, process.pid)
-            began = time.time() if problem.planted else began
-            return await_reason(run, problem.code, began)
+            (folder / "runs").mkdir(exist_ok=True)
+            targets = f"http://127.0.0.1:{port}/targets"
+            with (
+                prometheus(folder / "prometheus", targets, shorten=shortened) as client,
+                page(folder / "runs") as address,
+            ):
+                began = await_step(run, problem.from_step)
+                problem.plant(folder, process.pid)
+                began = time.time() if problem.planted else began
+                with ThreadPoolExecutor(3) as pool:
+                    asked = (
+                        pool.submit(await_reason, lambda: of_page(address), problem.code, began),
+                        pool.submit(await_alert, client, problem.alerts, began),
+                        pool.submit(await_reason, lambda: of_command(run), problem.code, began),
+                    )
+                    return Row(problem, *(one.result() for one in asked))
         finally:
             for number in (signal.SIGCONT, signal.SIGKILL):
                 try:
@@ -141,6 +205,45 @@ def measure(problem: Problem) -> tuple[float | None, str]:
                 except ProcessLookupError:
                     break
             process.wait()
+
+
+@contextmanager
+def page(folder: Path) -> Iterator[str]:
+    """``phalanx ui`` over a folder in a process of its own: its address."""
+    command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", "0", "--no-open"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[0].rstrip("/")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def fetch(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        return json.load(answer)
+
+
+def of_page(address: str) -> list[dict[str, Any]]:
+    """The reasons in the page's box."""
+    (run, *_) = fetch(f"{address}/api/runs")["runs"]
+    found: list[dict[str, Any]] = fetch(f"{address}/api/run/{run['id']}/why")["reasons"]
+    return found
+
+
+def of_command(run: RunDirectory) -> list[dict[str, Any]]:
+    """The reasons that ``phalanx why --json`` gives."""
+    words = [sys.executable, "-m", "phalanx", "why", str(run.path), "--json"]
+    found: list[dict[str, Any]] = json.loads(subprocess.run(words, capture_output=True, check=False).stdout)[
+        "reasons"
+    ]
+    return found
 
 
 def run_file(folder: Path, problem: Problem) -> Path:
@@ -167,7 +270,7 @@ def await_step(run: RunDirectory, step: int) -> float:
     def counts(event: Event) -> bool:
         return isinstance(event.body, Step) and event.body.step == step
 
-    deadline = time.time() + PATIENCE_S
+    deadline = time.time() + 3 * PATIENCE_S
     while time.time() < deadline:
         try:
             if (found := newest_event(run.events, counts)) is not None:
@@ -178,21 +281,45 @@ def await_step(run: RunDirectory, step: int) -> float:
     raise TimeoutError(f"step {step} was never done")
 
 
-def await_reason(run: RunDirectory, code: str, began: float) -> tuple[float | None, str]:
+def await_reason(ask: Callable[[], list[dict[str, Any]]], code: str, began: float) -> Named:
     while time.time() < began + PATIENCE_S:
-        found = [one for one in reasons(run, time.time()) if one.code == code]
+        found = [one for one in ask() if one["code"] == code]
         if found:
-            return time.time() - began, f"{found[0].title} ({found[0].evidence[0]})"
+            return Named(time.time() - began, f"{found[0]['title']} ({found[0]['evidence'][0]})")
         time.sleep(POLL_S)
-    return None, ""
+    return Named()
 
 
-def table(rows: list[tuple[Problem, float | None, str]]) -> str:
-    lines = ["| problem | named as | what it said | seconds until named |", "|---|---|---|---|"]
-    for problem, seconds, title in rows:
-        took = "never" if seconds is None else f"{seconds:.1f}"
-        lines.append(f"| {problem.name} | `{problem.code}` | {title} | {took} |")
+def await_alert(client: Prometheus, names: tuple[str, ...], began: float) -> Named:
+    """The first of the alerts to fire after the problem began; one that fired before says nothing of it."""
+    waits = {str(rule["alert"]): str(rule.get("for", "")) for rule in alerts()}
+    while names and time.time() < began + PATIENCE_S:
+        for one in (client.get("alerts") or {"alerts": []})["alerts"]:
+            name = one["labels"]["alertname"]
+            since = datetime.fromisoformat(one["activeAt"]).timestamp()
+            if name in names and one["state"] == "firing" and since >= began:
+                return Named(time.time() - began, f"{name}{f', for: {waits[name]}' * bool(waits[name])}")
+        time.sleep(POLL_S)
+    return Named()
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| problem | named as | what `why` said | page | alert | `phalanx why` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        problem, alert = row.problem, row.alert
+        rule = f" ({alert.words})" if alert.words else ""
+        said = row.why.words or row.page.words
+        lines.append(
+            f"| {problem.name} | `{problem.code}` | {said} | {_seconds(row.page)} | {_seconds(alert)}{rule} | {_seconds(row.why)} |"
+        )
     return "\n".join(lines)
+
+
+def _seconds(named: Named) -> str:
+    return "never" if named.seconds is None else f"{named.seconds:.1f} s"
 
 
 def main() -> None:
@@ -205,10 +332,10 @@ def main() -> None:
         if arguments.names and problem.name not in arguments.names:
             continue
         try:
-            seconds, title = measure(problem)
+            row = measure(problem)
         except TimeoutError as error:
-            seconds, title = None, str(error)
-        rows.append((problem, seconds, title))
+            row = Row(problem, Named(), Named(), Named(None, str(error)))
+        rows.append(row)
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     if arguments.write:
         before, _, rest = arguments.write.read_text().partition(BEGIN)
