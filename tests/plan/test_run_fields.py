@@ -143,6 +143,7 @@ NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "model.lanes": (DENSE, 4, "h100:32"),
     "model.context_tiles": (DENSE, 4, "h100:32"),
     "train.expert_sums": (MIXTURE, "slot", "h100:32"),
+    "precision.rows": (MIXTURE, "independent", "h100:32"),
     "train.document_mask": (DENSE, True, "h100:32"),
     "optimizer.name": (DENSE, "soap", "h100:32"),
     "precision.matmul": (DENSE, "mxfp8", "h100:32"),

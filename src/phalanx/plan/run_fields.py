@@ -274,6 +274,10 @@ _MACHINE = {
                 "all 8-bit formats are planned alike, whatever their scales are computed over",
                 lambda spec, _: spec.precision.matmul in ("fp8-tensorwise", "mxfp8"),
             ),
+            "rows": _noted(
+                "up to 3 rows of padding for each expert and slot are not planned",
+                lambda spec, _: spec.precision.rows == "independent" and spec.model.moe is not None,
+            ),
         },
     ),
     **_in(

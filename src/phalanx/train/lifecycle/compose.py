@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from phalanx.model.custom import Chain
+from phalanx.model.layers.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.context.apply import apply_context
@@ -108,6 +109,8 @@ def _part(
         partitions |= apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP])
         apply_context(part, mesh, spec, waits[Bucket.COMM_EXPOSED_CP])
         apply_precision(part, spec)
+        if spec.precision.rows == "independent":
+            make_rows_independent(part)
     if spec.runtime.compile:
         compile_blocks(part)
     apply_recompute(part, spec)
