@@ -125,6 +125,23 @@ def test_a_step_that_is_not_finite_elsewhere_either_is_the_runs_and_its_first_no
     )
 
 
+def test_a_node_blamed_for_a_step_is_let_in_again_if_an_earlier_step_fails_before_that_could_be_computed_without_it() -> (
+    None
+):
+    fleet = running()
+    nan(fleet, 6, 2)
+    assert quarantined(fleet) != set()
+    # Older state was restored, and a step before the one in question fails for the remaining nodes.
+    fleet.bind()
+    nan(fleet, 5, 0, 1, 3)
+    assert quarantined(fleet) == set(), "nothing is known of it now; at step 6 it would be blamed again"
+    fleet.bind()
+    nan(fleet, 5, 0, 1, 3)
+    reach(fleet, 5)
+    nan(fleet, 6, 2)
+    assert len(quarantined(fleet)) == 1
+
+
 def test_where_nobody_in_particular_is_to_blame_every_rank_is_computed_by_another_node() -> None:
     for ranks in ((), (0, 1, 3), (0, 1, 2, 3)):
         fleet = running()

@@ -50,6 +50,10 @@ def test_nobody_is_found_at_fault_for_a_step_that_was_not_computed_again() -> No
     assert run_seed(51253).steps > 17
 
 
+def test_a_node_that_was_blamed_for_a_step_comes_back_though_older_state_was_restored_meanwhile() -> None:
+    assert run_seed(72899).steps > 4
+
+
 def test_a_world_is_a_function_of_its_seed() -> None:
     assert run_seed(3) == run_seed(3) != run_seed(4)
 

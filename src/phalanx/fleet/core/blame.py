@@ -63,13 +63,14 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
         return
     what = f"step {step} is not finite: {event.evidence[:200]}"
     if doubt is not None and doubt.step == step:
-        for name in doubt.nodes:
-            node = state.nodes.get(name)
-            if node is not None and node.eligibility is Eligibility.QUARANTINED:
-                change(state, node, eligibility=Eligibility.GOOD, why="")
+        _let_in_again(state, doubt)
         state.doubt = NonFiniteDoubt(step, state.epoch, confirmed=True)
         regroup(state, orders, f"{what}; computed by other nodes, it is the same: it is the run's own")
         return
+    if doubt is not None and doubt.step > step:
+        # State of an earlier step was restored, and this step fails before that one could be computed without them: nothing is
+        # known of them now. Whoever is at fault is blamed again.
+        _let_in_again(state, doubt)
     per_node = state.settings.formation.workers_per_node
     seats = {rank // per_node for rank in event.ranks if rank < state.ranks}
     blamed = {state.seats[seat] for seat in seats}
@@ -83,6 +84,13 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     state.doubt = NonFiniteDoubt(step, state.epoch, tuple(sorted(blamed)))
     how = f"without node {', '.join(sorted(blamed))}" if blamed else "with every rank on another node"
     regroup(state, orders, f"{what}; it is computed again {how}")
+
+
+def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
+    for name in doubt.nodes:
+        node = state.nodes.get(name)
+        if node is not None and node.eligibility is Eligibility.QUARANTINED:
+            change(state, node, eligibility=Eligibility.GOOD, why="")
 
 
 def _set_aside(state: FleetState, name: str, why: str) -> None:
