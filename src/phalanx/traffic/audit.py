@@ -2,8 +2,8 @@
 
 Equal weights and equal numerics give equal log-probabilities to the last bit, so a difference of one bit is a defect and needs no
 tolerance. The first comparison accuses nobody: it starts a vote in which all who had a hand in the text, whoever noticed, and others score the
-same tokens afresh; at least three, and more than half must agree. A worker whose old numbers were wrong and whose fresh ones are right gets a
-strike, the second of which counts as a wrong vote: a fault that comes and goes is one too.
+same tokens afresh; at least three, and more than half must agree. Where the text was wrong and all score it right, the difference is
+counted as unexplained: a fault that went away again, or a page from a worker that has left; nobody is sent away on suspicion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 VOTERS = 3
-STRIKES = 2
 
 
 def chosen(request_id: str, share: float) -> bool:
@@ -53,8 +52,8 @@ class Verdict:
 
     wrong: frozenset[int] = frozenset()
     """Workers whose fresh scores the majority contradicts."""
-    doubted: frozenset[int] = frozenset()
-    """Workers that made a wrong text and score it right."""
+    unexplained: bool = False
+    """The text was wrong, and all who were asked score it right."""
     difference: bool = False
     undecided: bool = False
 
@@ -79,5 +78,4 @@ def judge(audit: Audit, others: frozenset[int]) -> Verdict | frozenset[int]:
         return frozenset(more[:1]) if more else Verdict(difference=True, undecided=True)
     right = ranked[0][0]
     wrong = frozenset(worker for worker, score in audit.scores.items() if score != right)
-    doubted = frozenset() if wrong or right == audit.served else audit.makers & audit.scores.keys()
-    return Verdict(wrong, doubted, difference=True)
+    return Verdict(wrong, not wrong and right != audit.served, difference=True)

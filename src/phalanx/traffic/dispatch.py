@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx.traffic import journal, pools, routing
-from phalanx.traffic.audit import STRIKES, Audit, Verdict, bits, chosen, judge
+from phalanx.traffic.audit import Audit, Verdict, bits, chosen, judge
 from phalanx.traffic.events import (
     NOBODY,
     Abandoned,
@@ -78,7 +78,6 @@ class Traffic:
     waiting: dict[str, None] = field(default_factory=dict)
     """Requests that nobody can take now, in their order."""
     audits: dict[int, Audit] = field(default_factory=dict)
-    strikes: Counter[int] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     """What happened so often: moved, stale, audits, differences, ..."""
     numbers: int = 0
@@ -406,21 +405,27 @@ def _go_on(state: Traffic, number: int, now_s: float, commands: list[Command]) -
     del state.audits[number]
     state.counts["differences"] += verdict.difference
     state.counts["undecided"] += verdict.undecided
-    state.strikes.update(verdict.doubted)
-    twice = {worker for worker in verdict.doubted if state.strikes[worker] >= STRIKES}
-    for worker in sorted(verdict.wrong | twice):
+    state.counts["unexplained"] += verdict.unexplained
+    for worker in sorted(verdict.wrong):
         _condemn(state, worker, now_s, commands)
 
 
 def _condemn(state: Traffic, number: int, now_s: float, commands: list[Command]) -> None:
-    """Takes a worker that miscomputes out of service, with all that came from it."""
+    """Takes a worker that miscomputes out of service, with all that may have come from it.
+
+    Its pages went to others, and others computed pages from them, whose names do not tell. So all workers drop all pages, and all
+    requests begin anew from their journal: one prefill each, once in the life of a broken machine.
+    """
     if number in state.pool.quarantined:
         return
     state.counts["quarantined"] += 1
     orders = pools.quarantine(state.pool, number, "it computes other bits than the majority")
-    # First the pages, then the requests: what goes on elsewhere must not find them there.
-    commands += [Forget(other, number) for other in sorted(state.pool.workers)]
-    tainted = [job for job, each in sorted(state.jobs.items()) if each.source == number]
+    running = [job for job, each in sorted(state.jobs.items()) if not each.audit and each.worker != number]
+    requests = [job.request for job in (_drop(state, each, commands) for each in running) if job is not None]
+    for other, worker in sorted(state.pool.workers.items()):
+        worker.hints.clear()
+        commands.append(Forget(other))
     _follow(state, orders, now_s, commands)
-    for job in tainted:
-        _move(state, job, now_s, commands, gone=False, loss=False)
+    for request in requests:
+        state.counts["moved"] += 1
+        _place(state, request, now_s, commands)

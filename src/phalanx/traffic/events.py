@@ -133,10 +133,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class Forget:
-    """Orders a worker to drop all pages that came from ``source``, which miscomputes."""
+    """Orders a worker to drop all pages, since one that miscomputes was found among those that they came from."""
 
     worker: int
-    source: int
 
 
 @dataclass(frozen=True)

@@ -112,10 +112,8 @@ class SimulatedWorker:
                 self._pull(job)
             case e.Stop(_, number):
                 self._end(number)
-            case e.Forget(_, source):
-                bad = [name for name, (origin, _) in self.cache.items() if origin == source]
-                for name in bad:
-                    del self.cache[name]
+            case e.Forget():
+                self.cache.clear()
             case e.Refuse():
                 self.life = 0
                 self._forget_work()
