@@ -41,6 +41,7 @@ PURE = (
     "plan/report",
     *(f"plan/scaling/{name}.py" for name in ("laws", "repeated_data", "optimum", "budget", "fit")),
     "simulate/hostile",
+    "simulate/traffic",
     "traffic",
     "checkpoint/format/boxes.py",
     "checkpoint/format/image.py",

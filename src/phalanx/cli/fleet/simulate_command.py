@@ -10,6 +10,7 @@ from collections import Counter
 import click
 
 from phalanx.cli.fleet.simulate_start import command as start_command
+from phalanx.cli.fleet.simulate_traffic import command as traffic_command
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.simulate.hostile.run import run_seed
 from phalanx.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
@@ -21,10 +22,11 @@ _PAUSE_S = 3.0
 
 @click.group("simulate")
 def command() -> None:
-    """Simulate a fleet with the code that decides in a real one, or how long its start takes."""
+    """Simulate a fleet or a service with the code that decides in a real one, or how long a start takes."""
 
 
 command.add_command(start_command)
+command.add_command(traffic_command)
 
 
 @command.command("fleet")
