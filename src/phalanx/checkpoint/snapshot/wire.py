@@ -231,9 +231,11 @@ class Wire:
         return kind(f"{self.peer}: {error or type(error).__name__}; the other holders are asked instead")
 
 
-def authenticate(wire: Wire, token: str, role: Role, earlier: Sequence[str] = ()) -> None:
-    """Proves to each other that both know ``token``; a server accepts ``earlier`` ones too. Raises RefusedError, or WireError where the other side is no peer."""
-    steps = handshake(token, _PURPOSE, role, earlier)
+def authenticate(
+    wire: Wire, token: str, role: Role, earlier: Sequence[str] = (), purpose: str = _PURPOSE
+) -> None:
+    """Proves to each other that both know ``token``, for ``purpose``; a server accepts ``earlier`` ones too. Raises RefusedError, or WireError where the other side is no peer."""
+    steps = handshake(token, purpose, role, earlier)
     sent = 0
     try:
         step = next(steps)

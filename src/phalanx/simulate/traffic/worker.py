@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.traffic.text import logprob, page_names, token
 from phalanx.traffic import events as e
 from phalanx.traffic.leases import Leases
-from phalanx.traffic.requests import Ended, PromptScored, Token, Told
-
-if TYPE_CHECKING:
-    from phalanx.simulate.traffic.world import World
+from phalanx.traffic.requests import Ended, Outcome, PromptScored, Token, Told
 
 BEAT_S = 0.5
+
+
+class Surroundings(Protocol):
+    """What a worker needs of the world around it."""
+
+    clock: SimulatedClock
+    identity: e.Identity
+    gateway_up: bool
+    lease_s: float
+    counts: Counter[str]
+
+    @property
+    def workers(self) -> Mapping[int, SimulatedWorker]: ...
+
+    def new_life(self) -> int: ...
+
+    def to_router(self, worker: SimulatedWorker, event: e.Event, *, even_if_cut: bool = False) -> None: ...
+
+    def fetch_seconds(self, to: SimulatedWorker, source: SimulatedWorker, pages: int) -> float: ...
+
+    def fetch_failure(self, to: SimulatedWorker, source: SimulatedWorker, name: bytes) -> str: ...
 
 
 @dataclass
@@ -36,7 +56,7 @@ class SimulatedJob:
 class SimulatedWorker:
     """One worker process and its machine."""
 
-    def __init__(self, world: World, number: int, role: e.Role, rows_per_s: float, pages: int) -> None:
+    def __init__(self, world: Surroundings, number: int, role: e.Role, rows_per_s: float, pages: int) -> None:
         self.world, self.number, self.role = world, number, role
         self.rows_per_s, self.pages = rows_per_s, pages
         self.identity = world.identity
@@ -215,12 +235,12 @@ class SimulatedWorker:
         number = logprob(job.text, place)
         return number - 2.0**-20 if self.miscomputes or job.wrong else number
 
-    def _finish(self, job: SimulatedJob, outcome: str) -> None:
+    def _finish(self, job: SimulatedJob, outcome: Outcome) -> None:
         order = job.order
         if order.offer:
             names = [name for name in page_names(job.text) if name in self.cache]
             self.leases.offer(order.job, names, self.world.clock.now_s)
-        self._tell(order.job, Ended("", outcome))  # type: ignore[arg-type]
+        self._tell(order.job, Ended("", outcome))
         self._end(order.job)
 
     def _tell(self, job: int, told: Told) -> None:

@@ -1,0 +1,1 @@
+"""Several workers of one service: how pages of keys and values travel between them."""
