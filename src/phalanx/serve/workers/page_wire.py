@@ -63,7 +63,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def digest(page: bytes | memoryview) -> bytes:
+def digest(page: bytes | bytearray) -> bytes:
     """xxh3-128 of a page's bytes."""
     return xxhash.xxh3_128_digest(page)
 
