@@ -151,7 +151,7 @@ def _place(
     workers = state.pool.open_to_work()
     workers = [w for w in workers if w.number != avoid] or workers
     candidates = [
-        routing.Candidate(w.number, w.role, w.queued_rows + len(w.jobs), w.holds(names), w.rows_per_s)
+        routing.Bidder(w.number, w.role, w.queued_rows + len(w.jobs), w.holds(names), w.rows_per_s)
         for w in workers
     ]
     sources = [(w.number, w.holds(names)) for w in state.pool.workers.values() if not w.late]

@@ -16,7 +16,7 @@ PAGE_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Bidder:
     """What the router knows of a worker with regard to one request."""
 
     number: int
@@ -55,7 +55,7 @@ class Route:
 def choose(
     rows: int,
     pages: int,
-    candidates: Iterable[Candidate],
+    candidates: Iterable[Bidder],
     sources: Iterable[tuple[int, int]],
     link: Link,
     small_rows: int = PAGE_ROWS,
@@ -91,7 +91,7 @@ def choose(
     return min(routes, key=lambda route: (route.cost_s, route.worker), default=None)
 
 
-def _at(worker: Candidate, rows: int, pages: int, ranked: list[tuple[int, int]], link: Link) -> Route:
+def _at(worker: Bidder, rows: int, pages: int, ranked: list[tuple[int, int]], link: Link) -> Route:
     """The better of computing and fetching what a worker does not hold."""
     held = min(worker.held_pages, pages)
     queued_s = worker.queued_rows / worker.rows_per_s
