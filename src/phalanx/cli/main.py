@@ -27,6 +27,7 @@ _COMMANDS = {
     "hash": ("weights", "SHA-256 of all weights of a run or checkpoint."),
     "checkpoint": ("weights", "List, verify and export checkpoints."),
     "export": ("weights", "Write a run's weights for other software."),
+    "pack": ("weights", "A run's weights as one file, in the order in which serving reads them."),
     "import": ("weights", "Read a Hugging Face model into a run directory."),
     "simulate": ("fleet", "A fleet under failures, by the code that keeps a real one alive."),
     "goodput": ("watch", "Where every second of a run went."),

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from phalanx.model.layers.expert_groups import groups_of_one_slot
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts, MoE
+from phalanx.model.narrow import dequantize, quantize
 from phalanx.run.spec import MemorySpec, PrecisionSpec, RunSpec
 from phalanx.train.transforms.precision import (
     FORMATS,
     NarrowGroupedProduct,
     NarrowProduct,
     apply_precision,
-    dequantize,
     multiply_narrow,
-    quantize,
 )
 from phalanx.train.transforms.recompute import apply_recompute
 from ranks import Ranks

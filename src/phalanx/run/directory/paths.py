@@ -11,6 +11,7 @@
         logs/             what each process printed and logged, as lines of JSON, and why it failed
         code/             changes of the code against its commit, and the packages that were installed
         machines/         hardware, driver and libraries of every node
+        packs/            weights of single steps in the order of their layers, for serving (checkpoint/pack/)
         labels.json       tags and a note that people gave it
         loss.svg, result.json
 
@@ -185,6 +186,11 @@ class RunDirectory:
         return self.path / "profiles"
 
     @property
+    def packs(self) -> Path:
+        """The folder of packs, weights in the order in which they are read for serving; it exists once a step was packed."""
+        return self.path / "packs"
+
+    @property
     def lock(self) -> Path:
         """The file that a start of the run holds locked."""
         return self.path / "lock"
@@ -194,7 +200,7 @@ class RunDirectory:
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.ranks, self.checkpoints),
             *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
-            *(self.labels, self.code, self.machines),
+            *(self.labels, self.code, self.machines, self.packs),
         )
         return {path.name for path in own}
 

@@ -21,7 +21,7 @@ elements of a row: a row's scale does not depend on the experts of its rank, nor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +33,10 @@ from phalanx.model.block import Block
 from phalanx.model.layers.expert_groups import Groups
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
+from phalanx.model.narrow import SHARING, Quantized, Scaling, dequantize, quantize
 from phalanx.run.spec import RunSpec
 
-Scaling = Literal["tensor", "row", "block"]
-
-_BLOCK = 32  # elements that share a scale in mxfp8; also what the kernels want sums to be a multiple of
+_BLOCK = SHARING  # also what the kernels want sums to be a multiple of
 _TILE = 16  # what they want the number of results of a row to be a multiple of
 
 
@@ -102,47 +101,6 @@ class NarrowGroupedProduct:
     def __call__(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         """``(m, i)``, ``(experts, o, i)`` and the rows' groups to ``(m, o)``, in the rows' dtype."""
         return apply_function(_NarrowGroupedProduct, rows, matrices, groups, self.format)
-
-
-class Quantized(NamedTuple):
-    """Narrow numbers ``(..., r, k)`` and their scales: the value of an element is ``values * scale``.
-
-    ``scale`` is fp32: ``(..., 1, 1)`` by tensor, ``(..., r, 1)`` by row, ``(..., r, k / 32)`` by block.
-    """
-
-    values: Tensor
-    scale: Tensor
-
-
-def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """Quantizes ``x`` ``(..., r, k)``; by block, ``k`` must be a multiple of 32.
-
-    An element that is not finite makes all elements that share its scale not finite.
-    """
-    grouped = x.view(*x.shape[:-1], -1, _BLOCK) if scaling == "block" else x
-    largest = grouped.abs().amax(dim=(-2, -1) if scaling == "tensor" else -1, keepdim=True)
-    scale = _scale(largest, torch.finfo(dtype).max)
-    values = (grouped.float() / scale).to(dtype)
-    return (
-        Quantized(values.flatten(-2), scale.squeeze(-1)) if scaling == "block" else Quantized(values, scale)
-    )
-
-
-def _scale(largest: Tensor, limit: float) -> Tensor:
-    """The least power of two that brings ``largest`` within ``limit``; infinite if ``largest`` is."""
-    # On the bits of the quotient: adding a mantissa's largest value carries into the exponent unless the mantissa is zero.
-    # Logarithms and powers would round differently from device to device.
-    bits = (largest.float() / limit).view(torch.int32)
-    exponent = ((bits + 0x7FFFFF) >> 23).clamp(1, 255)
-    return (exponent << 23).view(torch.float32)
-
-
-def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """Converts back, exactly, to ``dtype``, which is fp32 or bf16."""
-    values, scale = quantized
-    # Each scale belongs to as many neighbors as there are columns for it.
-    parts = values.to(dtype).view(*values.shape[:-1], scale.shape[-1], -1)
-    return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)
 
 
 class _ProductContext(FunctionContext, Protocol):

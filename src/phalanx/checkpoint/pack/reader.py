@@ -1,0 +1,186 @@
+"""Reads a pack: the index at once, sections when they are asked for, each chunk against its checksum.
+
+Reading goes past the page cache (O_DIRECT) where the file system allows it: each byte is read once in a pass, so a cache would only push
+out what others need, and count as this process's memory. The file stays open: who puts another one under its name does not change what is
+read here; who writes into it is found out by the checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from phalanx.checkpoint.format.blocks import page_aligned
+from phalanx.checkpoint.format.errors import CorruptError, MissingFileError, StorageError
+from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
+from phalanx.checkpoint.pack.index import REMEDY, PackError, PackIndex, decode_header, decode_index
+from phalanx.checkpoint.pack.layout import CHUNK_BYTES, Section, padded_bytes
+
+_log = logging.getLogger(__name__)
+_NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
+_MOST_INDEX_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class PackFile:
+    """An open pack."""
+
+    path: Path
+    index: PackIndex
+    descriptor: int
+    direct: bool
+    """True if reads go past the page cache."""
+    _identity: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))
+
+    def close(self) -> None:
+        """Closes the file; nothing may be read after."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def read_chunks(self, section: int, first: int, count: int, buffer: ByteArray) -> None:
+        """Fills ``buffer``, which begins on a page and ends on one, with chunks ``first:first + count`` of a section, checked.
+
+        Raises CorruptError, StorageError, which name the file, the section and the tensors.
+        """
+        one = self.index.sections[section]
+        start, stop = first * CHUNK_BYTES, min((first + count) * CHUNK_BYTES, one.nbytes)
+        self._fill(one, start, buffer[: padded_bytes(stop - start)])
+        for chunk in range(first, first + count):
+            low = chunk * CHUNK_BYTES
+            bytes_of = buffer[low - start : min(low + CHUNK_BYTES, one.nbytes) - start]
+            if xxhash.xxh3_64_intdigest(bytes_of) != self.index.checksums[section][chunk]:
+                raise CorruptError(
+                    f"{self._where(one, chunk)}: the bytes differ from their checksum{self._suspicion()}. {REMEDY}"
+                )
+
+    def _fill(self, section: Section, start: int, buffer: ByteArray) -> None:
+        done = 0
+        try:
+            while done < buffer.nbytes:
+                got = os.preadv(self.descriptor, [buffer.data[done:]], section.start + start + done)
+                if got == 0 or (self.direct and got % PAGE_BYTES and done + got < buffer.nbytes):
+                    raise CorruptError(
+                        f"{self._where(section, start // CHUNK_BYTES)}: the file ends within it{self._suspicion()}. {REMEDY}"
+                    )
+                done += got
+        except OSError as error:
+            raise StorageError(
+                f"{self._where(section, start // CHUNK_BYTES)}: {error.strerror} "
+                f"({errno.errorcode.get(error.errno or 0, '?')}). The storage failed: check the disk or mount."
+            ) from error
+        if not self.direct:
+            os.posix_fadvise(self.descriptor, section.start + start, buffer.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _where(self, section: Section, chunk: int) -> str:
+        low, high = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
+        names = [section.prefix + one.name for one in section.tensors if one.start < high and low < one.stop]
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return f"{self.path}, {section.name}, chunk {chunk} ({shown})"
+
+    def _suspicion(self) -> str:
+        return (
+            ""
+            if _identity(self.descriptor) == self._identity
+            else ", and the file was written to since it was opened"
+        )
+
+
+def _identity(descriptor: int) -> tuple[int, int, int, int]:
+    stat = os.fstat(descriptor)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def is_pack(path: Path) -> bool:
+    """True if ``path`` is a file, which a pack is and a run directory is not."""
+    return path.is_file()
+
+
+def open_pack(path: Path, *, direct: bool = True) -> PackFile:
+    """Opens a pack and checks its header, index and size.
+
+    Raises PackError if it is none, CorruptError, FormatVersionError, MissingFileError, StorageError.
+    """
+    index = _read_index(path)
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    if direct:
+        try:
+            opened = _try_direct(path, flags)
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}") from error
+        if opened is not None:
+            return PackFile(path, index, opened, True, _identity(opened))
+        _log.warning(
+            "%s: its file system refuses O_DIRECT: weights are read through the page cache, which is slower "
+            "and counts against memory limits until it is given up",
+            path,
+        )
+    descriptor = os.open(path, flags)
+    return PackFile(path, index, descriptor, False, _identity(descriptor))
+
+
+def _try_direct(path: Path, flags: int) -> int | None:
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno in _NO_DIRECT_IO:
+            return None
+        raise
+    try:
+        # Some file systems take the flag and refuse the read.
+        os.preadv(descriptor, [page_aligned(PAGE_BYTES).data], 0)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _NO_DIRECT_IO:
+            return None
+        raise
+    return descriptor
+
+
+def _read_index(path: Path) -> PackIndex:
+    try:
+        with path.open("rb") as file:
+            start, nbytes = decode_header(file.read(PAGE_BYTES), str(path))
+            size = os.fstat(file.fileno()).st_size
+            if nbytes > _MOST_INDEX_BYTES or size < start + nbytes:
+                raise CorruptError(
+                    f"{path}: ends at byte {size:,} of {start + nbytes:,}; it was cut off or not copied to its end. {REMEDY}"
+                )
+            file.seek(start)
+            return decode_index(file.read(nbytes), str(path))
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: is missing; name a file that `phalanx pack` has written") from error
+    except IsADirectoryError as error:
+        raise PackError(f"{path}: is a folder; name a file that `phalanx pack` has written") from error
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
+
+
+def read_section(pack: PackFile, number: int, buffer: ByteArray | None = None) -> ByteArray:
+    """The bytes of a section, checked, in ``buffer`` or in new memory."""
+    section = pack.index.sections[number]
+    out = page_aligned(padded_bytes(section.nbytes)) if buffer is None else buffer
+    for first in range(section.chunks):
+        low = first * CHUNK_BYTES
+        pack.read_chunks(number, first, 1, out[low : padded_bytes(min(low + CHUNK_BYTES, section.nbytes))])
+    return out[: section.nbytes]
+
+
+def damage(pack: PackFile, progress: Callable[[int, int], None]) -> Iterator[str]:
+    """Reads all of a pack, and yields a message for each chunk that is not what was written."""
+    buffer = page_aligned(CHUNK_BYTES)
+    total, done = sum(one.nbytes for one in pack.index.sections), 0
+    for number, section in enumerate(pack.index.sections):
+        for chunk in range(section.chunks):
+            try:
+                pack.read_chunks(number, chunk, 1, buffer)
+            except (CorruptError, StorageError) as error:
+                yield str(error)
+            done += min(CHUNK_BYTES, section.nbytes - chunk * CHUNK_BYTES)
+        progress(done, total)

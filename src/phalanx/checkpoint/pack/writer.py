@@ -1,0 +1,356 @@
+"""Packs a committed step of a run: one pass over the checkpoint's boxes, one over the new file, bounded memory.
+
+Weights are gathered in parts of some 64 MiB, whatever layout wrote them, hashed (the run's own hash must come out), rounded and appended.
+The file has its name only when it is complete and on the disk; what fails or is killed before leaves at most a hidden file, which the next
+packing removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageError, StorageFullError
+from phalanx.checkpoint.format.image import PAGE_BYTES, RawArray, spans
+from phalanx.checkpoint.format.restore_plan import Held
+from phalanx.checkpoint.format.shards import torch_dtype
+from phalanx.checkpoint.pack.index import PackError, PackIndex, encode_header, encode_index
+from phalanx.checkpoint.pack.layout import (
+    CHUNK_BYTES,
+    PackedTensor,
+    PackFormat,
+    Section,
+    lay_out,
+    padded_bytes,
+)
+from phalanx.checkpoint.pack.narrowing import RoundingMeter
+from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.gather import gather
+from phalanx.run.directory.durable import sync
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.regular_file import read_small
+
+_BATCH_BYTES = 64 << 20
+_FLUSH_BYTES = 64 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes of the weights are packed, and of how many."""
+
+
+def default_path(run: RunDirectory, step: int, form: PackFormat) -> Path:
+    """Where a step's pack lies unless it is put elsewhere."""
+    return run.packs / f"step-{step:08d}-{form}.pack"
+
+
+def pack(
+    run_dir: Path,
+    step: int | None = None,
+    path: Path | None = None,
+    form: PackFormat = "bf16",
+    *,
+    progress: Progress = lambda done, total: None,  # noqa: ARG005
+) -> tuple[Path, PackIndex]:
+    """Packs committed ``step`` (by default the newest) of a run; returns the new file and its index.
+
+    Memory: some hundred MiB, whatever the model's size. Raises RunDirectoryError, PackError where ``path`` exists or a number does not fit,
+    NoSuchStepError, CorruptError where the run's weights are not those of its hash, StorageFullError and what reading the step raises;
+    nothing is left behind then.
+    """
+    run = RunDirectory(run_dir)
+    spec = read_resolved(run)
+    if not run.checkpoints.is_dir():
+        raise RunDirectoryError(
+            f"{run_dir}: has no folder checkpoints; give the directory of a run that saved"
+        )
+    tier = DiskTier(run.checkpoints)
+    chosen = _chosen(tier, step, run_dir)
+    out = path or default_path(run, chosen, form)
+    if out.exists():
+        raise PackError(f"{out}: exists; name another file (--out), or remove that one first")
+    source = _Source(tier, chosen)
+    sections = lay_out(
+        {name: box.global_shape for name, box in source.boxes.items()}, form, custom=bool(spec.model.factory)
+    )
+    named = f"{spec.name} ({run_dir.resolve()})"
+    with _new_file(out, _end(sections)) as descriptor:
+        checksums, meter = _write_sections(descriptor, sections, source, progress)
+        index = PackIndex(
+            form, named, chosen, source.sha256(), sections, checksums, meter.result(), _small_files(run)
+        )
+        _require_hash(source, index.weights_sha256, run_dir)
+        text = encode_index(index)
+        start = _end(sections)
+        _write_all(descriptor, text.ljust(padded_bytes(len(text)), b"\0"), start)
+        _write_all(descriptor, encode_header(start, len(text)), 0)
+    return out, index
+
+
+def _chosen(tier: DiskTier, step: int | None, run_dir: Path) -> int:
+    steps = tier.steps()
+    if not steps:
+        raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
+    if step is not None and step not in steps:
+        raise NoSuchStepError(f"{run_dir}: there is no step {step}; there are {steps}")
+    return max(steps) if step is None else step
+
+
+def _end(sections: tuple[Section, ...]) -> int:
+    return max((one.start + padded_bytes(one.nbytes) for one in sections), default=PAGE_BYTES)
+
+
+def _small_files(run: RunDirectory) -> dict[str, bytes]:
+    files = {run.run_file.name: read_small(run.run_file)}
+    for folder in (run.tokenizer, run.published):
+        if folder.is_dir():
+            for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+                files[str(path.relative_to(run.path))] = read_small(path)
+    return files
+
+
+class _Source:
+    """The weights of a committed step, hashed as they are taken; each tensor must be taken from its beginning to its end."""
+
+    def __init__(self, tier: DiskTier, step: int) -> None:
+        self._tier, self.step = tier, step
+        self._held: dict[str, list[Held]] = defaultdict(list)
+        self.boxes: dict[str, Box] = {}
+        for held in tier.boxes(step):
+            if held.box.name.startswith(WEIGHTS):
+                name = held.box.name.removeprefix(WEIGHTS)
+                self._held[name].append(held)
+                self.boxes[name] = whole(held.box.name, held.box.dtype, held.box.global_shape)
+                if held.box.dtype != "float32":
+                    raise PackError(f"{name}: is {held.box.dtype} in the checkpoint; packs are made of fp32")
+        if not self.boxes:
+            raise PackError(f"step {step} of {tier.name} holds no weights; take another step")
+        self._hashes = {name: hashlib.sha256() for name in self.boxes}
+
+    def take(self, boxes: list[Box]) -> list[RawArray]:
+        """The elements of these boxes, in raw bits."""
+        names = dict.fromkeys(box.name.removeprefix(WEIGHTS) for box in boxes)
+        held = [one for name in names for one in self._held[name]]
+        arrays = gather(self._tier, self.step, boxes, held)
+        for box, array in zip(boxes, arrays, strict=True):
+            self._hashes[box.name.removeprefix(WEIGHTS)].update(array.reshape(-1).view(np.uint8).data)
+        return arrays
+
+    def sha256(self) -> str:
+        """The hash of the weights, once all were taken."""
+        return combine(
+            {
+                name: TensorDigest(box.dtype, box.global_shape, self._hashes[name].digest())
+                for name, box in self.boxes.items()
+            }
+        )
+
+    def recorded(self) -> str | None:
+        """The hash that the run has written down with the step, if it has."""
+        return self._tier.index(self.step).weights_sha256
+
+
+def _require_hash(source: _Source, found: str, run_dir: Path) -> None:
+    recorded = source.recorded()
+    if recorded is not None and recorded != found:
+        raise CorruptError(
+            f"{run_dir}: the weights of step {source.step} have the hash {found}, and the run wrote down {recorded}: they are not what "
+            "was trained. Pack another step."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a tensor (all of a small one) on their way into a section."""
+
+    section: int
+    tensor: PackedTensor
+    box: Box
+    last: bool
+    """True for the tensor's last rows, behind which its scales follow."""
+
+
+def _parts(sections: tuple[Section, ...], source: _Source) -> Iterator[_Part]:
+    for number, section in enumerate(sections):
+        for tensor in section.tensors:
+            box = source.boxes[section.prefix + tensor.name]
+            if section.expert >= 0:
+                offset = (section.expert, *(0 for _ in tensor.shape))
+                box = box.part(offset, (1, *tensor.shape))
+            pieces = spans(box, box, _BATCH_BYTES) if box.nbytes > _BATCH_BYTES else None
+            if pieces is None:
+                yield _Part(number, tensor, box, last=True)
+                continue
+            for place, piece in enumerate(pieces):
+                yield _Part(number, tensor, piece.part, last=place == len(pieces) - 1)
+
+
+def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
+    """Parts side by side: experts of a layer lie together in a checkpoint's blocks, which are then read once."""
+    batch: list[_Part] = []
+    size = 0
+    for part in parts:
+        if batch and size + part.box.nbytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part.box.nbytes
+    if batch:
+        yield batch
+
+
+def _write_sections(
+    descriptor: int, sections: tuple[Section, ...], source: _Source, progress: Progress
+) -> tuple[tuple[tuple[int, ...], ...], RoundingMeter]:
+    meter, done = RoundingMeter(), 0
+    total = sum(box.nbytes for box in source.boxes.values())
+    writer = _Writer(descriptor, sections)
+    scales: list[bytes] = []
+    for batch in _batches(_parts(sections, source)):
+        for part, data in zip(batch, source.take([one.box for one in batch]), strict=True):
+            weights = torch.from_numpy(data.view(np.float32))
+            weights = (
+                weights.reshape(-1, weights.shape[-1]) if part.tensor.scale_start is not None else weights
+            )
+            name = sections[part.section].prefix + part.tensor.name
+            elements, *exponents = meter.stored(name, weights, torch_dtype(part.tensor.dtype))
+            writer.at(part.section, part.tensor.start if not scales and _first(part) else None)
+            writer.append(elements)
+            scales += exponents
+            if part.last and scales:
+                assert part.tensor.scale_start is not None, "only tensors with scales have exponents"
+                writer.at(part.section, part.tensor.scale_start)
+                writer.append(b"".join(scales))
+                scales = []
+            done += part.box.nbytes
+        progress(done, total)
+    return writer.finish(), meter
+
+
+def _first(part: _Part) -> bool:
+    first = part.box.offset[1:] if len(part.box.shape) > len(part.tensor.shape) else part.box.offset
+    return not any(first)
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Appends to sections in their order; takes the checksum of each chunk on the way."""
+
+    descriptor: int
+    sections: tuple[Section, ...]
+    _number: int = 0
+    _buffer: bytearray = field(default_factory=bytearray)
+    _written: int = 0
+    """Bytes of this section that are in the file."""
+    _unflushed: int = 0
+    _digests: list[list[int]] = field(default_factory=lambda: [[]])
+
+    def at(self, section: int, offset: int | None) -> None:
+        """Moves on to ``offset`` (``None``: stay) of a section, with zeros in between."""
+        while self._number < section:
+            self._close_section()
+        if offset is not None:
+            gap = offset - self._written - len(self._buffer)
+            assert gap >= 0, "sections are written from their beginning to their end"
+            self._buffer += bytes(gap)
+
+    def append(self, data: bytes) -> None:
+        view = memoryview(data)
+        while len(view):
+            room = CHUNK_BYTES - len(self._buffer)
+            self._buffer += view[:room]
+            view = view[room:]
+            if len(self._buffer) == CHUNK_BYTES:
+                self._write_chunk()
+
+    def finish(self) -> tuple[tuple[int, ...], ...]:
+        """Ends the last section; returns the checksums of all."""
+        while self._number < len(self.sections):
+            self._close_section()
+        return tuple(map(tuple, self._digests[: len(self.sections)]))
+
+    def _close_section(self) -> None:
+        if self._buffer:
+            self._write_chunk()
+        self._number, self._written = self._number + 1, 0
+        self._digests.append([])
+
+    def _write_chunk(self) -> None:
+        self._digests[self._number].append(xxhash.xxh3_64_intdigest(self._buffer))
+        start = self.sections[self._number].start + self._written
+        _write_all(self.descriptor, self._buffer, start)
+        self._written += len(self._buffer)
+        self._unflushed += len(self._buffer)
+        self._buffer.clear()
+        if self._unflushed >= _FLUSH_BYTES:
+            # What waits to be written is memory too, and would push out what others have in the page cache.
+            os.fdatasync(self.descriptor)
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._unflushed = 0
+
+
+@contextmanager
+def _new_file(out: Path, needed: int) -> Iterator[int]:
+    """Yields the descriptor of a file under a hidden name; names it ``out`` when all went well, and removes it when not."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    descriptor = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(out)
+        stat = os.statvfs(out.parent)
+        if stat.f_bavail * stat.f_frsize < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        yield descriptor
+        os.fsync(descriptor)
+        # A link, not a rename, takes no other's file away that has come meanwhile.
+        os.link(temporary, out)
+        sync(out.parent)
+    except FileExistsError as error:
+        raise PackError(f"{out}: has come up meanwhile; another packing was faster") from error
+    except OSError as error:
+        raise _explained(error, out, needed) from error
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+
+
+def _explained(error: OSError, out: Path, needed: int) -> Exception:
+    if error.errno in _FULL:
+        return StorageFullError(
+            f"{out}: no room for a pack of {needed:,} bytes ({error.strerror}). Nothing was left behind: free space, name another "
+            "place (--out), or a narrower format (--format int8)."
+        )
+    return StorageError(
+        f"{error.filename or out}: {error.strerror}. Nothing was left behind; name another place (--out)."
+    )
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Removes what a killed packing of the same name has left."""
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.partial")
+    for name in os.listdir(out.parent):
+        match = pattern.fullmatch(name)
+        if match and not Path("/proc", match[1]).exists():
+            (out.parent / name).unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, data: bytes | bytearray, start: int) -> None:
+    # Released before the buffer is cleared: an exported view would forbid it.
+    with memoryview(data) as view:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(descriptor, view[done:], start + done)

@@ -1,0 +1,80 @@
+"""``phalanx pack``: a run's weights as one file for serving."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.cli.run_places import checkpoint_place
+
+
+@click.command("pack")
+@click.argument("place", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["fp32", "bf16", "fp8", "int8"]),
+    default="bf16",
+    show_default=True,
+    help="Of the weights.",
+)
+@click.option("--step", type=int, help="A step other than the newest.")
+@click.option("--out", type=click.Path(path_type=Path), help="The new file (RUN_DIR/packs/step-...).")
+@click.option(
+    "--verify", type=click.Path(path_type=Path), help="Read this pack and check every byte instead."
+)
+def command(place: Path | None, form: str, step: int | None, out: Path | None, verify: Path | None) -> None:
+    """Write the weights of the run in PLACE as one file, layer after layer, for serving.
+
+    Such a file is what `phalanx generate --stream` reads a model from that is larger than memory. fp8 and int8 have a scale for
+    32 neighbors; what rounding has changed is printed.
+
+    \b
+      phalanx pack runs/quickstart-1f3a9c04 --format bf16
+      phalanx pack --verify model.pack
+    """
+    if (place is None) == (verify is None):
+        raise click.UsageError("give either a run directory to pack, or --verify and a pack")
+    if verify is not None:
+        _verify(verify)
+        return
+    assert place is not None, "one of both is given"
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.checkpoint.pack.writer import pack
+    from phalanx.run.directory.paths import RunDirectoryError
+
+    where = checkpoint_place(place, step)
+    with explained(CheckpointError, RunDirectoryError):
+        path, index = pack(where.root.parent, where.step, out, form, progress=_shown)  # type: ignore[arg-type]
+    click.echo(f"step {index.step} packed as {form} into {path} ({path.stat().st_size:,} bytes)")
+    click.echo(f"  weights {index.weights_id}")
+    if index.rounding.worst_tensor:
+        click.echo(
+            f"  rounding changed the weights by {index.rounding.relative_error:.2%} of their root mean square, at most "
+            f"{index.rounding.worst_error:.2%} ({index.rounding.worst_tensor})"
+        )
+
+
+def _verify(path: Path) -> None:
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.checkpoint.pack.reader import damage, open_pack
+
+    with explained(CheckpointError):
+        pack = open_pack(path)
+        found = list(damage(pack, _shown))
+    for line in found:
+        click.echo(line, err=True)
+    if found:
+        raise click.ClickException(f"{path}: {len(found)} chunks are damaged")
+    index = pack.index
+    click.echo(f"{path}: whole; {index.format}, step {index.step} of {index.run}, weights {index.weights_id}")
+
+
+def _shown(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if done >= total else ""
+        click.echo(f"\r{done / max(1, total):4.0%} of {total:,} bytes", nl=False, err=True)
+        click.echo(end, nl=False, err=True)
