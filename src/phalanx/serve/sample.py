@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.model.custom import Chain
+from phalanx.model.transformer import Transformer
 from phalanx.run.spec import SampleSpec
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, published_with, stop_tokens
@@ -22,18 +24,20 @@ def continued(
     seed: int = 0,
     step: int | None = None,
     chat: bool = False,
+    model: Transformer | Chain | None = None,
 ) -> Iterator[str]:
     """Text that continues ``prompt``, piece by piece as it is generated, at most ``tokens`` tokens; ends with the document.
 
     With ``chat`` the prompt is a user's message, framed by the imported model's chat template, and the text is the answer.
+    ``model`` is one that is open already (``phalanx.serve.weights``), in the place of the run's own; ``step`` says nothing then.
     The other arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
     prompt_ids = encode_chat(published, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
-    model, _ = load_model(run_dir, step)
+    opened = load_model(run_dir, step)[0] if model is None else model
     ids = generate(
-        model,
+        opened,
         prompt_ids,
         tokens=tokens,
         temperature=temperature,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.weights.memory_option import Bytes
 
 
 @click.command("generate")
@@ -38,6 +40,20 @@ from phalanx.cli.run_places import checkpoint_place
     help="The same seed gives the same text.",
 )
 @click.option("--step", type=int, help="A step other than the newest.")
+@click.option(
+    "--stream",
+    is_flag=True,
+    help="Read the weights as they are computed with; for models larger than memory.",
+)
+@click.option(
+    "--memory", type=Bytes(), help="What the weights may take: 2GiB, 500MiB (four fifths of what is free)."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    help="Of the weights and of what is computed with them (float32).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     place: Path,
@@ -49,13 +65,20 @@ def command(
     top_p: float,
     seed: int,
     step: int | None,
+    stream: bool,
+    memory: int | None,
+    dtype: str,
     as_json: bool,
 ) -> None:
-    """Generate text with the weights in PLACE: a run directory or a checkpoint.
+    """Generate text with the weights in PLACE: a run directory, a checkpoint, or a pack (`phalanx pack`).
+
+    With --stream the weights are read layer by layer as they are computed with, and a mixture's experts as they are chosen; of a run, they
+    are packed for that once.
 
     \b
       phalanx generate runs/quickstart-1f3a9c04 --prompt "def "
       phalanx generate runs/quickstart-1f3a9c04 --prompt "import " --temperature 0 --tokens 50
+      phalanx generate model.pack --stream --memory 2GiB --prompt "def "
       phalanx generate imported/llama --chat --prompt "Why is the sky blue?"
     """
     from phalanx.checkpoint.format.errors import CheckpointError
@@ -65,18 +88,34 @@ def command(
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise click.ClickException("--prompt is not valid UTF-8")
-    where = checkpoint_place(place, step)
-    with explained(CheckpointError, DataError, RunDirectoryError, ValueError):
+    packed = place.is_file()
+    where = None if packed else checkpoint_place(place, step)
+    with ExitStack() as stack, explained(CheckpointError, DataError, RunDirectoryError, ValueError):
+        run_dir = place if where is None else where.root.parent
+        step = step if where is None else where.step
+        model = None
+        if packed or stream or memory is not None or dtype != "float32":
+            import torch
+
+            from phalanx.checkpoint.pack.reader import open_pack
+            from phalanx.serve.weights.open_model import open_model, run_folder
+
+            model, _ = open_model(
+                run_dir, stream=stream, memory_bytes=memory, dtype=getattr(torch, dtype), step=step
+            )
+            if packed:
+                run_dir = stack.enter_context(run_folder(open_pack(place).index))
         pieces = continued(
-            where.root.parent,
+            run_dir,
             prompt,
             tokens=tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            step=where.step,
+            step=step,
             chat=chat,
+            model=model,
         )
         if as_json:
             click.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))

@@ -1,0 +1,150 @@
+"""Opens a model for serving: from a run or a pack, resident or streamed, within the memory that it may use."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from phalanx.checkpoint.format.errors import MismatchError
+from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.pack.index import PackIndex
+from phalanx.checkpoint.pack.layout import PackFormat
+from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
+from phalanx.checkpoint.pack.writer import default_path, pack
+from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.model.custom import Chain
+from phalanx.model.transformer import Transformer
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.weights.residency import TooLargeError, divide_memory, resident_bytes
+from phalanx.serve.weights.streamed import StreamedWeights, load_resident, load_stack
+
+_FORMATS: dict[torch.dtype, PackFormat] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_log = logging.getLogger(__name__)
+
+
+def open_model(
+    place: Path,
+    *,
+    stream: bool = False,
+    memory_bytes: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    step: int | None = None,
+) -> tuple[Transformer | Chain, ModelSpec]:
+    """The model of a run directory or a pack, computing in ``dtype`` (fp32 or bf16) on the CPU.
+
+    With ``stream`` its weights are read as they are computed with, and take at most ``memory_bytes`` (by default four fifths of what is
+    free); the text's keys and values and the process itself come on top. A run's step is packed for that, once, in ``dtype``.
+    Without, ``memory_bytes`` is only what they must fit into. A model that is streamed is computed with by one thread at a time.
+    Raises TooLargeError with what would fit, MismatchError for a pack of another step or run, RunDirectoryError, and what reading raises.
+    """
+    file = open_pack(place if is_pack(place) else _pack_of(place, step, dtype))
+    if step is not None and file.index.step != step:
+        raise MismatchError(
+            f"{file.path}: is a pack of step {file.index.step}, not {step}; leave the step out, or pack that one",
+            [],
+        )
+    free = memory_bytes if memory_bytes is not None else free_to_use() * 4 // 5
+    name = dtype_name(dtype)
+    model, spec = _empty_model(file.index, dtype)
+    if stream:
+        residency = divide_memory(file.index, name, free)
+        # Kept alive by the hooks that it has set.
+        weights = StreamedWeights(model, file, residency, dtype)
+        _log.info("streaming %s: %s", file.path, weights.residency)
+        return model, spec
+    needed = resident_bytes(file.index, name)
+    if needed > free:
+        raise TooLargeError(
+            f"{place}: its weights take {needed:,} bytes in {name}, and {free:,} may be used: stream them (--stream), or give them "
+            "more memory (--memory)"
+        )
+    _fill(model, file, dtype)
+    file.close()
+    return model, spec
+
+
+def free_to_use() -> int:
+    """Bytes that this process can still take: what the machine, its control groups and its own limit on addresses leave."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    free = free_memory_bytes()
+    if limit == resource.RLIM_INFINITY:
+        return free
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return min(free, max(0, limit - used))
+
+
+def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
+    """The pack of a run's step, made if there is none. Raises MismatchError if it is of other weights."""
+    run = RunDirectory(run_dir)
+    if not run.checkpoints.is_dir():
+        raise RunDirectoryError(
+            f"{run_dir}: has no folder checkpoints; give a pack, or the directory of a run that saved"
+        )
+    tier = DiskTier(run.checkpoints)
+    steps = tier.steps()
+    chosen = step if step is not None else max(steps, default=0)
+    path = default_path(run, chosen, _FORMATS[dtype])
+    if not path.exists():
+        _log.warning("%s: packing step %d as %s for streaming, once", run_dir, chosen, _FORMATS[dtype])
+        return pack(run_dir, step, path, _FORMATS[dtype])[0]
+    recorded = tier.index(chosen).weights_sha256 if chosen in steps else None
+    file = open_pack(path)
+    file.close()
+    if recorded is not None and file.index.weights_sha256 != recorded:
+        raise MismatchError(
+            f"{path}: holds other weights than step {chosen} of this run; remove it, or pack again", []
+        )
+    return path
+
+
+def _empty_model(index: PackIndex, dtype: torch.dtype) -> tuple[Transformer | Chain, ModelSpec]:
+    """The model without weights: NaN everywhere, which take no memory."""
+    with run_folder(index) as folder:
+        spec = resolve(prediction_ahead.without(read_resolved(RunDirectory(folder)).model))
+    with torch.device("meta"):
+        model = Chain(spec) if spec.factory else Transformer(spec)
+    nothing = torch.full((1,), torch.nan, dtype=dtype)
+    for module in model.modules():
+        for name, value in module.named_parameters(recurse=False):
+            module._parameters[name] = nn.Parameter(nothing.expand(value.shape), requires_grad=False)  # noqa: SLF001
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # noqa: SLF001
+    return model.requires_grad_(False).eval(), spec
+
+
+def _fill(model: nn.Module, file: PackFile, dtype: torch.dtype) -> None:
+    layers = set()
+    for number, section in enumerate(file.index.sections):
+        if section.kind == "expert":
+            layers.add(section.layer)
+        elif section.kind != "ahead":
+            load_resident(model, file, number, dtype)
+    for layer in sorted(layers):
+        load_stack(model, file, layer, dtype)
+
+
+@contextmanager
+def run_folder(index: PackIndex) -> Iterator[Path]:
+    """A folder with the small files of the run that a pack was made of, for as long as it is used."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-pack-") as name:
+        folder = Path(name)
+        for relative, data in index.files.items():
+            target = (folder / relative).resolve()
+            if not target.is_relative_to(folder.resolve()):
+                raise MismatchError(
+                    f"the pack names a file outside its folder: {relative}; it was not made by Phalanx", []
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        yield folder
