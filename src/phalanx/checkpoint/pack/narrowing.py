@@ -32,7 +32,7 @@ def widened(values: Tensor, exponents: Tensor, out: Tensor) -> None:
     columns = out.shape[-1]
     together = columns // SHARING * SHARING
     if together:
-        shared = out[:, :together].unflatten(1, (-1, SHARING))
+        shared = out.as_strided((len(out), together // SHARING, SHARING), (out.stride(0), SHARING, 1))
         shared.mul_(scale[:, : together // SHARING, None])
     if together < columns:
         out[:, together:].mul_(scale[:, -1:])

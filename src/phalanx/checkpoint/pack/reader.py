@@ -55,7 +55,7 @@ class PackFile:
         for chunk in range(first, first + count):
             low = chunk * CHUNK_BYTES
             bytes_of = buffer[low - start : min(low + CHUNK_BYTES, one.nbytes) - start]
-            if xxhash.xxh3_64_intdigest(bytes_of) != self.index.checksums[section][chunk]:
+            if xxhash.xxh3_64_intdigest(bytes_of.data) != self.index.checksums[section][chunk]:
                 raise CorruptError(
                     f"{self._where(one, chunk)}: the bytes differ from their checksum{self._suspicion()}. {REMEDY}"
                 )

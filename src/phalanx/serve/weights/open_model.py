@@ -117,9 +117,9 @@ def _empty_model(index: PackIndex, dtype: torch.dtype) -> tuple[Transformer | Ch
     nothing = torch.full((1,), torch.nan, dtype=dtype)
     for module in model.modules():
         for name, value in module.named_parameters(recurse=False):
-            module._parameters[name] = nn.Parameter(nothing.expand(value.shape), requires_grad=False)  # noqa: SLF001
+            module._parameters[name] = nn.Parameter(nothing.expand(value.shape), requires_grad=False)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # noqa: SLF001
+            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     return model.requires_grad_(False).eval(), spec
 
 

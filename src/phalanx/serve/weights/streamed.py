@@ -35,10 +35,10 @@ def set_weight(model: nn.Module, name: str, value: Tensor) -> None:
     """Puts ``value`` in the place of a parameter or buffer."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if leaf in module._buffers:  # noqa: SLF001  assigning would refuse what is not registered as such
-        module._buffers[leaf] = value  # noqa: SLF001
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
     else:
-        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)  # noqa: SLF001
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
 def dtype_of(place: PackedTensor, compute: torch.dtype) -> torch.dtype:
@@ -64,7 +64,10 @@ class _Wide:
             self.memory = torch.empty(sum(rounded), dtype=self.dtype)
         found = []
         for place, flat, size in zip(
-            places, self.memory.split([*rounded, self.memory.numel() - sum(rounded)]), sizes, strict=False
+            places,
+            torch.split(self.memory, [*rounded, self.memory.numel() - sum(rounded)]),
+            sizes,
+            strict=False,
         ):
             out = flat[:size].view(place.shape)
             write_wide(stored, place, out)
@@ -229,7 +232,11 @@ class _StreamedMixture:
         product = grouped_product if self._product is None else self._product
         counts: list[int] = groups.counts.sum(1).tolist()
         parts = dict(
-            zip([e for e, n in enumerate(counts) if n], rows.split([n for n in counts if n]), strict=True)
+            zip(
+                [e for e, n in enumerate(counts) if n],
+                torch.split(rows, [n for n in counts if n]),
+                strict=True,
+            )
         )
         order = list(parts)[:: -1 if self._backwards else 1]
         self._backwards = not self._backwards
@@ -245,7 +252,7 @@ class _StreamedMixture:
 
 def streamed_weights(model: nn.Module) -> StreamedWeights | None:
     """What streams the weights of a model that ``open_model`` opened; ``None`` for one that is resident."""
-    for hook in model._forward_pre_hooks.values():  # noqa: SLF001
+    for hook in model._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, StreamedWeights):
             return owner
