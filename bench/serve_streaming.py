@@ -17,6 +17,8 @@ import resource
 import statistics
 import tempfile
 import time
+from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 
 import tomli_w
@@ -25,8 +27,9 @@ from torch import nn
 
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.pack.reader import open_pack
+from phalanx.checkpoint.pack.reader import PackFile, open_pack
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -86,6 +89,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
         if weights.experts is not None:
             weights.experts.trace = []
             weights.statistics.expert_hits = weights.statistics.expert_misses = 0
+        rate = raw_rate(path)
         before, times = weights.statistics.bytes_read, []
         for turn in range(arguments.passes):
             began = time.perf_counter()
@@ -93,7 +97,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
             streamed(text)
             times.append(time.perf_counter() - began)
         read = (weights.statistics.bytes_read - before) / arguments.passes
-        rate = raw_rate(path)
+        # Before and after, because what else the machine does changes.
+        rate = (rate + raw_rate(path)) / 2
         kept = weights.residency.resident_layers
         bodies = [one.nbytes for one in index.sections if one.kind == "block"]
         reading = [0.0 if layer in kept else nbytes / rate for layer, nbytes in enumerate(bodies)]
@@ -180,21 +185,26 @@ def raw_rate(path: Path) -> float:
     file = open_pack(path)
     numbers = [number for number, one in enumerate(file.index.sections) if one.kind == "block"]
     size = max(file.index.sections[number].nbytes for number in numbers)
-    buffers = [page_aligned(-(-size // 4096) * 4096) for _ in range(2)]
+    buffers = [page_aligned(-(-size // 4096) * 4096) for _ in range(3)]
     pool = ReadPool(READ_THREADS)
-    began, ahead = time.perf_counter(), []
+    # The first lap touches the buffers' pages, which costs as much as reading some of them.
+    seconds = [_lap(file, pool, numbers, buffers) for _ in range(4)][1:]
+    pool.close()
+    file.close()
+    return sum(file.index.sections[number].nbytes for number in numbers) / statistics.median(seconds)
+
+
+def _lap(file: PackFile, pool: ReadPool, numbers: list[int], buffers: list[ByteArray]) -> float:
+    began, ahead = time.perf_counter(), deque[list[Future[None]]]()
     for place, number in enumerate(numbers):
         if len(ahead) == len(buffers):
-            for future in ahead.pop(0):
+            for future in ahead.popleft():
                 future.result()
-        ahead.append(read_ahead(file, pool, number, buffers[place % 2], (0, 0)))
+        ahead.append(read_ahead(file, pool, number, buffers[place % len(buffers)], (0, 0)))
     for futures in ahead:
         for future in futures:
             future.result()
-    seconds = time.perf_counter() - began
-    pool.close()
-    file.close()
-    return sum(file.index.sections[number].nbytes for number in numbers) / seconds
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class ExpertCache:
             self._frequency.use(name, turn)
             if name in self._held:
                 self._statistics.expert_hits += 1
+                self._hurry(name)
             else:
                 self._statistics.expert_misses += 1
         if self.trace is not None:
@@ -82,6 +83,16 @@ class ExpertCache:
             raise
         held.reading = []
         return self._memory[held.slot][: self._pack.index.sections[self._numbers[expert]].nbytes]
+
+    def _hurry(self, expert: ExpertName) -> None:
+        """Lets a read that still waits, as one that was only guessed, go before all others."""
+        held = self._held[expert]
+        if held.reading and held.reading[0].cancel():
+            for future in held.reading[1:]:
+                if not future.cancel():
+                    future.exception()
+            number = self._numbers[expert]
+            held.reading = read_ahead(self._pack, self._pool, number, self._memory[held.slot], _NOW)
 
     def _read(self, expert: ExpertName, spared: Collection[ExpertName], turn: int, urgency: Urgency) -> bool:
         if not self._free:

@@ -54,6 +54,8 @@ class ReadPool:
                 if self._closed:
                     return
                 *_, read, future = heapq.heappop(self._queue)
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody wants it any more, and its buffer may be another's
             try:
                 read()
             except BaseException as error:
