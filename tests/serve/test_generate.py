@@ -21,13 +21,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
-from phalanx.serve.generate import (
-    RunDirectoryError,
-    choose,
-    generate,
-    load_model,
-    nucleus,
-)
+from phalanx.serve.generate import RunDirectoryError, generate, load_model
 
 # Large weights, so that the likeliest token is likelier by far more than rounding.
 SPEC = resolve(ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=50, qk_norm=True, init_std=0.5))
@@ -146,54 +140,6 @@ def test_whoever_takes_the_tokens_may_still_compute_gradients() -> None:
     stream = generate(MODEL, [1], tokens=3)
     next(stream)
     assert torch.is_grad_enabled()
-
-
-# Sampling
-
-logits = st.lists(st.floats(-20, 20), min_size=1, max_size=30).map(torch.tensor)
-
-
-@given(logits, st.floats(0.1, 10))
-def test_without_cuts_the_probabilities_are_the_softmax(scores: torch.Tensor, temperature: float) -> None:
-    probabilities, ids = nucleus(scores, temperature, 0, 1.0)
-    expected = (scores.double() / temperature).softmax(0)
-    full = torch.zeros(len(scores), dtype=torch.float64).index_put((ids,), probabilities)
-    torch.testing.assert_close(full, expected, rtol=1e-9, atol=1e-12)
-
-
-@given(logits, st.integers(1, 40))
-def test_top_k_leaves_the_k_likeliest(scores: torch.Tensor, k: int) -> None:
-    probabilities, ids = nucleus(scores, 1.0, k, 1.0)
-    assert len(ids) == min(k, len(scores)) == len(set(ids.tolist()))
-    assert math.isclose(float(probabilities.sum()), 1.0)
-    left_out = scores[[i for i in range(len(scores)) if i not in ids.tolist()]]
-    assert not len(left_out) or scores[ids].min() >= left_out.max()
-
-
-@given(logits, st.floats(0.01, 0.99))
-def test_top_p_leaves_the_smallest_set_that_holds_p(scores: torch.Tensor, p: float) -> None:
-    _, ids = nucleus(scores, 1.0, 0, p)
-    held = scores.double().softmax(0)[ids]
-    assert held.sum() >= p - 1e-9
-    assert held[:-1].sum() < p + 1e-9
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_an_error_that_says_so(broken: float, temperature: float) -> None:
-    scores = torch.tensor([0.0, broken, 1.0])
-    with pytest.raises(ValueError, match="logits are not finite"):
-        choose(scores, temperature, 0, 1.0, torch.Generator())
-
-
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    scores = torch.tensor([2.0, 0.0, 1.0, -3.0])
-    generator = torch.Generator().manual_seed(0)
-    drawn = [choose(scores, 0.7, 0, 1.0, generator) for _ in range(4000)]
-    expected = (scores / 0.7).softmax(0) * 4000
-    counts = torch.bincount(torch.tensor(drawn), minlength=4)
-    chi_squared = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_squared < 16.3  # 3 degrees of freedom: exceeded with probability 0.001, and the seed is fixed
 
 
 # Requests that cannot be met

@@ -1,9 +1,8 @@
 """Text from a checkpoint: restore the weights alone, fill the cache with the prompt, then decode token by token.
 
 Decoding keeps each layer's keys and values (``phalanx.model.layers.cache``), so a token costs one pass over the weights instead of one
-over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Sampling is temperature,
-then the ``top_k`` likeliest tokens, then the smallest set of them that holds ``top_p`` of the probability (nucleus sampling, Holtzman et
-al., arXiv 1904.09751). Random numbers come from one CPU generator, so that a seed gives the same text wherever the logits are the same.
+over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Tokens are drawn by
+``phalanx.serve.sampling``, so that a seed gives the same text wherever the logits are the same.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_re
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.sampling import draw, require_sampling
+from phalanx.traffic.requests import Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ def generate(
     """
     vocab_size = model.spec.vocab_size
     _require_prompt(prompt_ids, vocab_size)
-    _require_sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    require_sampling(sampling)
     length = len(prompt_ids) + tokens
     if tokens < 1:
         raise ValueError(f"tokens = {tokens}: ask for at least one")
@@ -122,8 +124,7 @@ def generate(
             f"a prompt of {len(prompt_ids)} tokens and {tokens} new ones do not fit into a context of {context}: "
             "shorten the prompt, or ask for fewer tokens"
         )
-    generator = torch.Generator().manual_seed(seed)
-    return _decode(model, list(prompt_ids), length, (temperature, top_k, top_p), generator, frozenset(stop))
+    return _decode(model, list(prompt_ids), length, sampling, frozenset(stop))
 
 
 def _require_prompt(prompt_ids: Sequence[int], vocab_size: int) -> None:
@@ -137,21 +138,11 @@ def _require_prompt(prompt_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _require_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    if not temperature >= 0:
-        raise ValueError(f"temperature = {temperature}: at least 0")
-    if top_k < 0:
-        raise ValueError(f"top_k = {top_k}: at least 0, which leaves all tokens in")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p = {top_p}: above 0 and at most 1, which leaves all tokens in")
-
-
 def _decode(
     model: Transformer | Chain,
     prompt_ids: list[int],
     length: int,
-    sampling: tuple[float, int, float],
-    generator: torch.Generator,
+    sampling: Sampling,
     stop: frozenset[int],
 ) -> Iterator[int]:
     weight = next(model.parameters())
@@ -173,7 +164,7 @@ def _decode(
             else:
                 ids = torch.tensor([unseen], device=weight.device)
                 scores = model(ids, readout=last_logits, cache=cache)[0, 0]
-        token = choose(scores, *sampling, generator)
+        token = draw(scores, sampling, len(text))
         if token in stop:
             return
         yield token
@@ -181,38 +172,3 @@ def _decode(
         if isinstance(model, Transformer) and len(text) == longest_short(model.spec) + 1:
             # From here on all positions are rotated by other factors, those of the cached keys too.
             cache, unseen = empty_cache(model.spec, 1, length, weight.device, weight.dtype), text
-
-
-def choose(scores: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """A token id drawn from logits ``(vocab,)`` of any dtype and device; ``generator`` is a CPU one.
-
-    Raises ValueError for logits that are not finite.
-    """
-    if not torch.isfinite(scores.max()):  # NaN wherever one of them is
-        raise ValueError(
-            "the model's logits are not finite (NaN or infinite): its weights are, or too large for the format computed in; "
-            "take an earlier step"
-        )
-    if temperature == 0 or top_k == 1:
-        return int(scores.argmax())
-    probabilities, ids = nucleus(scores, temperature, top_k, top_p)
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-def nucleus(scores: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """The tokens left to choose from: probabilities (fp64, falling, sum 1) and ids, on the CPU.
-
-    The cut by ``top_p`` keeps the token that reaches the threshold, and so at least one.
-    """
-    scores = scores.double().cpu()
-    if top_k:
-        kept, ids = scores.topk(min(top_k, len(scores)))
-    else:
-        kept, ids = scores.sort(descending=True, stable=True)
-    # Less the largest first: a tiny temperature then cannot overflow.
-    probabilities = ((kept - kept[0]) / temperature).softmax(dim=0)
-    if top_p == 1:  # The sum of what comes before a token may round to one.
-        return probabilities, ids
-    before = probabilities.cumsum(dim=0) - probabilities
-    left = int((before < top_p).count_nonzero())
-    return probabilities[:left] / probabilities[:left].sum(), ids[:left]
