@@ -18,7 +18,14 @@ from phalanx.data.tokenizer import BytesTokenizer, tokenizer_from_file, train_bp
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.serve import prompt as prompt_module
 from phalanx.serve.generate import generate, load_model
-from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, published_with, stop_tokens
+from phalanx.serve.prompt import (
+    encode_chat,
+    encode_messages,
+    encode_prompt,
+    load_run_tokenizer,
+    published_with,
+    stop_tokens,
+)
 from phalanx.serve.sample import continued
 
 LONGER_TEMPLATE = """{%- set ns = namespace(count=0) %}
@@ -153,6 +160,67 @@ def test_a_chat_that_cannot_be_framed_is_refused_with_the_reason(
 ) -> None:
     if template is not None:
         (bare_run.published / "chat_template.jinja").write_text(template)
+    with pytest.raises(TokenizerError, match=message):
+        encode_chat(bare_run.published, tokenizer_from_file(bare_run.tokenizer), "hello")
+
+
+def test_a_conversation_has_the_ids_of_transformers(bare_run: RunDirectory) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    theirs = AutoTokenizer.from_pretrained(bare_run.published)
+    chat = [
+        {"role": role, "content": text}
+        for role, text in zip(["system", "user", "assistant", "user"], MESSAGES, strict=False)
+    ]
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    tokenizer = tokenizer_from_file(bare_run.tokenizer)
+    assert encode_messages(bare_run.published, tokenizer, chat) == expected
+    parts = [
+        {
+            **m,
+            "content": [
+                {"type": "text", "text": m["content"][:2]},
+                {"type": "text", "text": m["content"][2:]},
+            ],
+        }
+        for m in chat
+    ]
+    assert encode_messages(bare_run.published, tokenizer, parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "there is none"),
+        ([{"role": "wizard", "content": "a"}], r"messages\[0\].role = 'wizard': one of system, user"),
+        ([{"role": "user"}], r"messages\[0\].content: a text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is of type 'image_url'"),
+    ],
+)
+def test_a_message_that_is_not_understood_is_refused_by_its_field(
+    messages: list[dict[str, object]], message: str, bare_run: RunDirectory
+) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    with pytest.raises(TokenizerError, match=message):
+        encode_messages(bare_run.published, tokenizer_from_file(bare_run.tokenizer), messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+            "does not end within",
+        ),
+        ("{% for a in range(99999) %}{{ 'abcdefgh' * 500 }}{% endfor %}", "more than .* characters"),
+        ("{{ 'a' * 99999999999 }}", "too large"),
+        ("{{ 9 ** (9 ** 9) }}", "too large"),
+        ("{{ '%99999999999d' % 1 }}", "too large"),
+        ("{{ '{:>99999999999}'.format(1) }}", "too large"),
+        ("{{ 'a'.ljust(99999999999) }}", "too large"),
+    ],
+)
+def test_a_hostile_template_is_ended(template: str, message: str, bare_run: RunDirectory) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(template)
     with pytest.raises(TokenizerError, match=message):
         encode_chat(bare_run.published, tokenizer_from_file(bare_run.tokenizer), "hello")
 

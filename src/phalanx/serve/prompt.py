@@ -8,6 +8,7 @@ ids are those of ``transformers``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
@@ -19,6 +20,8 @@ from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from phalanx.run.data_folders import addresses
 from phalanx.run.directory.paths import RunDirectory, read_resolved
+
+_ROLES = ("system", "user", "assistant")
 
 
 def load_run_tokenizer(run_dir: Path) -> Tokenizer:
@@ -57,16 +60,62 @@ def encode_chat(published: Path | None, tokenizer: Tokenizer, message: str) -> l
 
     Raises TokenizerError if there is no template, or if it refuses the message.
     """
+    return encode_messages(published, tokenizer, [{"role": "user", "content": message}])
+
+
+def encode_messages(
+    published: Path | None, tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]
+) -> list[int]:
+    """The ids of a conversation, up to where the assistant's answer begins, in the chat template among ``published`` files.
+
+    A message has a ``role`` (system, user, assistant) and a ``content``: a text, or a list of parts of type text, which are joined. Raises
+    TokenizerError if there is no template, if it refuses the messages, or does not come to an end.
+    """
     if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or published is None:
         raise TokenizerError(
             "there is no chat template for this run: one comes with an imported model, for as long as the run has its "
             "tokenizer; leave out --chat"
         )
+    plain = plain_messages(messages)
     try:
-        messages: list[Message] = [{"role": "user", "content": message}]
-        return tokenizer.encode_template(read_chat_template(published).render(messages, answer=True))
+        return tokenizer.encode_template(
+            read_chat_template(published).render(plain, answer=True, bounded=True)
+        )
     except ChatTemplateError as error:
         raise TokenizerError(f"{error}; mend it, or leave out --chat") from error
+
+
+def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+    """The messages as templates expect them, each content one text. Raises TokenizerError, naming message and field."""
+    if not messages:
+        raise TokenizerError("messages: there is none; give at least one of the user")
+    return [
+        {**message, "role": _role(number, message), "content": _content(number, message.get("content"))}
+        for number, message in enumerate(messages)
+    ]
+
+
+def _role(number: int, message: Mapping[str, object]) -> str:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise TokenizerError(f"messages[{number}].role = {role!r}: one of {', '.join(_ROLES)}")
+    return str(role)
+
+
+def _content(number: int, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise TokenizerError(f"messages[{number}].content: a text, or a list of parts of type text")
+    texts = []
+    for place, part in enumerate(content):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if kind != "text" or not isinstance(text, str):
+            raise TokenizerError(
+                f"messages[{number}].content[{place}] is of type {kind!r}: only parts of type text, with a text, are understood"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def stop_tokens(published: Path | None, tokenizer: Tokenizer) -> frozenset[int]:

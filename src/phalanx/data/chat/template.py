@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import jinja2.utils
 
+from phalanx.data.chat.bounds import BoundedEnvironment, bounded_lines, joined
 from phalanx.data.chat.messages import Message
 from phalanx.data.errors import TokenizerError
 from phalanx.data.published_tokenizers.files import CONFIG_FILE, read_config
@@ -69,12 +70,16 @@ class ChatTemplate:
         answer: bool,
         tools: Sequence[object] | None = None,
         today: bool = True,
+        bounded: bool = False,
     ) -> str:
         """The text of ``messages``; if ``answer``, up to where the assistant's answer to them begins.
 
-        ``today``: The template may ask for the date. Raises ChatTemplateError.
+        ``today``: The template may ask for the date. ``bounded``: It is ended if it does not end by itself, at the price of some
+        milliseconds. Raises ChatTemplateError.
         """
-        return self._rendered(messages, answer, tools, today).replace(_BEGIN, "").replace(_END, "")
+        with bounded_lines() if bounded else nullcontext():
+            text = self._rendered(messages, answer, tools, today)
+        return text.replace(_BEGIN, "").replace(_END, "")
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[object] | None = None
@@ -94,12 +99,14 @@ class ChatTemplate:
         self, messages: Sequence[Message], answer: bool, tools: Sequence[object] | None, today: bool
     ) -> str:
         try:
-            return _compiled(self.source, today).render(
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=answer,
-                **self.special_tokens,
+            return joined(
+                _compiled(self.source, today).generate(
+                    messages=list(messages),
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=answer,
+                    **self.special_tokens,
+                )
             )
         except Exception as error:  # a stranger's program may raise anything
             raise ChatTemplateError(
@@ -148,8 +155,8 @@ def _compiled(source: str, today: bool) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
