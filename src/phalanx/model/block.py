@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from phalanx.model.layers.attention import Attention
-from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.cache import Cache
 from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.mla import MlaAttention
@@ -46,7 +46,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         documents: Documents | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``."""
         mixed = self.attention(_normed(x, self.attention_norm), cos, sin, documents, cache)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.model.block import Block
 from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.cache import Cache
 from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
@@ -84,8 +84,9 @@ class Transformer(nn.Module):
         readout: Readout | None = None,
         *,
         positions: Tensor | None = None,
+        length: int = 0,
         documents: Documents | None = None,
-        cache: Sequence[LayerCache] | None = None,
+        cache: Sequence[Cache] | None = None,
         ahead: ReadoutAhead | None = None,
     ) -> Tensor:
         """Whatever ``readout`` makes of the last hidden states; by default logits.
@@ -96,6 +97,7 @@ class Transformer(nn.Module):
             x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
             readout: See ``Readout``. A stage without norm does not call it, but returns its hidden states.
             positions: ``(s,)``, int64, of these tokens; by default from 0, or from the end of the cache.
+            length: Tokens of the whole text, where the rotation depends on it; 0 takes the last of ``positions`` for its end.
             documents: Tokens of different documents do not see each other; by default each sequence is one.
             cache: One for each layer of the whole model; ``x`` is the continuation of what they hold.
             ahead: Called for each prediction ahead. Then the result is the vector ``(1 + mtp_depth,)`` of what ``readout``
@@ -107,7 +109,7 @@ class Transformer(nn.Module):
         if positions is None:
             start = cache[0].length if cache is not None else 0
             positions = torch.arange(start, start + x.shape[1], device=x.device)
-        length = self._length(positions, cache)
+        length = length or self._length(positions, cache)
         full = self._rotation(positions, hidden.dtype, length)
         windowed = (
             self._rotation(positions, hidden.dtype, length, windowed=True)
@@ -135,7 +137,7 @@ class Transformer(nn.Module):
         # The factor is rounded to the vectors' format, as where such models were trained.
         return vectors * vectors.new_tensor(self.spec.dim**0.5) if self.spec.scale_embeddings else vectors
 
-    def _length(self, positions: Tensor, cache: Sequence[LayerCache] | None) -> int:
+    def _length(self, positions: Tensor, cache: Sequence[Cache] | None) -> int:
         """Tokens of the whole sequence, where the rotation depends on it; else 0."""
         short = longest_short(self.spec)
         if not short:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.layers.attend import attend_whole_rows
-from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.cache import Cache
 from phalanx.model.layers.documents import Documents, attend_by_document
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
@@ -66,7 +66,7 @@ class CausalCore:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Core``. With more keys than queries, the queries are the last of the sequence, which is one document then."""
-        softmax = self._softmax(sinks)
+        softmax = self.softmax(sinks)
 
         def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if 0 < self.window < key.shape[2]:
@@ -84,7 +84,7 @@ class CausalCore:
             mask = mask.triu(held - new - self.window + 1)
         return softmax(query, key, value, mask)
 
-    def _softmax(self, sinks: Tensor | None) -> Softmax:
+    def softmax(self, sinks: Tensor | None) -> Softmax:
         """PyTorch's own, unless there is a cap or a sink, which it does not know."""
         score = self.score
 
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         documents: Documents | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
@@ -183,12 +183,12 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         documents: Documents | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
         query, key, value = self.projected(inputs, cos, sin)
         if cache is not None:
-            key, value = cache.append(key, value)
+            return self.result(cache.mix(self.core, query, key, value, self.sinks))
         return self.result(self.core(query, key, value, documents, self.sinks))
 
     def projected(

@@ -6,11 +6,46 @@ keys. It is expanded again for every new token, which costs time but keeps the c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
+
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What is kept of keys and values, to keys and values."""
+
+
+class Mixing(Protocol):
+    """Attention of queries to keys and values; ``phalanx.model.layers.attention.Core`` without documents."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: None = None, sinks: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class Cache(Protocol):
+    """What a layer has seen of one text, or of many whose rows are computed together."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that are held of the text; of many texts, each row's position must be given to the model."""
+        ...
+
+    def mix(
+        self,
+        core: Mixing,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        expand: Expand | None = None,
+    ) -> Tensor:
+        """Keeps what is given of new tokens' keys and values ``(b, k, s, .)``; the mixing of all with queries ``(b, h, s, e)``."""
+        ...
 
 
 class LayerCache:
@@ -32,6 +67,21 @@ class LayerCache:
         self._values[:, :, self.length : end] = value
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def mix(
+        self,
+        core: Mixing,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        expand: Expand | None = None,
+    ) -> Tensor:
+        """See ``Cache``."""
+        key, value = self.append(key, value)
+        if expand is not None:
+            key, value = expand(key, value)
+        return core(query, key, value, None, sinks)
 
 
 def empty_cache(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from phalanx.model.facts.stretching import softmax_temperature
 from phalanx.model.layers.attention import CausalCore, Core
-from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.cache import Cache
 from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
@@ -74,7 +74,7 @@ class MlaAttention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         documents: Documents | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
@@ -94,28 +94,33 @@ class MlaAttention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         documents: Documents | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
-        query, key, value = self.projected(inputs, cos, sin, cache)
+        query, latent, shared = self._unexpanded(inputs, cos, sin)
+        if cache is not None:
+            return self.result(cache.mix(self.core, query, latent, shared, None, self._expand))
+        key, value = self._expand(latent, shared)
         return self.result(self.core(query, key, value, documents))  # (10): (b, h, s, v)
 
     def projected(
-        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, cache: LayerCache | None = None
+        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave; with a cache, also the keys
-        and values of what that holds."""
+        """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave."""
+        query, latent, shared = self._unexpanded(inputs, cos, sin)
+        return query, *self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+
+    def _unexpanded(
+        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(b, h, s, e)``, and what a cache keeps of keys and values: the latent ``(b, 1, s, r)``, and the rotated key that
+        all heads share ``(b, 1, s, rope)``."""
         asked, latent, shared = inputs
         queries = self.query_up if self.mla.query_rank else self.query
         query = queries(asked).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (7): (b, h, s, e)
         fixed = self.mla.nope_head_dim
         query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)  # (8), (9)
-        # (3): the rotated key of all heads (b, 1, s, rope); with the latent, it is what a cache keeps.
-        shared = rotate(shared.unsqueeze(1), cos, sin)
-        if cache is not None:
-            latent, shared = cache.append(latent.unsqueeze(1), shared)
-            latent = latent.squeeze(1)
-        return query, *self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+        return query, latent.unsqueeze(1), rotate(shared.unsqueeze(1), cos, sin)  # (3)
 
     def result(self, mixed: Tensor) -> Tensor:
         """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
@@ -123,8 +128,8 @@ class MlaAttention(nn.Module):
         return output
 
     def _expand(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` from ``(b, s, r)`` and rotated ``(b, 1, s, rope)``."""
+        """Keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` from ``(b, 1, s, r)`` and rotated ``(b, 1, s, rope)``."""
         widths = (self.mla.nope_head_dim, self.mla.value_head_dim)
-        expanded = self.kv_up(latent).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
+        expanded = self.kv_up(latent.squeeze(1)).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
         fixed, value = expanded.split(widths, dim=-1)
         return torch.cat((fixed, shared.expand(-1, fixed.shape[1], -1, -1)), dim=-1), value

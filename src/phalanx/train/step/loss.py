@@ -202,6 +202,12 @@ def _logits(hidden: Tensor, weight: Tensor, cap: float) -> tuple[Tensor, Tensor 
     return bent * cap, 1 - bent.square()
 
 
+def log_probabilities(hidden: Tensor, weight: Tensor, cap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Logits, and log-probabilities in fp32, both ``(n, vocab)``, of ``hidden`` ``(n, dim)`` by this loss's arithmetic."""
+    scores, _ = _logits(hidden, weight, cap)
+    return scores, F.log_softmax(scores, dim=-1, dtype=torch.float32)
+
+
 def _scores_and_losses(
     logits: list[Tensor], wanted: list[_Wanted], rows: VocabularyPiece | None
 ) -> tuple[list[Tensor], Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.layers.attention import Attention
-from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.cache import Cache
 from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.mla import MlaAttention
 from phalanx.parallel.context.fixed.core import TiledCore
@@ -33,7 +33,7 @@ class TiledAttention:
         cos: Tensor,
         sin: Tensor,
         documents: Documents | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to the same, for this rank's tokens by tile; ``documents`` are the whole sequence's."""
         assert cache is None, "a cache holds a sequence that begins with its first token"

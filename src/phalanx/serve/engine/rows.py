@@ -1,0 +1,128 @@
+"""The rows of a step: which tokens of which requests go through the model together, and the attention of each to its own text.
+
+Exact attention gives a query the bits that it has in training on a CPU, where a kernel sees the whole sequence: keys go on to the end of their block
+of 512, or of the training sequence if that is shorter, hidden by a mask; queries are repeated up to a multiple of four, because
+fewer take another path through the matrix product. A layer with a window is computed in the trainer's blocks of a window's queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.model.layers.attention import CausalCore
+from phalanx.model.layers.cache import Expand, Mixing
+from phalanx.model.layers.independent_rows import ROWS
+from phalanx.serve.engine.page_memory import BLOCK, Piece
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighboring rows of a step that are one request's, from token ``begin`` of its text up to ``end``."""
+
+    piece: Piece
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How keys and queries are padded."""
+
+    exact: bool
+    sequence: int
+    """Tokens of a training sequence; 0 if unknown."""
+
+    def keys(self, end: int, capacity: int) -> int:
+        """Keys that are read for a text of ``end`` tokens."""
+        if not self.exact:
+            return end
+        block = end + -end % BLOCK
+        return min(self.sequence if end <= self.sequence < block else block, capacity)
+
+
+class LayerRows:
+    """A layer's ``phalanx.model.layers.cache.Cache`` for the spans of a step."""
+
+    length = 0
+
+    def __init__(
+        self, layer: int, spans: Sequence[Span], rule: Rule, masks: dict[tuple[int, ...], Tensor]
+    ) -> None:
+        self._layer, self._spans, self._rule, self._masks = layer, spans, rule, masks
+
+    def mix(
+        self,
+        core: Mixing,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        expand: Expand | None = None,
+    ) -> Tensor:
+        """See ``Cache``; rows are ``(1, heads, rows, width)``, those behind the last span padding."""
+        assert isinstance(core, CausalCore), "the engine refuses others"
+        mixed: list[Tensor] = []
+        row = 0
+        for span in self._spans:
+            rows = slice(row, row + span.end - span.begin)
+            row = rows.stop
+            keys, values = span.piece.layers[self._layer]
+            keys[:, span.begin : span.end] = key[0, :, rows]
+            values[:, span.begin : span.end] = value[0, :, rows]
+            mixed.append(self._attend(core, query[:, :, rows], span, (keys, values), sinks, expand))
+        if row < query.shape[2]:
+            last = mixed[-1][:, :, -1:]
+            mixed.append(last.expand(-1, -1, query.shape[2] - row, -1))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 2)
+
+    def _attend(
+        self,
+        core: CausalCore,
+        query: Tensor,
+        span: Span,
+        held: tuple[Tensor, ...],
+        sinks: Tensor | None,
+        expand: Expand | None,
+    ) -> Tensor:
+        rule, window = self._rule, core.window
+        # Where the trainer's sequence is no longer than the window, it attends to the whole.
+        blocked = rule.exact and window > 0 and not 0 < rule.sequence <= window
+        cuts = [
+            span.begin,
+            *(range(span.begin + window - span.begin % window, span.end, window) if blocked else ()),
+            span.end,
+        ]
+        parts = []
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            first, last = 0, rule.keys(end, span.piece.capacity)
+            if blocked:
+                first = max(0, begin // window - 1) * window
+                last = (begin // window + 1) * window
+                span.piece.grow(last)
+                held = span.piece.layers[self._layer]
+            elif window and not rule.exact:
+                first = max(0, begin - window + 1)
+            keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in held)
+            if expand is not None:
+                keys, values = expand(keys, values)
+            asked = query[:, :, begin - span.begin : end - span.begin]
+            padding = -(end - begin) % ROWS if rule.exact else 0
+            if padding:
+                asked = torch.cat((asked, asked[:, :, -1:].expand(-1, -1, padding, -1)), 2)
+            mask = self._mask(begin, end, padding, first, last, window)
+            parts.append(core.softmax(sinks)(asked, keys, values, mask)[:, :, : end - begin])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _mask(self, begin: int, end: int, padding: int, first: int, last: int, window: int) -> Tensor:
+        """Which of the keys ``first`` to ``last`` the queries ``begin`` to ``end`` see, the last of them repeated: ``(q, n)``."""
+        name = (begin, end, padding, first, last, window)
+        if name not in self._masks:
+            queries = torch.arange(begin, end + padding).clamp_(max=end - 1)[:, None]
+            keys = torch.arange(first, last)
+            seen = keys <= queries
+            self._masks[name] = seen & (keys > queries - window) if window else seen
+        return self._masks[name]

@@ -1,0 +1,39 @@
+"""Whose rows a step computes: requests that decode first, then the prompts of others in pieces (chunked prefill, arXiv 2308.16369).
+
+Neither the order nor the size of the pieces changes a bit of any token; they decide who waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Course:
+    """How far a running request is; requests are given in the order in which they came."""
+
+    id: str
+    computed: int
+    """Tokens whose keys and values are held."""
+    length: int
+    """Tokens of the text so far, more than ``computed``."""
+
+
+def plan_step(courses: Sequence[Course], rows: int) -> list[tuple[str, int]]:
+    """The requests that take part in a step and how many rows each computes, at most ``rows`` together and none without one."""
+    planned: list[tuple[str, int]] = []
+    left = rows
+    decoding = [course for course in courses if course.length - course.computed == 1]
+    prefilling = [course for course in courses if course.length - course.computed > 1]
+    for course in (*decoding, *prefilling):
+        count = min(left, course.length - course.computed)
+        if count:
+            planned.append((course.id, count))
+        left -= count
+    return planned
+
+
+def youngest(courses: Sequence[Course]) -> str:
+    """The request that gives its pages up when they run out: the one that came last, so that the oldest always ends."""
+    return courses[-1].id

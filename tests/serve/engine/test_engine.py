@@ -1,0 +1,218 @@
+"""The engine's tokens and log-probabilities are the trainer's, to the bit, whatever shares a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.initialized import initialized
+from phalanx.model.layers.independent_rows import make_rows_independent
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.errors import RequestError
+from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Token, Told
+from phalanx.train.step.loss import log_probabilities
+
+SEQUENCE = 192
+DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, qk_norm=True)
+MLA = MlaSpec(query_rank=0, kv_rank=32, nope_head_dim=16, rope_head_dim=8, value_head_dim=16)
+KINDS = {
+    "dense": DENSE,
+    "latent": replace(DENSE, kv_heads=0, head_dim=0, qk_norm=False, mla=MLA),
+    "mixture": replace(DENSE, moe=MoeSpec(experts=8, per_token=2, ffn_dim=32)),
+    "window": replace(DENSE, attention_pattern=("window", "full"), window=40),
+    "sinks": replace(DENSE, sinks=True),
+}
+
+
+def built(kind: str, dtype: torch.dtype = torch.float32) -> Transformer:
+    model = initialized(resolve(replace(KINDS[kind], init_std=0.3))).to(dtype).requires_grad_(False).eval()
+    make_rows_independent(model)
+    return model
+
+
+def engine(model: Transformer, **options: object) -> Engine:
+    given_options = {"pages": 24, "sequence": SEQUENCE, "weights_id": "w", **options}
+    return Engine(model, model.spec, **given_options)  # type: ignore[arg-type]
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 160, (length,), generator=generator).tolist())
+
+
+def asked(number: int, text: Sequence[int], tokens: int = 9) -> Request:
+    return Request(
+        f"r{number}",
+        tuple(text),
+        tokens,
+        Sampling(seed=number),
+        top_logprobs=2,
+        prompt_logprobs=number % 2 == 0,
+    )
+
+
+def run(served: Engine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Told]]:
+    told: dict[str, list[Told]] = {request.id: [] for request in requests}
+    waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
+    turn = 0
+    while waiting or served.busy:
+        while waiting and waiting[0][0] <= turn:
+            served.submit(waiting.pop(0)[1])
+        for one in served.step():
+            told[one.request].append(one)
+        turn += 1
+        assert turn < 5_000
+    return told
+
+
+@torch.no_grad()
+def trained(model: Transformer, text: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities by the trainer: the text begins a training sequence, in a micro-batch of two."""
+    batch = torch.zeros(2, SEQUENCE, dtype=torch.int64)
+    batch[0, : len(text)] = torch.tensor(text)
+    found: list[torch.Tensor] = []
+
+    def readout(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found.append(log_probabilities(hidden.flatten(0, 1), weight)[1])
+        return hidden
+
+    model(batch, readout)
+    return found[0]
+
+
+def differing(model: Transformer, requests: Sequence[Request], told: dict[str, list[Told]]) -> int:
+    """Log-probabilities that are not the trainer's."""
+    count = 0
+    for request in requests:
+        tokens = [one for one in told[request.id] if isinstance(one, Token)]
+        assert len(tokens) == request.max_tokens
+        assert isinstance(told[request.id][-1], Ended)
+        text = [*request.prompt, *(token.id for token in tokens)]
+        expected, start = trained(model, text), len(request.prompt)
+        for token in tokens:
+            row = expected[start + token.index - 1]
+            count += token.logprob != float(row[token.id])
+            count += any(value != float(row[other]) for other, value in token.top)
+        for scored in told[request.id]:
+            if isinstance(scored, PromptScored):
+                pairs = enumerate(scored.logprobs)
+                count += sum(value != float(expected[at, request.prompt[at + 1]]) for at, value in pairs)
+    return count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_the_trainers_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    model = built(kind, dtype)
+    requests = [asked(number, prompt(number, 7 + 31 * number)) for number in range(5)]
+    told = run(engine(model, rows=33), requests, [0, 0, 1, 3, 9])
+    assert differing(model, requests, told) == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(["dense", "latent", "mixture"]),
+    st.lists(st.tuples(st.integers(1, 150), st.integers(0, 12)), min_size=1, max_size=5),
+    st.integers(1, 90),
+    st.integers(3, 12),
+    st.booleans(),
+)
+def test_arrivals_pieces_preemption_and_prefixes_change_no_bit(
+    kind: str, courses: list[tuple[int, int]], rows: int, pages: int, prefix_cache: bool
+) -> None:
+    model = built(kind)
+    shared = prompt(99, 150)
+    requests = [asked(number, shared[:length]) for number, (length, _) in enumerate(courses)]
+    served = engine(model, rows=rows, pages=pages, prefix_cache=prefix_cache)
+    told = run(served, requests, [arrival for _, arrival in courses])
+    assert differing(model, requests, told) == 0
+    assert served.statistics().pages_used == 0
+
+
+def test_an_engine_without_paddings_is_noticed() -> None:
+    model = built("dense")
+    requests = [asked(number, prompt(number, 7 + 31 * number)) for number in range(5)]
+    assert differing(model, requests, run(engine(model, numerics="fast"), requests)) > 0
+
+
+def test_a_prefix_that_is_held_is_not_computed_again_and_changes_no_bit() -> None:
+    model = built("dense")
+    first, second = asked(1, prompt(5, 140)), replace(asked(3, prompt(5, 140)), sampling=Sampling(seed=1))
+    served = engine(model)
+    before, after = run(served, [first])["r1"], run(served, [second])["r3"]
+    assert served.statistics().cached_tokens == 128
+    assert isinstance(after[-1], Ended)
+    assert after[-1].cached_tokens == 128
+    assert [replace(one, request="") for one in before[:-1]] == [
+        replace(one, request="") for one in after[:-1]
+    ]
+
+
+def test_a_request_that_goes_on_elsewhere_gets_the_same_tokens() -> None:
+    model = built("dense")
+    whole = [one for one in run(engine(model), [asked(1, prompt(5, 70))])["r1"] if isinstance(one, Token)]
+    moved = replace(asked(1, prompt(5, 70)), told=tuple(token.id for token in whole[:4]))
+    assert [one for one in run(engine(model), [moved])["r1"] if isinstance(one, Token)] == whole[4:]
+
+
+def test_pages_read_from_one_engine_serve_another() -> None:
+    model = built("latent")
+    here, there = engine(model), engine(model)
+    before = run(here, [asked(1, prompt(5, 140))])["r1"]
+    from phalanx.traffic.pages import page_names
+
+    last = here.root
+    for name in page_names(prompt(5, 140), here.root):
+        assert there.write_page(name, here.read_page(name), last)
+        last = name
+    assert run(there, [asked(1, prompt(5, 140))])["r1"][:-1] == before[:-1]
+    assert there.statistics().cached_tokens == 128
+    with pytest.raises(ValueError, match="bytes came"):
+        there.write_page(b"other", b"short")
+
+
+def test_a_cancelled_request_frees_its_pages_in_the_next_step() -> None:
+    served = engine(built("dense"))
+    served.submit(asked(1, prompt(5, 140)))
+    served.step()
+    assert served.statistics().pages_used > 0
+    served.cancel("r1")
+    assert any(isinstance(one, Ended) and one.outcome == "cancelled" for one in served.step())
+    assert (served.statistics().pages_used, served.busy) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request("a", (), 4), "prompt is empty"),
+        (Request("a", (160,), 4), "token id 160 is outside the model's vocabulary of 160"),
+        (Request("a", (1,) * 1540, 4), "1540 tokens and 4 new ones do not fit into a context of 1536"),
+        (Request("a", (1,), 0), "max_tokens = 0"),
+    ],
+)
+def test_a_request_that_cannot_be_computed_is_refused(request_: Request, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        engine(built("dense")).submit(request_)
+
+
+def test_logits_that_are_not_finite_end_their_request_and_no_other() -> None:
+    model = built("dense")
+    assert model.embedding is not None
+    model.embedding.weight[7] = torch.nan
+    others = [token for token in prompt(1, 40) if token != 7]
+    told = run(
+        engine(model), [Request("bad", (3, 7), 4, Sampling(temperature=0)), Request("good", tuple(others), 1)]
+    )
+    (end,) = told["bad"]
+    assert isinstance(end, Ended)
+    assert end.outcome == "error"
+    assert "'bad' are not finite" in end.text
+    assert isinstance(told["good"][0], Token)
