@@ -17,6 +17,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import RequestError
+from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Token, Told
 from phalanx.train.step.loss import log_probabilities
 
@@ -27,6 +28,7 @@ KINDS = {
     "dense": DENSE,
     "latent": replace(DENSE, kv_heads=0, head_dim=0, qk_norm=False, mla=MLA),
     "mixture": replace(DENSE, moe=MoeSpec(experts=8, per_token=2, ffn_dim=32)),
+    "wide mixture": replace(DENSE, dim=128, moe=MoeSpec(experts=4, per_token=2, ffn_dim=136, shared=1)),
     "window": replace(DENSE, attention_pattern=("window", "full"), window=40),
     "sinks": replace(DENSE, sinks=True),
 }
@@ -167,15 +169,13 @@ def test_pages_read_from_one_engine_serve_another() -> None:
     model = built("latent")
     here, there = engine(model), engine(model)
     before = run(here, [asked(1, prompt(5, 140))])["r1"]
-    from phalanx.traffic.pages import page_names
-
     last = here.root
     for name in page_names(prompt(5, 140), here.root):
         assert there.write_page(name, here.read_page(name), last)
         last = name
     assert run(there, [asked(1, prompt(5, 140))])["r1"][:-1] == before[:-1]
     assert there.statistics().cached_tokens == 128
-    with pytest.raises(ValueError, match="bytes came"):
+    with pytest.raises(ValueError, match="bytes, and 5 came"):
         there.write_page(b"other", b"short")
 
 

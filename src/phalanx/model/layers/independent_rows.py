@@ -3,7 +3,7 @@
 A kernel for matrix products walks through the rows in tiles, and takes another path for the few rows that are left over: MKL in
 fp32 computes one, two or three rows in another order of additions than the same rows among four and more. Of a dense layer a caller
 can pad the rows, but how many rows an expert has, its router says. Here each group's rows are padded with zeros to a multiple of
-four, so that a token's result is the same whichever other tokens chose its expert. Backward, the rows' gradient is the same kind of
+four and at least sixteen, so that a token's result is the same whichever other tokens chose its expert. Backward, the rows' gradient is the same kind of
 product, and is padded alike; to a matrix's gradient the zeros add nothing.
 
 It is for ``Experts.product``, in the place of ``expert_groups.grouped_product``.
@@ -22,6 +22,19 @@ from phalanx.model.layers.moe import Experts
 
 ROWS = 4
 """The number of rows of which a product's rows are a multiple."""
+LEAST = 16
+"""The fewest rows of a product: with fewer, a kernel may split the inner dimension among its lanes (measured: fp32, MKL 2024.2, from an inner
+width of 128 on, 4 to 12 rows differ; from 16 rows on none)."""
+
+
+def padding(rows: int) -> int:
+    """Rows to add to ``rows``, more than none, so that each one's bits are its own."""
+    return max(LEAST - rows, -rows % ROWS)
+
+
+def _paddings(counts: Tensor) -> Tensor:
+    """``padding`` of each of ``counts``; none for a group without rows."""
+    return torch.maximum(LEAST - counts, -counts % ROWS).masked_fill(counts == 0, 0)
 
 
 class _Spread(torch.autograd.Function):
@@ -55,7 +68,7 @@ class _Gather(torch.autograd.Function):
 
 def padded_groups(groups: Groups) -> Groups:
     """The groups with each one's rows padded to a multiple of ``ROWS``."""
-    counts = groups.counts + -groups.counts % ROWS
+    counts = groups.counts + _paddings(groups.counts)
     of_experts = tuple(counts.sum(1).tolist()) if groups.of_experts else ()
     return replace(groups, counts=counts, ends=counts.sum(1).cumsum(0).to(torch.int32), of_experts=of_experts)
 
@@ -63,8 +76,8 @@ def padded_groups(groups: Groups) -> Groups:
 def padded_places(groups: Groups, rows: int) -> Tensor:
     """The place of each of ``rows`` rows among the padded ones: ``(rows,)``, int64."""
     sizes = groups.counts.flatten()
-    padding = -sizes % ROWS
-    before = padding.cumsum(0) - padding
+    added = _paddings(sizes)
+    before = added.cumsum(0) - added
     shift = before.repeat_interleave(sizes, output_size=rows)
     return torch.arange(rows, device=sizes.device) + shift
 
@@ -77,7 +90,7 @@ def independent_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tenso
     if rows.device.type == "cpu" or padded.of_experts:
         size = sum(padded.of_experts) if padded.of_experts else int(padded.ends[-1])
     else:  # the host need not wait to know how many: rows behind the last group are not computed
-        most = len(rows) + (ROWS - 1) * groups.counts.numel()
+        most = len(rows) + (LEAST - 1) * groups.counts.numel()
         size = most + -most % ROWS
     spread = apply_function(_Spread, rows, places, size)
     products = grouped_product(spread, matrices, padded)

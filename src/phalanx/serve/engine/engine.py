@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.attention import CausalCore
-from phalanx.model.layers.independent_rows import ROWS, make_rows_independent
+from phalanx.model.layers.independent_rows import make_rows_independent, padding
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, RequestError
@@ -409,8 +409,8 @@ class Engine:
 
 
 def _padded(values: list[int]) -> list[int]:
-    """The values with the last one repeated up to a multiple of four."""
-    return values + values[-1:] * (-len(values) % ROWS)
+    """The values with the last one repeated, until products of so many rows keep them apart."""
+    return values + values[-1:] * padding(len(values))
 
 
 def _top(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:

@@ -7,6 +7,7 @@ fewer take another path through the matrix product. A layer with a window is com
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class LayerRows:
             span.end,
         ]
         parts = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             first, last = 0, rule.keys(end, span.piece.capacity)
             if blocked:
                 first = max(0, begin // window - 1) * window

@@ -1,0 +1,143 @@
+"""The serving engine against the memory's bandwidth, its own fast mode and ``transformers.generate``, in one run.
+
+    python -m bench.serve_engine [--dim 768 --layers 12]
+
+Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth), exact over fast, a held prefix over
+computing its new rows alone, and tokens/s over ``transformers`` with the same exported weights where that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.engine import Engine
+from phalanx.traffic.requests import Request, Sampling
+
+GREEDY = Sampling(temperature=0)
+
+
+def read_bandwidth(nbytes: int = 1 << 30) -> float:
+    """Bytes/s of a sum over memory, the best of five."""
+    words = torch.ones(nbytes // 4)
+    return nbytes / min(seconds(words.sum) for _ in range(5))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def random_model(dim: int, layers: int, dtype: torch.dtype) -> Transformer:
+    spec = resolve(ModelSpec(layers=layers, dim=dim, heads=dim // 64, kv_heads=dim // 128, vocab_size=4096))
+    torch.manual_seed(0)
+    model = Transformer(spec)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+def engine(model: Transformer, numerics: str) -> Engine:
+    return Engine(
+        model, model.spec, pages=512, rows=512, numerics=numerics, sequence=1024, weights_id="bench"
+    )  # type: ignore[arg-type]
+
+
+def decode_s(served: Engine, batch: int, steps: int = 12) -> float:
+    """The median seconds of a step in which ``batch`` requests decode."""
+    for number in range(batch):
+        served.submit(Request(str(number), tuple(range(number, number + 48)), steps + 40, GREEDY))
+    while served.statistics().rows_last_step != batch or served.statistics().running < batch:
+        served.step()
+    taken = statistics.median(seconds(served.step) for _ in range(steps))
+    for number in range(batch):
+        served.cancel(str(number))
+    served.step()
+    return taken
+
+
+def prefill_s(served: Engine, prompt: tuple[int, ...]) -> float:
+    served.submit(Request("p", prompt, 1, GREEDY))
+    begin = time.perf_counter()
+    while served.busy:
+        served.step()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    given = parser.parse_args()
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = random_model(given.dim, given.layers, dtype)
+        embedding = model.embedding.weight.nbytes if model.embedding is not None else 0
+        nbytes = sum(p.nbytes for p in model.parameters()) - embedding
+        for batch in (1, 16):
+            pairs = [
+                (decode_s(engine(model, "exact"), batch), decode_s(engine(model, "fast"), batch))
+                for _ in range(3)
+            ]
+            exact, fast = (min(column) for column in zip(*pairs, strict=True))
+            print(
+                f"{dtype} decode B={batch}: {exact * 1e3:.1f} ms; of bandwidth {nbytes / exact / bandwidth:.2f}; "
+                f"exact over fast {fast / exact:.2f}",
+                flush=True,
+            )
+        served, shared = engine(model, "exact"), tuple(range(1000))
+        prefill_s(served, shared)
+        begun = prefill_s(served, (*shared[:960], *range(2000, 2040)))
+        other = engine(model, "exact")
+        alone = prefill_s(other, tuple(range(2000, 2040)))
+        print(f"{dtype} prefix of 960 held, 40 new rows: {begun / alone:.2f} of 40 rows by themselves")
+        peer(model)
+
+
+def peer(model: Transformer) -> None:
+    """Prints tokens/s over those of ``transformers.generate``, greedy, for one prompt of 512 and 32 tokens of text."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        print("transformers is not installed: no peer")
+        return
+    spec, weight = model.spec, next(model.parameters())
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.dim,
+        intermediate_size=spec.ffn_dim,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        max_position_embeddings=4096,
+    )
+    theirs = LlamaForCausalLM(config).to(weight.dtype).eval()
+    prompt = tuple(range(512))
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for name, tokens in (("prefill", 1), ("prefill and 32 tokens", 32)):
+            ratios = []
+            for _ in range(3):
+                served = engine(model, "exact")
+                served.submit(Request("a", prompt, tokens, GREEDY))
+                ours = seconds(lambda served=served: [served.step() for _ in range(tokens)])
+                peers = seconds(
+                    lambda tokens=tokens: theirs.generate(
+                        ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+                    )
+                )
+                ratios.append(peers / ours)
+            print(f"{weight.dtype} {name}: {statistics.median(ratios):.2f} of transformers.generate")
+
+
+if __name__ == "__main__":
+    main()
