@@ -3,7 +3,7 @@
     python -m bench.serve_engine [--dim 768 --layers 12]
 
 Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth), exact over fast, a held prefix over
-computing its new rows alone, and tokens/s over ``transformers`` with the same exported weights where that is installed.
+computing its new rows alone, and tokens/s over ``transformers`` for a Llama of the same shape, with weights of its own, where that is installed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -45,10 +47,10 @@ def random_model(dim: int, layers: int, dtype: torch.dtype) -> Transformer:
     return model.to(dtype).requires_grad_(False).eval()
 
 
-def engine(model: Transformer, numerics: str) -> Engine:
+def engine(model: Transformer, numerics: Literal["exact", "fast"]) -> Engine:
     return Engine(
         model, model.spec, pages=512, rows=512, numerics=numerics, sequence=1024, weights_id="bench"
-    )  # type: ignore[arg-type]
+    )
 
 
 def decode_s(served: Engine, batch: int, steps: int = 12) -> float:
@@ -64,12 +66,14 @@ def decode_s(served: Engine, batch: int, steps: int = 12) -> float:
     return taken
 
 
-def prefill_s(served: Engine, prompt: tuple[int, ...]) -> float:
-    served.submit(Request("p", prompt, 1, GREEDY))
-    begin = time.perf_counter()
+def finish(served: Engine) -> None:
     while served.busy:
         served.step()
-    return time.perf_counter() - begin
+
+
+def prefill_s(served: Engine, prompt: tuple[int, ...]) -> float:
+    served.submit(Request("p", prompt, 1, GREEDY))
+    return seconds(partial(finish, served))
 
 
 def main() -> None:
@@ -120,7 +124,8 @@ def peer(model: Transformer) -> None:
         num_key_value_heads=spec.kv_heads,
         max_position_embeddings=4096,
     )
-    theirs = LlamaForCausalLM(config).to(weight.dtype).eval()
+    theirs: Any = LlamaForCausalLM(config)
+    theirs = theirs.to(weight.dtype).eval()
     prompt = tuple(range(512))
     ids = torch.tensor([prompt])
     with torch.no_grad():
@@ -129,12 +134,9 @@ def peer(model: Transformer) -> None:
             for _ in range(3):
                 served = engine(model, "exact")
                 served.submit(Request("a", prompt, tokens, GREEDY))
-                ours = seconds(lambda served=served: [served.step() for _ in range(tokens)])
-                peers = seconds(
-                    lambda tokens=tokens: theirs.generate(
-                        ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-                    )
-                )
+                ours = seconds(partial(finish, served))
+                options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+                peers = seconds(partial(theirs.generate, ids, **options))
                 ratios.append(peers / ours)
             print(f"{weight.dtype} {name}: {statistics.median(ratios):.2f} of transformers.generate")
 

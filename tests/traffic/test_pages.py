@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
 
@@ -32,13 +32,13 @@ class Tables(RuleBasedStateMachine):
         for before, name in zip([ROOT, *names], names, strict=False):
             if name in held:
                 continue
-            place = self.table.take()
-            if place is None:
+            taken = self.table.take()
+            if taken is None:
                 in_use = {place for user in self.users for place in user.values()}
                 assert len(in_use) == COUNT, "a page is refused only if all are in use"
                 break
-            assert place not in {place for user in self.users for place in user.values()}
-            held[name] = self.table.name(place, name, before)
+            assert taken not in {place for user in self.users for place in user.values()}
+            held[name] = self.table.name(taken, name, before)
         return held
 
     @rule(held=consumes(texts))
@@ -47,11 +47,10 @@ class Tables(RuleBasedStateMachine):
         self.users = [user for user in self.users if user is not held]
 
     @rule()
-    def forget(self) -> object:
+    def forget(self) -> None:
         self.table.drop_unused()
         in_use = {name for user in self.users for name in user}
         assert all(self.table.holds(name) for name in in_use)
-        return multiple()
 
     @invariant()
     def used_pages_are_those_of_the_users(self) -> None:

@@ -35,7 +35,9 @@ KINDS = {
 
 
 def built(kind: str, dtype: torch.dtype = torch.float32) -> Transformer:
-    model = initialized(resolve(replace(KINDS[kind], init_std=0.3))).to(dtype).requires_grad_(False).eval()
+    model: Transformer = (
+        initialized(resolve(replace(KINDS[kind], init_std=0.3))).to(dtype).requires_grad_(False).eval()
+    )
     make_rows_independent(model)
     return model
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.attention import CausalCore
 from phalanx.model.layers.independent_rows import make_rows_independent, padding
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.page_memory import PageMemory, Piece, page_bytes, pages_within
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.sampling import draw
 from phalanx.traffic.batching import Course, plan_step, youngest
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
@@ -91,7 +91,7 @@ class Engine:
                 "use phalanx generate"
             )
         exact = numerics == "exact"
-        _require_supported(model, exact=exact)
+        require_supported(model, exact=exact)
         weight = next(model.parameters())
         if weight.device.type != "cpu":
             raise EngineError(
@@ -417,17 +417,3 @@ def _top(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """The likeliest tokens and their log-probabilities, falling, ties by lower id."""
     values, ids = log_probs.sort(descending=True, stable=True)
     return tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
-
-
-def _require_supported(model: Transformer, *, exact: bool) -> None:
-    for layer, block in model.blocks.items():
-        core = block.attention.core
-        if not isinstance(core, CausalCore):
-            raise EngineError(
-                f"layer {layer} divides attention over ranks or tiles, which the engine does not: build the model whole"
-            )
-        if exact and core.score.cap:
-            raise EngineError(
-                "model.score_cap bends scores by products whose rows depend on each other, so numerics cannot be exact: serve with "
-                "numerics fast"
-            )

@@ -86,7 +86,7 @@ class PageMemory:
             raise ValueError(
                 f"a page has {sum(sizes)} bytes, and {len(content)} came: the other worker has another model or format"
             )
-        pieces = torch.frombuffer(bytearray(content), dtype=torch.uint8).split(sizes)
+        pieces = torch.split(torch.frombuffer(bytearray(content), dtype=torch.uint8), sizes)
         for pool, piece in zip(self._pools, pieces, strict=True):
             _bytes(pool[place]).copy_(piece)
 
