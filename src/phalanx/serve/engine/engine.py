@@ -22,7 +22,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.page_memory import PageMemory, Piece, page_bytes, pages_within
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
-from phalanx.serve.engine.supported import require_supported
+from phalanx.serve.engine.supported import require_computable, require_supported
 from phalanx.serve.sampling import draw
 from phalanx.traffic.batching import Course, plan_step, youngest
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
@@ -141,7 +141,9 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Takes a request on. Raises RequestError."""
-        self._require(request)
+        if any(held.request.id == request.id for held in (*self._running, *self._waiting)):
+            raise RequestError(f"a request {request.id!r} is being computed: give each its own id", "id")
+        require_computable(request, self._spec.vocab_size, self.context)
         self._waiting.append(
             _Running(request, [*request.prompt, *request.told], Piece(self._spec, self._dtype))
         )
@@ -188,34 +190,6 @@ class Engine:
             raise
         self._table.release([self._table.name(place, name, before)])
         return True
-
-    # What a request must be.
-
-    def _require(self, request: Request) -> None:
-        vocab = self._spec.vocab_size
-        if any(held.request.id == request.id for held in (*self._running, *self._waiting)):
-            raise RequestError(f"a request {request.id!r} is being computed: give each its own id", "id")
-        if not request.prompt:
-            raise RequestError("the prompt is empty: begin with the end-of-document token", "prompt")
-        for field_name, tokens in (("prompt", request.prompt), ("told", request.told)):
-            for token in tokens:
-                if not 0 <= token < vocab:
-                    raise RequestError(
-                        f"token id {token} is outside the model's vocabulary of {vocab}: encode with the run's own tokenizer",
-                        field_name,
-                    )
-        if request.max_tokens <= len(request.told):
-            raise RequestError(
-                f"max_tokens = {request.max_tokens}, and {len(request.told)} were told: ask for at least one more",
-                "max_tokens",
-            )
-        length = len(request.prompt) + request.max_tokens
-        if length > self.context:
-            raise RequestError(
-                f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into a context of {self.context}: "
-                "shorten the prompt, or ask for fewer tokens",
-                "prompt" if len(request.prompt) >= self.context else "max_tokens",
-            )
 
     # Pages.
 

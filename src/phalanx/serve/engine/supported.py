@@ -1,11 +1,12 @@
-"""Which models an engine can serve."""
+"""Which models an engine can serve, and which requests."""
 
 from __future__ import annotations
 
 from phalanx.model.block import Block
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.transformer import Transformer
-from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.errors import EngineError, RequestError
+from phalanx.traffic.requests import Request
 
 
 def require_supported(model: Transformer, *, exact: bool) -> None:
@@ -22,3 +23,28 @@ def require_supported(model: Transformer, *, exact: bool) -> None:
                 "model.score_cap bends scores by products whose rows depend on each other, so numerics cannot be exact: serve with "
                 "numerics fast"
             )
+
+
+def require_computable(request: Request, vocab: int, context: int) -> None:
+    """Raises RequestError for a request that a model of ``vocab`` tokens and a ``context`` cannot compute."""
+    if not request.prompt:
+        raise RequestError("the prompt is empty: begin with the end-of-document token", "prompt")
+    for field_name, tokens in (("prompt", request.prompt), ("told", request.told)):
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    f"token id {token} is outside the model's vocabulary of {vocab}: encode with the run's own tokenizer",
+                    field_name,
+                )
+    if request.max_tokens <= len(request.told):
+        raise RequestError(
+            f"max_tokens = {request.max_tokens}, and {len(request.told)} were told: ask for at least one more",
+            "max_tokens",
+        )
+    length = len(request.prompt) + request.max_tokens
+    if length > context:
+        raise RequestError(
+            f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into a context of {context}: "
+            "shorten the prompt, or ask for fewer tokens",
+            "prompt" if len(request.prompt) >= context else "max_tokens",
+        )
