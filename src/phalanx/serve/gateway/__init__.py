@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface over engines: requests read and refused, admitted, streamed, and given up."""

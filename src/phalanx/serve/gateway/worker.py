@@ -1,0 +1,170 @@
+"""The port through which the gateway talks to whatever computes, and the engine of its own process behind it.
+
+An engine takes turns of milliseconds to seconds and must not hold up the event loop, so it has a thread of its own. What it tells in one
+turn crosses over to the loop at once, not token by token: with many streams, waking the loop is what costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.traffic.requests import Ended, Request, Told
+
+
+class RequestError(ValueError):
+    """A request cannot be computed; the message says why and what to change, ``param`` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """How much a worker has to do."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages: int = 0
+    """Pages there are in all; 0 where memory is not counted in pages."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the bits of a token depend on besides its request."""
+
+    weights_sha: str
+    numerics_id: str
+    context: int
+    """The most tokens, prompt included, that a request may hold."""
+
+
+class WorkerPort(Protocol):
+    """What the gateway asks of workers, one or many."""
+
+    identity: Identity
+
+    def submit(self, request: Request) -> AsyncIterator[Told]:
+        """What is told of the request, up to ``Ended``."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """Gives a request up; what it held is free after the step that goes on."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """How much there is to do at this moment."""
+        ...
+
+    def close(self) -> None:
+        """Ends the worker; requests that go on are not finished."""
+        ...
+
+
+class Engine(Protocol):
+    """What computes: called by one thread alone."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> Sequence[Told]: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+
+class EngineWorker:
+    """An engine in a thread of this process."""
+
+    def __init__(self, engine: Engine, identity: Identity) -> None:
+        self.identity = identity
+        self._engine = engine
+        self._asked: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._told: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Told]]] = {}
+        self._first: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def submit(self, request: Request) -> AsyncIterator[Told]:
+        told: asyncio.Queue[Told] = asyncio.Queue()
+        self._told[request.id] = asyncio.get_running_loop(), told
+        self._first.add(request.id)
+        self._asked.put(request)
+        ended = False
+        try:
+            while not ended:
+                one = await told.get()
+                self._first.discard(request.id)
+                ended = isinstance(one, Ended)
+                yield one
+        finally:
+            self._told.pop(request.id, None)
+            self._first.discard(request.id)
+            if not ended:
+                self._asked.put(request.id)
+
+    async def cancel(self, request_id: str) -> None:
+        self._asked.put(request_id)
+
+    def load(self) -> WorkerLoad:
+        waiting = len(self._first)
+        return WorkerLoad(running=len(self._told) - waiting, waiting=waiting)
+
+    def alive(self) -> bool:
+        """Whether the engine's thread still takes requests."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while True:
+            block = not self._engine.busy
+            while True:
+                try:
+                    asked = self._asked.get(block)
+                except queue.Empty:
+                    break
+                if asked is None:
+                    return
+                self._take(asked)
+                block = False
+            try:
+                self._tell(self._engine.step())
+            except Exception as error:  # The thread must outlive a defect, and the clients must hear of it.
+                self._fail(error)
+
+    def _take(self, asked: Request | str) -> None:
+        if isinstance(asked, str):
+            return self._engine.cancel(asked)
+        try:
+            self._engine.submit(asked)
+        except ValueError as error:
+            self._tell([Ended(asked.id, "error", str(error))])
+
+    def _fail(self, error: Exception) -> None:
+        for name in list(self._told):
+            self._engine.cancel(name)
+            self._tell([Ended(name, "error", f"a defect of the engine: {error!r}"[:500])])
+
+    def _tell(self, all_told: Sequence[Told]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Told], Told]]] = {}
+        for told in all_told:
+            if (reader := self._told.get(told.request)) is not None:
+                by_loop.setdefault(reader[0], []).append((reader[1], told))
+        for loop, pairs in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_deliver, pairs)
+
+
+def _deliver(pairs: Sequence[tuple[asyncio.Queue[Told], Told]]) -> None:
+    for reader, told in pairs:
+        reader.put_nowait(told)
