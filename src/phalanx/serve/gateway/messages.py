@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -56,6 +56,9 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
 
+Asked = TypeVar("Asked", bound="Common")
+
+
 class Completion(Common, kw_only=True):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -99,7 +102,7 @@ _NOT_DONE: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def read_body[T: Common](kind: type[T], body: bytes) -> T:
+def read_body(kind: type[Asked], body: bytes) -> Asked:
     """The request in a body. Raises RefusedError, which names the field."""
     try:
         fields = msgspec.json.decode(body)

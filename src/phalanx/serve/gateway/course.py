@@ -1,0 +1,52 @@
+"""One text on its way to a client: tokens become certain text, up to a stop string, and are counted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.serve.gateway.messages import RefusedError
+from phalanx.serve.gateway.stops import StopText
+from phalanx.serve.gateway.worker import WorkerPort
+from phalanx.serve.text_stream import TextStream
+from phalanx.traffic.requests import Ended, PromptScored, Request, Token
+
+
+@dataclass
+class Piece:
+    """What is sent of a text at once."""
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    """The tokens that came with it: their text may be held back, and come with a later piece."""
+    scored: tuple[float, ...] | None = None
+    finish: str = ""
+    cached_tokens: int = 0
+
+
+async def pieces(
+    port: WorkerPort, request: Request, tokenizer: Tokenizer, stops: list[str], *, at_start: bool
+) -> AsyncIterator[Piece]:
+    """The pieces of a request's text; the last one has ``finish``. Raises RefusedError if it cannot be computed.
+
+    Left early, or by a stop string, the request is cancelled.
+    """
+    stream, stop = TextStream(tokenizer, at_start=at_start), StopText(stops)
+    async with aclosing(port.submit(request)) as told:  # type: ignore[type-var]
+        async for one in told:
+            if isinstance(one, PromptScored):
+                yield Piece(scored=one.logprobs)
+            elif isinstance(one, Token):
+                text, stopped = stop.feed(stream.feed(one.id) if one.id < tokenizer.vocab_size else "")
+                if stopped:
+                    yield Piece(text, [one], finish="stop")
+                    return
+                yield Piece(text, [one])
+            elif isinstance(one, Ended):
+                if one.outcome in ("error", "cancelled"):
+                    raise RefusedError(one.text or "the request was given up", status=500)
+                text, stopped = stop.feed(stream.flush())
+                finish = "stop" if stopped else one.outcome
+                yield Piece(text + ("" if stopped else stop.flush()), finish=finish, cached_tokens=one.cached_tokens)

@@ -1,0 +1,71 @@
+"""What of a served model turns text into ids and back: tokenizer, chat template, end tokens, name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.data.chat.messages import Message
+from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
+from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizer import BpeTokenizer, Tokenizer
+from phalanx.serve.gateway.messages import ChatMessage, RefusedError
+from phalanx.serve.prompt import encode_prompt, load_run_tokenizer, published_with, stop_tokens
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """A model's name and its words."""
+
+    name: str
+    tokenizer: Tokenizer
+    stop_tokens: frozenset[int]
+    vocab_size: int
+    template: ChatTemplate | None = None
+
+    def prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt. Raises RefusedError for ids that the model does not have."""
+        if isinstance(prompt, str):
+            try:
+                return encode_prompt(self.tokenizer, prompt)
+            except (UnicodeError, ValueError) as error:
+                raise RefusedError(f"prompt: cannot be encoded: {error}", "prompt") from error
+        wrong = [one for one in prompt if not 0 <= one < self.vocab_size]
+        if wrong or not prompt:
+            what = f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}" if wrong else "an empty list"
+            raise RefusedError(f"prompt: {what}", "prompt")
+        return prompt
+
+    def chat_ids(self, messages: list[ChatMessage]) -> list[int]:
+        """The ids of a conversation up to where the answer begins. Raises RefusedError."""
+        if self.template is None or not isinstance(self.tokenizer, BpeTokenizer | FallbackTokenizer):
+            raise RefusedError(
+                f"the model {self.name!r} has no chat template: use /v1/completions, which continues text", "messages"
+            )
+        turns: list[Message] = [{"role": one.role, "content": _plain(one)} for one in messages]
+        try:
+            return self.tokenizer.encode_template(self.template.render(turns, answer=True))
+        except (ChatTemplateError, UnicodeError) as error:
+            raise RefusedError(str(error), "messages") from error
+
+
+def _plain(message: ChatMessage) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts = [part.get("text") for part in message.content if part.get("type") == "text"]
+    if len(texts) != len(message.content) or not all(isinstance(text, str) for text in texts):
+        raise RefusedError("messages: only parts of type text, each with its text, are understood", "messages")
+    return "".join(map(str, texts))
+
+
+def read_model_text(run_dir: Path, name: str, vocab_size: int) -> ModelText:
+    """The words of a run's model. Raises TokenizerError and ChatTemplateError."""
+    tokenizer = load_run_tokenizer(run_dir)
+    published = published_with(run_dir, tokenizer)
+    template = None
+    if published is not None:
+        try:
+            template = read_chat_template(published)
+        except ChatTemplateError:
+            template = None  # Only /v1/chat/completions needs one, and says so.
+    return ModelText(name, tokenizer, stop_tokens(published, tokenizer), vocab_size, template)
