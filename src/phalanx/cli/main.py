@@ -23,6 +23,7 @@ _COMMANDS = {
     "new": ("train", "Write a first run file, each field explained."),
     "data": ("train", "Prepare and check token shards; what a run reads of them, and when."),
     "generate": ("weights", "Text from a checkpoint."),
+    "serve": ("weights", "A run's model behind OpenAI's HTTP interface."),
     "show": ("plan", "Parameters, FLOPs per token and state bytes of a run's model."),
     "hash": ("weights", "SHA-256 of all weights of a run or checkpoint."),
     "checkpoint": ("weights", "List, verify and export checkpoints."),

@@ -92,7 +92,10 @@ class Form:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish or None, "logprobs": None}
         if self.logprobs >= 0 and piece.tokens:
             if self.chat:
-                choice["logprobs"] = {"content": [self._chat_logprob(one) for one in piece.tokens], "refusal": None}
+                choice["logprobs"] = {
+                    "content": [self._chat_logprob(one) for one in piece.tokens],
+                    "refusal": None,
+                }
             else:
                 choice["logprobs"] = self._completion_logprobs(index, piece.tokens)
         if self.token_ids:

@@ -7,7 +7,28 @@ from itertools import accumulate
 
 from phalanx.serve.gateway.worker import WorkerLoad
 
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
 _NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
@@ -61,7 +82,12 @@ class Counts:
             ("vllm:kv_cache_usage_perc", "gauge", "Pages in use; 1 is all of them.", {"": used}),
             ("vllm:prompt_tokens_total", "counter", "Tokens of prompts.", {"": self.prompt_tokens}),
             ("vllm:generation_tokens_total", "counter", "Tokens generated.", {"": self.generated_tokens}),
-            ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens held already.", {"": self.cached_tokens}),
+            (
+                "vllm:prefix_cache_hits_total",
+                "counter",
+                "Prompt tokens held already.",
+                {"": self.cached_tokens},
+            ),
             (
                 "vllm:request_success_total",
                 "counter",
@@ -83,5 +109,9 @@ class Counts:
             ("vllm:inter_token_latency_seconds", self.next_token, "Between two tokens of a text."),
             ("vllm:e2e_request_latency_seconds", self.whole, "From a request to its end."),
         ):
-            out += [f"# HELP {name} {help_text}", f"# TYPE {name} histogram", *histogram.lines(name, self._labels)]
+            out += [
+                f"# HELP {name} {help_text}",
+                f"# TYPE {name} histogram",
+                *histogram.lines(name, self._labels),
+            ]
         return ("\n".join(out) + "\n").encode()

@@ -49,4 +49,6 @@ async def pieces(
                     raise RefusedError(one.text or "the request was given up", status=500)
                 text, stopped = stop.feed(stream.flush())
                 finish = "stop" if stopped else one.outcome
-                yield Piece(text + ("" if stopped else stop.flush()), finish=finish, cached_tokens=one.cached_tokens)
+                yield Piece(
+                    text + ("" if stopped else stop.flush()), finish=finish, cached_tokens=one.cached_tokens
+                )

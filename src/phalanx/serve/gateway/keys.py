@@ -36,7 +36,9 @@ def read_keys(file: Path) -> Keys:
         mode = file.stat().st_mode
         lines = file.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise KeyFileError(f"{file}: cannot be read ({error}); make one with phalanx serve --new-key") from error
+        raise KeyFileError(
+            f"{file}: cannot be read ({error}); make one with phalanx serve --new-key"
+        ) from error
     if stat.S_IMODE(mode) & 0o077:
         raise KeyFileError(f"{file}: others can read or write it; chmod 600 {file}")
     hashes = []
@@ -45,7 +47,9 @@ def read_keys(file: Path) -> Keys:
             continue
         salt, _, digest = line.strip().partition(":")
         if len(digest) != 64:
-            raise KeyFileError(f"{file}, line {number}: not SALT:SHA-256; make keys with phalanx serve --new-key")
+            raise KeyFileError(
+                f"{file}, line {number}: not SALT:SHA-256; make keys with phalanx serve --new-key"
+            )
         hashes.append((salt, digest))
     if not hashes:
         raise KeyFileError(f"{file}: has no key; make one with phalanx serve --new-key {file}")

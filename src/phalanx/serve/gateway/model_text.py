@@ -32,7 +32,11 @@ class ModelText:
                 raise RefusedError(f"prompt: cannot be encoded: {error}", "prompt") from error
         wrong = [one for one in prompt if not 0 <= one < self.vocab_size]
         if wrong or not prompt:
-            what = f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}" if wrong else "an empty list"
+            what = (
+                f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}"
+                if wrong
+                else "an empty list"
+            )
             raise RefusedError(f"prompt: {what}", "prompt")
         return prompt
 
@@ -40,7 +44,8 @@ class ModelText:
         """The ids of a conversation up to where the answer begins. Raises RefusedError."""
         if self.template is None or not isinstance(self.tokenizer, BpeTokenizer | FallbackTokenizer):
             raise RefusedError(
-                f"the model {self.name!r} has no chat template: use /v1/completions, which continues text", "messages"
+                f"the model {self.name!r} has no chat template: use /v1/completions, which continues text",
+                "messages",
             )
         turns: list[Message] = [{"role": one.role, "content": _plain(one)} for one in messages]
         try:
@@ -54,7 +59,9 @@ def _plain(message: ChatMessage) -> str:
         return message.content or ""
     texts = [part.get("text") for part in message.content if part.get("type") == "text"]
     if len(texts) != len(message.content) or not all(isinstance(text, str) for text in texts):
-        raise RefusedError("messages: only parts of type text, each with its text, are understood", "messages")
+        raise RefusedError(
+            "messages: only parts of type text, each with its text, are understood", "messages"
+        )
     return "".join(map(str, texts))
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.model.custom import Chain
-from phalanx.model.transformer import Transformer, logits
-from phalanx.model.layers.cache import empty_cache
 from phalanx.model.facts.stretching import longest_short
+from phalanx.model.layers.cache import empty_cache
+from phalanx.model.transformer import Transformer, logits
 from phalanx.serve.gateway.worker import RequestError
 from phalanx.serve.generate import choose
-from phalanx.traffic.requests import Ended, PromptScored, Request, Told, Token
+from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
 
 _CHOICE_STRIDE = 0x9E3779B97F4A7C15
 """The golden ratio in 64 bits: seeds of choices lie far apart, and choice 0 has the request's own."""

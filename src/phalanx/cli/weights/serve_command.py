@@ -1,0 +1,102 @@
+"""``phalanx serve``: a run's model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+
+
+@click.command("serve")
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="A step other than the newest.")
+@click.option("--name", help="What clients call the model. Without it, the name of RUN_DIR.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address; any but a loopback one needs --key-file."
+)
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port (0: any).")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
+@click.option(
+    "--context",
+    type=click.IntRange(2),
+    help="Most tokens of a request. Without it, those of a training sequence.",
+)
+@click.option(
+    "--requests",
+    default=256,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Most texts at a time; more are sent away (429).",
+)
+@click.option(
+    "--drain-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds for what goes on at SIGTERM.",
+)
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), help="Hashes of the keys that clients must have."
+)
+@click.option(
+    "--new-key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Make a key, add its hash to FILE, print it, and end.",
+)
+def command(
+    run_dir: Path | None,
+    step: int | None,
+    name: str | None,
+    host: str,
+    port: int,
+    dtype: str,
+    context: int | None,
+    requests: int,
+    drain_s: float,
+    key_file: Path | None,
+    new_key: Path | None,
+) -> None:
+    """Serve the model of RUN_DIR: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics.
+
+    Ctrl-C or SIGTERM takes nothing new and finishes what goes on; a second one ends. Prompts are not logged.
+
+    \b
+      phalanx serve runs/quickstart-1f3a9c04
+      phalanx serve --new-key keys.txt
+      phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
+    """
+    from phalanx.serve.gateway.keys import KeyFileError, add_key, read_keys
+
+    if new_key is not None:
+        with explained(KeyFileError):
+            click.echo(add_key(new_key))
+        return
+    if run_dir is None:
+        raise click.UsageError("give a run directory")
+    from phalanx.watch.page.guard import is_loopback
+
+    if key_file is None and not is_loopback(host):
+        raise click.UsageError(
+            f"--host {host} is open to others: give --key-file (made by phalanx serve --new-key FILE)"
+        )
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import TokenizerError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.serve.gateway.admission import Limits
+    from phalanx.serve.gateway.app import Gateway
+    from phalanx.serve.gateway.of_run import open_run
+    from phalanx.serve.gateway.server import ServerError, listen, serve
+
+    with explained(CheckpointError, TokenizerError, RunDirectoryError, KeyFileError, ServerError):
+        keys = None if key_file is None else read_keys(key_file)
+        sock = listen(host, port)
+        model, worker = open_run(run_dir, step, name=name, dtype=dtype, context=context)
+        gateway = Gateway(model, worker, keys, Limits(requests=requests))
+        shown = f"[{host}]" if ":" in host else host
+        click.echo(
+            f"{model.name} at http://{shown}:{sock.getsockname()[1]}/v1 (Ctrl-C finishes what goes on, then ends)"
+        )
+        serve(gateway, sock, drain_s=drain_s, tell=lambda text: click.echo(text, err=True))

@@ -1,0 +1,237 @@
+"""The gateway's application: who may ask, what is admitted, and what becomes of requests whose clients leave or read too slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from phalanx.serve.gateway.admission import Limits, Measured, retry_after
+from phalanx.serve.gateway.answering import Answering, understood
+from phalanx.serve.gateway.answers import error_body
+from phalanx.serve.gateway.counts import Counts
+from phalanx.serve.gateway.keys import Keys
+from phalanx.serve.gateway.messages import Chat, Completion, RefusedError, read_body
+from phalanx.serve.gateway.model_text import ModelText
+from phalanx.serve.gateway.worker import EngineWorker, WorkerPort
+
+
+@dataclass
+class Gateway:
+    """One served model and all that goes on with it."""
+
+    model: ModelText
+    port: WorkerPort
+    keys: Keys | None = None
+    limits: Limits = field(default_factory=Limits)
+    reader_s: float = 30.0
+    """How long a client may leave a piece of its answer unread before its request is given up."""
+    body_s: float = 30.0
+    """How long a client may take to send its body."""
+    draining: bool = False
+    unfinished: int = 0
+    """Texts that are asked for and not ended."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.counts = Counts(self.model.name)
+
+    def trouble(self) -> str:
+        """Why nothing can be served; empty if it can."""
+        if isinstance(self.port, EngineWorker) and not self.port.alive():
+            return "the engine has ended"
+        return ""
+
+    def require_room(self, texts: int) -> None:
+        """Raises RefusedError where ``texts`` more are not admitted."""
+        if self.draining:
+            raise RefusedError("this server is about to end: ask another one", status=503, retry_after=5)
+        if texts > self.limits.requests:
+            raise RefusedError(
+                f"{texts} texts at once; at most {self.limits.requests}: ask for fewer choices", "n"
+            )
+        wait = retry_after(self.limits, Measured(self.unfinished, self.counts.seconds_per_text), texts)
+        if wait:
+            raise RefusedError(
+                f"there is too much to do: ask again in {wait} s",
+                status=429,
+                code="overloaded",
+                retry_after=wait,
+            )
+
+
+def application(gateway: Gateway) -> Starlette:
+    """The application over a gateway."""
+
+    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                _require_key(gateway, request)
+                return await answer(request)
+            except RefusedError as error:
+                return refusal(gateway, error)
+
+        return endpoint
+
+    async def models(_request: Request) -> Response:
+        return _json({"object": "list", "data": [_model(gateway)]})
+
+    async def one_model(request: Request) -> Response:
+        if request.path_params["name"] != gateway.model.name:
+            raise RefusedError(
+                f"this server has the model {gateway.model.name!r} alone", "model", 404, "model_not_found"
+            )
+        return _json(_model(gateway))
+
+    async def health(_request: Request) -> Response:
+        trouble = gateway.trouble()
+        return _json({"status": trouble or "ok"}, 503 if trouble else 200)
+
+    async def ready(_request: Request) -> Response:
+        trouble = gateway.trouble() or ("draining" if gateway.draining else "")
+        return _json({"status": trouble or "ready"}, 503 if trouble else 200)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(gateway.counts.render(gateway.port.load()), media_type="text/plain; version=0.0.4")
+
+    async def completions(request: Request) -> Response:
+        return await _answer(gateway, Completion, request)
+
+    async def chat(request: Request) -> Response:
+        return await _answer(gateway, Chat, request)
+
+    async def explain(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return refusal(gateway, RefusedError(str(error.detail), status=error.status_code))
+
+    async def apologize(_request: Request, error: Exception) -> Response:
+        return refusal(gateway, RefusedError(f"a defect of phalanx serve: {error!r}"[:500], status=500))
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", guarded(models)),
+            Route("/v1/models/{name:path}", guarded(one_model)),
+            Route("/v1/completions", guarded(completions), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(chat), methods=["POST"]),
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", guarded(metrics)),
+        ],
+        exception_handlers={HTTPException: explain, Exception: apologize},
+    )
+
+
+def _model(gateway: Gateway) -> dict[str, Any]:
+    return {
+        "id": gateway.model.name,
+        "object": "model",
+        "created": gateway.created,
+        "owned_by": "phalanx",
+        "max_model_len": gateway.port.identity.context,
+    }
+
+
+def _require_key(gateway: Gateway, request: Request) -> None:
+    if gateway.keys is None:
+        return
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not gateway.keys.admits(key.strip()):
+        raise RefusedError("a key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+
+
+async def _answer(gateway: Gateway, kind: type[Completion] | type[Chat], request: Request) -> Response:
+    gateway.require_room(0)
+    # A page of another origin may send a form to this machine, but no JSON.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RefusedError("send the body with Content-Type: application/json", status=415)
+    body = read_body(kind, await _body(gateway, request))
+    asked = understood(body, gateway.model, gateway.port.identity.context, gateway.limits.prompts)
+    texts = len(asked.prompts) * asked.n
+    gateway.require_room(texts)
+    answering = Answering(asked, gateway.model, gateway.port, gateway.counts, gateway.unfinished + texts)
+    return _Answer(gateway, answering, texts, stream=bool(body.stream))
+
+
+async def _body(gateway: Gateway, request: Request) -> bytes:
+    most = gateway.limits.body_bytes
+    body = bytearray()
+    try:
+        async with asyncio.timeout(gateway.body_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise RefusedError(f"the body is longer than {most} bytes", status=413)
+    except TimeoutError:
+        raise RefusedError(f"the body did not come within {gateway.body_s:g} s", status=408) from None
+    except ClientDisconnect:
+        raise RefusedError("the client left", status=400) from None
+    return bytes(body)
+
+
+class _Answer(Response):
+    """An answer that is given up as soon as its client leaves, or leaves it unread."""
+
+    def __init__(self, gateway: Gateway, answering: Answering, texts: int, *, stream: bool) -> None:
+        super().__init__()
+        self._gateway, self._answering, self._texts, self._stream = gateway, answering, texts, stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        gateway.unfinished += self._texts
+        write = asyncio.ensure_future((self._events if self._stream else self._whole)(scope, receive, send))
+        leave = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({write, leave}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            write.cancel()
+            leave.cancel()
+            with suppress(asyncio.CancelledError, TimeoutError, OSError):
+                await write
+            gateway.unfinished -= self._texts
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = _json(await self._answering.whole())
+        except RefusedError as error:
+            response = refusal(self._gateway, error)
+        await response(scope, receive, send)
+
+    async def _events(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with aclosing(self._answering.events()) as events:  # type: ignore[type-var]
+            async for event in events:
+                async with asyncio.timeout(self._gateway.reader_s):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def refusal(gateway: Gateway, error: RefusedError) -> Response:
+    """An error as OpenAI writes it."""
+    gateway.counts.refused[error.status] = gateway.counts.refused.get(error.status, 0) + 1
+    response = _json(error_body(error), error.status)
+    if error.retry_after:
+        response.headers["Retry-After"] = str(error.retry_after)
+    if error.status in (408, 413):
+        response.headers["Connection"] = "close"
+    return response
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,84 @@
+"""Runs the gateway with uvicorn until a signal, upon which it takes nothing new and lets what goes on finish."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from phalanx.serve.gateway.app import Gateway, application
+
+
+class ServerError(RuntimeError):
+    """The server cannot start; the message says what to do."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ServerError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ServerError(f"--host {host}: {error.strerror}; give an address of this machine") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise ServerError(
+            f"cannot listen at {host}, port {port}: {error.strerror}; give another --port, or 0 for any"
+        ) from error
+    return sock
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
+
+    def __init__(self, gateway: Gateway, drain_s: float, tell: Callable[[str], None]) -> None:
+        config = uvicorn.Config(
+            application(gateway),
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=gateway.limits.connections,
+            backlog=1024,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+        self._gateway, self._drain_s, self._tell = gateway, drain_s, tell
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """The first signal drains, the second ends."""
+        if self._gateway.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._gateway.draining = True
+        name = signal.Signals(sig).name
+        threading.Thread(target=self._drain, args=(name,), daemon=True).start()
+
+    def _drain(self, name: str) -> None:
+        # In a thread: a handler may have interrupted a write to the same stream.
+        self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")
+        end = time.monotonic() + self._drain_s
+        while self._gateway.unfinished and time.monotonic() < end and not self.should_exit:
+            time.sleep(0.05)
+        self.should_exit = True
+
+
+def serve(gateway: Gateway, sock: socket.socket, *, drain_s: float, tell: Callable[[str], None]) -> None:
+    """Serves until a signal, and ends the worker."""
+    try:
+        DrainingServer(gateway, drain_s, tell).run(sockets=[sock])
+    finally:
+        gateway.port.close()
