@@ -60,7 +60,7 @@ Asked = TypeVar("Asked", bound="Common")
 
 
 class Completion(Common, kw_only=True):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
 
@@ -147,6 +147,10 @@ def prompts_of(asked: Completion) -> list[str | list[int]]:
         return [prompt]
     if not prompt:
         raise RefusedError("prompt: an empty list", "prompt")
-    if all(isinstance(one, int) for one in prompt):
-        return [[one for one in prompt if isinstance(one, int)]]
-    return [one for one in prompt if not isinstance(one, int)]
+    ids = [one for one in prompt if isinstance(one, int)]
+    if len(ids) == len(prompt):
+        return [ids]
+    rest = [one for one in prompt if not isinstance(one, int)]
+    if ids or len({type(one) for one in rest}) > 1:
+        raise RefusedError("prompt: either texts, or ids, or lists of ids", "prompt")
+    return rest
