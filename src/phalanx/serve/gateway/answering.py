@@ -224,9 +224,8 @@ class Answering:
                             piece.text or piece.finish or self._form.logprobs >= 0 or self._form.token_ids
                         ):
                             continue
-                        choice = self._form.chunk(index, piece, first=first)
-                        if first:
-                            choice = _together(self._about_prompt(index, scored), choice)
+                        before = self._about_prompt(index, scored) if first else {}
+                        choice = _together(before, self._form.chunk(index, piece, first=first))
                         first = False
                         chunk = self._form.envelope([choice], chunk=True)
                         await ready.put(_event(chunk | ({"usage": None} if with_usage else {})))
@@ -262,11 +261,6 @@ def _together(before: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
         merged["text"] = before["text"] + choice["text"]
     if "logprobs" in before:
         after = choice["logprobs"] or {}
-        end = len(before["text"])
-        offsets = [
-            end + place - before["logprobs"]["text_offset"][-1] for place in after.get("text_offset", [])
-        ]
-        after = after | ({"text_offset": offsets} if after else {})
         merged["logprobs"] = {k: v + after.get(k, []) for k, v in before["logprobs"].items()}
     return merged
 

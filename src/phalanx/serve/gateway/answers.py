@@ -84,6 +84,7 @@ class Form:
             tokens = [Token("", 0, one, value) for one, value in zip(ids, (0.0, *scored), strict=True)]
             choice["logprobs"] = self._completion_logprobs(index, tokens)
             choice["logprobs"]["token_logprobs"][0] = None
+        self.offsets[index] = len(text)
         if self.token_ids:
             choice["prompt_token_ids"] = list(ids)
         return choice
@@ -122,7 +123,8 @@ class Form:
         return {
             "tokens": words,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{self._word(n): _finite(p) for n, p in token.top} for token in tokens],
+            # Different ids may read alike, as parts of characters do: of those the likeliest is told.
+            "top_logprobs": [{self._word(n): _finite(p) for n, p in reversed(token.top)} for token in tokens],
             "text_offset": offsets,
         }
 

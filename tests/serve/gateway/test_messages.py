@@ -1,0 +1,87 @@
+"""Requests read from JSON, stop strings and admission: for any input."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.serve.gateway.admission import Limits, Measured, retry_after
+from phalanx.serve.gateway.messages import Chat, Completion, RefusedError, prompts_of, read_body, stops_of
+from phalanx.serve.gateway.stops import StopText
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = sorted({*Completion.__struct_fields__, *Chat.__struct_fields__, "tools", "best_of", "suffix"})
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from([Completion, Chat]))
+def test_any_object_is_read_or_refused(fields: dict[str, Any], kind: type[Any]) -> None:
+    refused: RefusedError | None = None
+    try:
+        asked = read_body(kind, json.dumps(fields).encode())
+        stops_of(asked)
+        if isinstance(asked, Completion):
+            prompts_of(asked)
+    except RefusedError as error:
+        refused = error
+    assert refused is None or (400 <= refused.status < 500 and str(refused))
+
+
+@given(st.binary(max_size=50))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    with pytest.raises(RefusedError):
+        read_body(Completion, body)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tools", "logit_bias", "presence_penalty", "best_of", "suffix", "response_format", "audio", "n", "stop"],
+)
+def test_null_asks_for_nothing_and_is_taken(name: str) -> None:
+    read_body(Completion, msgspec.json.encode({"model": "m", "prompt": "a", name: None}))
+
+
+@given(st.lists(st.text("ab", max_size=3)), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_text_in_pieces_ends_where_the_whole_has_its_first_stop(pieces: list[str], stops: list[str]) -> None:
+    stop, text, stopped = StopText(stops), "", False
+    for piece in pieces:
+        certain, stopped = stop.feed(piece)
+        text += certain
+        if stopped:
+            break
+    text += "" if stopped else stop.flush()
+    whole = "".join(pieces)
+    ends = [place + len(one) for one in stops if (place := whole.find(one)) >= 0]
+    assert stopped == bool(ends)
+    if not stopped:
+        assert text == whole
+    else:
+        assert whole.startswith(text)
+        assert not any(one in text for one in stops)
+
+
+@given(
+    st.integers(0, 1000),
+    st.floats(0, 1000),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.floats(0, 100, allow_nan=False),
+)
+def test_an_idle_gateway_admits_and_a_full_one_says_when(
+    unfinished: int, seconds: float, texts: int, most: int, wait_s: float
+) -> None:
+    wait = retry_after(Limits(requests=most, wait_s=wait_s), Measured(unfinished, seconds), texts)
+    if unfinished == 0:
+        assert wait == 0
+    elif unfinished + texts > most or unfinished * seconds > wait_s:
+        assert 1 <= wait <= 600
+    else:
+        assert wait == 0
