@@ -20,6 +20,9 @@ from openai import OpenAI
 from phalanx.cli.weights.serve_command import command
 from serve.gateway.served import server
 
+pytestmark = pytest.mark.slow
+"""Six servers are started, each of which loads a model."""
+
 LONG: dict[str, Any] = {"model": "run", "prompt": "the cat", "max_tokens": 900, "ignore_eos": True}
 
 
