@@ -1,0 +1,1 @@
+"""Plans for serving a model: memory, time of a step, queues, and the split of a fleet between prefill and decode."""

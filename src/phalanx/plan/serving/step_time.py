@@ -1,0 +1,178 @@
+"""Seconds of a serving step: for each operation of a layer the slower of arithmetic and memory, exchanges, and launches.
+
+The operations are those of training's forward (``phalanx.run.kinds``), with a step's few rows. Products read their weights
+once: of experts, those that the step's rows touch. Attention of decode reads the pages of all requests; latent attention is
+computed absorbed, on the latents themselves (``2 H (2 r + rope)`` FLOP for each token held and layer). With ``overlap`` two
+halves of the batch take turns, one exchanging while the other computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.plan.serving.memory import PAGE_BYTES, Division
+from phalanx.plan.serving.streaming import touched_experts
+from phalanx.plan.step_cost import collectives, kernels
+from phalanx.run.kinds import block, ends
+from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.operations import (
+    Activation,
+    AttentionCore,
+    LayerExchange,
+    MatrixProduct,
+    Norm,
+    Operation,
+    Permutation,
+    Rotation,
+)
+from phalanx.run.spec import ModelSpec
+
+PARTS = ("products", "attention", "pointwise", "exchange")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a worker, each group with ``rows`` rows."""
+
+    model: ModelSpec
+    cluster: Cluster
+    division: Division
+    format: str
+    rows: float
+    """Rows of a group of tensor ranks."""
+    held: float
+    """Tokens that a row attends to."""
+    prefill: bool = False
+    queries: float = 1.0
+    """Rows of a request that read its pages together: one, and its drafts."""
+
+    @property
+    def profile(self) -> Profile:
+        """The accelerator's constants."""
+        return profile_of(self.cluster.accelerator)
+
+
+def step_s(step: Step, overlap: bool = False) -> float:
+    """Seconds from a step's begin to its tokens, through all stages of a pipeline."""
+    if not overlap:
+        return sum(step_parts(step).values())
+    half = step_parts(replace(step, rows=step.rows / 2))
+    exchanging = half["exchange"]
+    return 2 * max(sum(half.values()) - exchanging, exchanging)
+
+
+def step_parts(step: Step) -> dict[str, float]:
+    """Seconds by ``PARTS``."""
+    found = dict.fromkeys(PARTS, 0.0)
+    mixed = [is_mixture(step.model, layer) for layer in range(step.model.layers)]
+    for kind in sorted(set(mixed)):
+        for part, seconds in _priced(step, block.operations(step.model, mixed=kind)).items():
+            found[part] += mixed.count(kind) * seconds
+    # A prompt's last row alone needs scores.
+    last = replace(step, rows=max(1.0, step.rows / step.held)) if step.prefill else step
+    products = [each for each in ends.head_operations(step.model) if isinstance(each, MatrixProduct)]
+    for part, seconds in _priced(last, products).items():
+        found[part] += seconds
+    stages = step.division.pipeline
+    if stages > 1:
+        stride = step.division.tensor * step.division.data
+        carried = step.rows * step.model.dim * 2 / step.division.tensor
+        hop = collectives.point_to_point_s(step.cluster, stride, carried, stages)
+        found["exchange"] += (stages - 1) * float(hop)
+    return found
+
+
+def _priced(step: Step, operations: tuple[Operation, ...] | list[MatrixProduct]) -> dict[str, float]:
+    found = dict.fromkeys(PARTS, 0.0)
+    for operation in operations:
+        match operation:
+            case MatrixProduct():
+                found["products"] += _product_s(step, operation)
+            case AttentionCore():
+                found["attention"] += _attention_s(step, operation)
+            case LayerExchange():
+                found["exchange"] += _exchange_s(step, operation)
+            case Norm():
+                found["pointwise"] += _moved_s(step, 2 * operation.width)
+            case Rotation():
+                found["pointwise"] += _moved_s(step, 2 * operation.width / step.division.tensor)
+            case Activation():
+                width = (2 + operation.gated) * operation.width
+                routed = operation.rows == "routed"
+                share = _copies(step) / step.division.tensor if routed else 1 / step.division.tensor
+                found["pointwise"] += _moved_s(step, width * share)
+            case Permutation():
+                found["pointwise"] += _moved_s(
+                    step, 2 * operation.width * operation.copies / step.division.tensor
+                )
+            case _:  # residuals are added by the norms' kernels, and nothing is kept for backward
+                pass
+    return found
+
+
+def _copies(step: Step) -> int:
+    return step.model.moe.per_token if step.model.moe else 0
+
+
+def _moved_s(step: Step, elements: float) -> float:
+    return float(kernels.memory_bound_s(step.profile, 2 * step.rows * elements))
+
+
+def _product_s(step: Step, product: MatrixProduct) -> float:
+    division = step.division
+    format_ = "bf16" if product.wide and step.format == "fp8" else step.format
+    if product.experts:
+        ranks = division.data * division.tensor
+        touched = touched_experts(product.experts, _copies(step), step.rows * division.data)
+        local = max(touched / min(ranks, product.experts), 1e-9)
+        routed = step.rows * division.data * _copies(step) / min(ranks, product.experts)
+        return float(
+            kernels.grouped_matmul_s(
+                step.profile, format_, local, routed / local, product.columns, product.inner
+            )
+        )
+    heads = min(division.tensor, attention_kind(step.model).key_heads(step.model))
+    own = product.columns - product.key_columns
+    columns = own / (division.tensor if product.columns_over == "tensor" else 1) + product.key_columns / heads
+    inner = product.inner / (division.tensor if product.inner_over == "tensor" else 1)
+    return float(kernels.matmul_s(step.profile, format_, step.rows, columns, inner))
+
+
+def _attention_s(step: Step, core: AttentionCore) -> float:
+    keys = core.keys(max(1, round(step.held)))
+    heads = core.heads / step.division.tensor
+    if step.prefill:  # causal: half of the square
+        flops = step.rows * keys * heads * core.widths
+        return float(
+            kernels.attention_s(
+                step.profile, "bf16", flops, False, widths=core.widths, latent=core.latent, tokens=keys
+            )
+        )
+    kept, first, second = attention_kind(step.model).cache_row(step.model)
+    widths = 2 * first + second if core.latent else core.widths
+    pages = step.rows / step.queries * keys * kept / min(step.division.tensor, kept) * (first + second)
+    reading = float(kernels.memory_bound_s(step.profile, PAGE_BYTES * pages))
+    rate = kernels.sustained_flops(step.profile, "bf16") * step.profile.constants.attention.forward
+    return max(reading, 2 * step.rows * keys * heads * widths / rate)
+
+
+def _exchange_s(step: Step, exchange: LayerExchange) -> float:
+    division, model = step.division, step.model
+    if exchange.kind == "scatter" and division.tensor > 1:  # beside the next gather: an all-reduce
+        carried = step.rows * exchange.width * 2
+        return float(collectives.all_reduce_s(step.cluster, division.tensor, 1, carried))
+    if exchange.kind in ("dispatch", "combine") and model.moe is not None:
+        ranks = division.data * division.tensor
+        width = exchange.width * (1 if exchange.kind == "dispatch" and step.format == "fp8" else 2)
+        limit = model.moe.groups_per_token if model.moe.groups > 1 else np.inf
+        return float(
+            collectives.dispatch_s(
+                step.cluster, ranks, 1, step.rows / division.tensor, width, model.moe.per_token, limit
+            )
+        )
+    return 0.0
