@@ -90,7 +90,12 @@ def page_room(model: ModelSpec, cluster: Cluster, division: Division, format: st
 
 
 def requests_held(
-    model: ModelSpec, cluster: Cluster, division: Division, format: str, rows: int, tokens: float  # noqa: A002
+    model: ModelSpec,
+    cluster: Cluster,
+    division: Division,
+    format: str,
+    rows: int,
+    tokens: float,  # noqa: A002
 ) -> int:
     """Requests of ``tokens`` each that a worker holds at once, over its groups and the stages' turns."""
     room = page_room(model, cluster, division, format, rows)
