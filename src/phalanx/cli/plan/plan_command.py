@@ -131,6 +131,21 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write a run file for the best layout."
 )
+@click.option("--serve", is_flag=True, help="Plan workers that serve the model, for --traffic within --slo.")
+@click.option(
+    "--traffic", help="With --serve: tokens and requests a second, as in in=2000,out=500,hit=0.3,rate=40."
+)
+@click.option(
+    "--slo", help="With --serve: times of 99 in 100 requests, as in ttft=1s,tpot=50ms; also percentile=0.9."
+)
+@click.option(
+    "--format",
+    "weight_format",
+    type=click.Choice(["bf16", "fp8"]),
+    default="bf16",
+    show_default=True,
+    help="With --serve: the format of weights in products.",
+)
 @click.option(
     "--stacks",
     is_flag=True,
@@ -166,6 +181,10 @@ def command(
     report: Path | None,
     trace: Path | None,
     out: Path | None,
+    serve: bool,
+    traffic: str | None,
+    slo: str | None,
+    weight_format: str,
     as_json: bool,
 ) -> None:
     """Find the best layouts of a run on a cluster, and say why; or explain one layout; or say what to train for a budget.
@@ -184,10 +203,25 @@ def command(
       phalanx plan --budget 40M$ --cluster h100:4096 --unique-tokens 5T
       phalanx plan --budget 1e25FLOP
       phalanx plan --fit runs/small-* large.toml
+      phalanx plan configs/llama3-405b.toml --serve --cluster h200:64 --traffic in=2000,out=500,rate=20 --slo ttft=2s,tpot=50ms
     """
     with _mistakes():
         from phalanx.plan.search.query import Aim, refuse_unused
 
+        if serve:
+            refuse_beside(
+                "--serve", _given(), _WITH_SERVE, "it plans workers, not the layout of a training run"
+            )
+            if traffic is None:
+                raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
+            if len(files) > 1:
+                raise click.UsageError(f"one model is planned at a time, not {len(files)}")
+            chosen = _spec(files[0] if files else None, model, batch, seq_len, _without_cluster(overrides))
+            place = _cluster(cluster_name, overrides)
+            _answer_service(chosen, place, traffic, slo or "", weight_format, top, as_json=as_json)
+            return
+        if without := [name for name in ("traffic", "slo", "weight_format") if _is_given(name)]:
+            raise click.UsageError(f"--{without[0].removeprefix('weight_')} goes with --serve")
         if fits:
             instead = (
                 "it fits the run directories that follow, and predicts one run file, or FLOP of --budget"
@@ -261,6 +295,32 @@ def _placer(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Plac
     return placer_on(rates, spec)
 
 
+def _answer_service(
+    spec: RunSpec, cluster: Cluster, traffic: str, slo: str, weight_format: str, top: int, *, as_json: bool
+) -> None:
+    from phalanx.cli.plan.serving_table import answer_service
+    from phalanx.plan.serving.demand import read_objectives, read_traffic
+    from phalanx.plan.serving.fleet import Service
+    from phalanx.run.kinds.whole_model import resolve
+
+    demand, objectives = read_traffic(traffic), read_objectives(slo)
+    service = Service(resolve(spec.model), cluster, demand, objectives, weight_format)
+    answer_service(service, name=spec.name, top=top, as_json=as_json)
+
+
+_WITH_SERVE = (
+    "files",
+    "model",
+    "serve",
+    "traffic",
+    "slo",
+    "weight_format",
+    "cluster_name",
+    "overrides",
+    "top",
+    "as_json",
+)
+"""Options that go with --serve."""
 _WITH_BUDGET = (
     "budget",
     "kind",

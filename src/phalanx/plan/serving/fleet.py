@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.serving.demand import DemandError, Objectives, Traffic
-from phalanx.plan.serving.memory import Division, page_room, rank_token_bytes, requests_held
+from phalanx.plan.serving.memory import Division, page_room, rank_token_bytes, requests_held, token_bytes
 from phalanx.plan.serving.queues import mean_wait_s, most_running, wait_percentile_s
 from phalanx.plan.serving.step_time import Step, step_parts, step_s
 from phalanx.run.kinds.attention import attention_kind
-from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.spec import ModelSpec
 
 PREFILL_ROWS = 8192
 """Rows of a prefill step of one group: a chunk, or several short prompts."""
-_LINK_SHARE = 0.9
 _MIXED_LOAD = 0.9
 """The most of a worker's time that prefill may take where it decodes too."""
+_OF_A_ROLE = 16
+"""Workers of a role that are tried with each of the other's: those whose accelerators do most."""
+_SHOWN = 8
 Roles = Literal["apart", "together"]
 
 
@@ -94,10 +96,40 @@ def plan_service(service: Service) -> tuple[list[Answer], list[Answer]]:
             "on a rank: more accelerators of a worker, --format fp8, or shorter --traffic"
         )
     answers = [_together(service, worker) for worker in workers]
-    answers += [_apart(service, first, second) for first in workers for second in workers]
-    good = sorted((each for each in answers if not each.killed), key=_worth)
+    answers += [
+        _apart(service, first, second)
+        for first in _best_prefill(service, workers)
+        for second in _best_decode(service, workers)
+    ]
+    worth = _worth if math.isfinite(service.traffic.rate) else _goodput
+    good = sorted((each for each in answers if not each.killed), key=worth)
     bad = sorted((each for each in answers if each.killed), key=lambda each: _distance(service, each))
-    return good, bad
+    return [_with_parts(service, each) for each in good[:_SHOWN]] + good[_SHOWN:], bad
+
+
+def _best_prefill(service: Service, workers: list[Worker]) -> list[Worker]:
+    """The workers whose accelerators compute most of prompts; first those whose own prefill keeps the objective."""
+    late = service.objectives.ttft_s
+    return sorted(
+        workers, key=lambda one: (one.prompt_s > late, -one.prefill_tokens_per_s / one.division.ranks)
+    )[:_OF_A_ROLE]
+
+
+def _best_decode(service: Service, workers: list[Worker]) -> list[Worker]:
+    """The workers whose accelerators generate most within the time of a token."""
+
+    def each(one: Worker) -> float:
+        mean = _mean_running(one.running, service.objectives.percentile)
+        return -mean / _token_s(service, one, max(mean, 1.0)) / one.division.ranks
+
+    return sorted(workers, key=each)[:_OF_A_ROLE]
+
+
+def _with_parts(service: Service, answer: Answer) -> Answer:
+    division = answer.decode
+    rows = max(1.0, answer.running / division.data / division.pipeline)
+    step = Step(service.model, service.cluster, division, service.format, rows, service.traffic.held)
+    return replace(answer, parts_s=step_parts(step))
 
 
 def nearest(service: Service, bad: list[Answer]) -> str:
@@ -176,12 +208,17 @@ def _worker(service: Service, division: Division) -> Worker | None:
     turns = division.pipeline
     queries = 2.0 if traffic.accept else 1.0
 
-    def decode_s(running: float) -> float:
-        rows = max(running / division.data / turns, 1.0) * queries
-        step = Step(
-            model, cluster, division, service.format, rows, traffic.held + traffic.spread * 0, queries=queries
-        )
+    @lru_cache(maxsize=None)
+    def at(sixth: int) -> float:
+        rows = max(2 ** (sixth / 6) / division.data / turns, 1.0) * queries
+        step = Step(model, cluster, division, service.format, rows, traffic.held, queries=queries)
         return min(step_s(step, overlap) for overlap in overlaps)
+
+    def decode_s(running: float) -> float:
+        # Between sizes a sixth of a doubling apart, times are as good as straight.
+        place = 6 * math.log2(max(running, 1.0))
+        below = math.floor(place)
+        return at(below) + (at(below + 1) - at(below)) * (place - below)
 
     held = _most(lambda running: decode_s(running) / (1 + traffic.accept), service.objectives.tpot_s, room)
     return Worker(
@@ -352,6 +389,10 @@ def _answer(
         _ttft_s(service, first, rate * slowed * 0.999, prefilling, share) + tpot[0]
         for share in (0.5, goal.percentile)
     )
+    if roles == "apart":  # all layers' pages but the last one's travel while the following are computed
+        pages = token_bytes(service.model) * traffic.prompt / service.model.layers
+        link = service.cluster.fabric.bytes_per_s.value or service.cluster.domain.bytes_per_s.value
+        ttft = tuple(seconds + pages / max(link, 1.0) for seconds in ttft)
     if not killed and ttft[1] > goal.ttft_s:
         killed = f"the first token takes {ttft[1] * 1e3:,.0f} ms"
     if not killed and tpot[1] > goal.tpot_s * 1.02:
@@ -362,14 +403,6 @@ def _answer(
     watts = (
         cluster.accelerator.power_w.value + cluster.node_power_w.value / cluster.per_node
     ) * cluster.pue.value
-    step = Step(
-        service.model,
-        cluster,
-        second.division,
-        service.format,
-        max(1.0, running / second.division.data / second.division.pipeline),
-        traffic.held,
-    )
     return Answer(
         roles,
         first.division,
@@ -384,7 +417,6 @@ def _answer(
         used * cluster.accelerator.price_per_hour.value / 3600 / tokens * 1e6,
         used * watts / tokens,
         killed,
-        step_parts(step),
     )
 
 
@@ -407,6 +439,10 @@ def _running(service: Service, worker: Worker, rate: float, traffic: Traffic, be
 
 def _worth(answer: Answer) -> tuple[float, float]:
     return answer.dollars_per_million, answer.accelerators
+
+
+def _goodput(answer: Answer) -> tuple[float, float]:
+    return -answer.rate, answer.accelerators
 
 
 def _distance(service: Service, answer: Answer) -> float:

@@ -93,9 +93,9 @@ def requests_held(
     model: ModelSpec,
     cluster: Cluster,
     division: Division,
-    format: str,
+    format: str,  # noqa: A002
     rows: int,
-    tokens: float,  # noqa: A002
+    tokens: float,
 ) -> int:
     """Requests of ``tokens`` each that a worker holds at once, over its groups and the stages' turns."""
     room = page_room(model, cluster, division, format, rows)

@@ -1,0 +1,113 @@
+"""``phalanx plan --serve``: the workers that serve a model's traffic, what they cost, and why the others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.plan.serving.demand import DemandError
+from phalanx.plan.serving.fleet import Answer, Service, describe, nearest, plan_service
+from phalanx.plan.serving.memory import requests_held, token_bytes, weight_bytes
+
+
+def answer_service(service: Service, *, name: str, top: int, as_json: bool) -> None:
+    """Plans and prints; raises ``DemandError`` if no fleet keeps the objectives, with the nearest that is possible."""
+    good, bad = plan_service(service)
+    if not good:
+        raise DemandError(nearest(service, bad))
+    if as_json:
+        click.echo(json.dumps(_json(service, name, good[:top], bad[:top]), allow_nan=False))
+        return
+    _print(service, name, good[:top], bad[:4])
+
+
+def _json(service: Service, name: str, good: list[Answer], bad: list[Answer]) -> dict[str, object]:
+    asked = {
+        key: value
+        for part in (service.traffic, service.objectives)
+        for key, value in dataclasses.asdict(part).items()
+        if math.isfinite(value)
+    }
+    return {
+        "model": name,
+        "cluster": service.cluster.key,
+        "format": service.format,
+        "asked": asked,
+        "token_bytes": token_bytes(service.model),
+        "evidence": _EVIDENCE,
+        "answers": [_answer_json(each) for each in good],
+        "refused": [_answer_json(each) for each in bad],
+    }
+
+
+def _answer_json(answer: Answer) -> dict[str, object]:
+    found = dataclasses.asdict(answer)
+    found["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
+    found["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
+    return _finite(found)
+
+
+def _finite(values: dict[str, object]) -> dict[str, object]:
+    """The same with ``None`` for what grows without bound, which JSON has no number for."""
+    return {
+        key: _finite(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in values.items()
+    }
+
+
+_EVIDENCE = (
+    "times are of well-tuned software on these kernels' measured constants; python bench/serve_planner.py prints how far published "
+    "services were from them"
+)
+
+
+def _print(service: Service, name: str, good: list[Answer], bad: list[Answer]) -> None:
+    console, best, traffic = Console(highlight=False), good[0], service.traffic
+    held = traffic.prompt + traffic.text
+    console.print(f"[dim]{_EVIDENCE}[/]")
+    console.print(
+        f"[bold]{name}[/bold] in {service.format} on {service.cluster.key}: {describe(best)}; {best.accelerators:,} accelerators carry "
+        f"{best.rate:,.4g} requests/s ({best.rate * traffic.text:,.4g} tokens/s)"
+    )
+    weights = weight_bytes(service.model, best.decode, service.format) / 1e9
+    room = requests_held(service.model, service.cluster, best.decode, service.format, 8192, held)
+    console.print(
+        f"a rank of decode holds {weights:,.1f} GB of weights; a token's pages take {token_bytes(service.model):,} bytes; a worker has "
+        f"room for {room:,} requests of {held:,.0f} tokens"
+    )
+    table = Table()
+    for column in ("workers", "gpus", "req/s", "TTFT p50", f"p{100 * service.objectives.percentile:g}"):
+        table.add_column(column, justify="left" if column == "workers" else "right", overflow="fold")
+    for column in ("TPOT p50", f"p{100 * service.objectives.percentile:g}", "$/M", "J/token"):
+        table.add_column(column, justify="right")
+    for each in good:
+        table.add_row(*_row(each))
+    console.print(table)
+    parts = ", ".join(f"{part} {seconds * 1e3:.3g} ms" for part, seconds in best.parts_s.items())
+    console.print(f"the best one's step of decode, nothing overlapped: {parts}")
+    for each in bad:
+        console.print(f"[dim]not {describe(each)}: {each.killed}[/]")
+
+
+def _row(answer: Answer) -> tuple[str, ...]:
+    return (
+        describe(answer),
+        f"{answer.accelerators:,}",
+        f"{answer.rate:,.4g}",
+        *(_time(seconds) for seconds in (*answer.ttft_s, *answer.tpot_s)),
+        f"{answer.dollars_per_million:,.3g}",
+        f"{answer.joules_per_token:,.3g}",
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
