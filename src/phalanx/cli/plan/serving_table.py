@@ -12,7 +12,7 @@ from rich.table import Table
 
 from phalanx.plan.serving.demand import DemandError
 from phalanx.plan.serving.fleet import Answer, Service, describe, nearest, plan_service
-from phalanx.plan.serving.memory import requests_held, token_bytes, weight_bytes
+from phalanx.plan.serving.memory import rank_token_bytes, requests_held, token_bytes, weight_bytes
 
 
 def answer_service(service: Service, *, name: str, top: int, as_json: bool) -> None:
@@ -23,7 +23,7 @@ def answer_service(service: Service, *, name: str, top: int, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(_json(service, name, good[:top], bad[:top]), allow_nan=False))
         return
-    _print(service, name, good[:top], bad[:4])
+    _print(service, name, good, bad[:4], top)
 
 
 def _json(service: Service, name: str, good: list[Answer], bad: list[Answer]) -> dict[str, object]:
@@ -70,7 +70,7 @@ _EVIDENCE = (
 )
 
 
-def _print(service: Service, name: str, good: list[Answer], bad: list[Answer]) -> None:
+def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], top: int) -> None:
     console, best, traffic = Console(highlight=False), good[0], service.traffic
     held = traffic.prompt + traffic.text
     console.print(f"[dim]{_EVIDENCE}[/]")
@@ -80,27 +80,37 @@ def _print(service: Service, name: str, good: list[Answer], bad: list[Answer]) -
     )
     weights = weight_bytes(service.model, best.decode, service.format) / 1e9
     room = requests_held(service.model, service.cluster, best.decode, service.format, 8192, held)
+    more = 10e9 / (rank_token_bytes(service.model, best.decode) * held) * best.decode.data
     console.print(
         f"a rank of decode holds {weights:,.1f} GB of weights; a token's pages take {token_bytes(service.model):,} bytes; a worker has "
-        f"room for {room:,} requests of {held:,.0f} tokens"
+        f"room for {room:,} requests of {held:,.0f} tokens, "
+        f"and with 10 GB more on each rank for {more:,.0f} more"
     )
     table = Table()
     for column in ("workers", "gpus", "req/s", "TTFT p50", f"p{100 * service.objectives.percentile:g}"):
         table.add_column(column, justify="left" if column == "workers" else "right", overflow="fold")
     for column in ("TPOT p50", f"p{100 * service.objectives.percentile:g}", "$/M", "J/token"):
         table.add_column(column, justify="right")
-    for each in good:
+    for each in good[:top]:
         table.add_row(*_row(each))
     console.print(table)
     parts = ", ".join(f"{part} {seconds * 1e3:.3g} ms" for part, seconds in best.parts_s.items())
     console.print(f"the best one's step of decode, nothing overlapped: {parts}")
+    other = next((each for each in good if each.roles != best.roles), None)
+    if other is not None:
+        console.print(
+            f"the best with roles {other.roles}: {describe(other)}, {other.accelerators:,} gpus, {other.rate:,.4g} requests/s"
+        )
     for each in bad:
         console.print(f"[dim]not {describe(each)}: {each.killed}[/]")
 
 
 def _row(answer: Answer) -> tuple[str, ...]:
+    workers = f"{answer.decode_workers} x {answer.decode}"
+    if answer.roles == "apart":
+        workers = f"{answer.prefill_workers} x {answer.prefill} > {workers}"
     return (
-        describe(answer),
+        workers,
         f"{answer.accelerators:,}",
         f"{answer.rate:,.4g}",
         *(_time(seconds) for seconds in (*answer.ttft_s, *answer.tpot_s)),

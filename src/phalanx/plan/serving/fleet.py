@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.serving.demand import DemandError, Objectives, Traffic
 from phalanx.plan.serving.memory import Division, page_room, rank_token_bytes, requests_held, token_bytes
-from phalanx.plan.serving.queues import mean_wait_s, most_running, wait_percentile_s
+from phalanx.plan.serving.queues import most_running, wait_percentile_s
 from phalanx.plan.serving.step_time import Step, step_parts, step_s
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
@@ -145,8 +145,8 @@ def nearest(service: Service, bad: list[Answer]) -> str:
 def describe(answer: Answer) -> str:
     """The workers in a few words."""
     if answer.roles == "together":
-        return f"{answer.decode_workers} x [{answer.decode}]"
-    return f"{answer.prefill_workers} x [{answer.prefill}] prefill, {answer.decode_workers} x [{answer.decode}] decode"
+        return f"{answer.decode_workers} x ({answer.decode}) for both"
+    return f"{answer.prefill_workers} x ({answer.prefill}) prefill, {answer.decode_workers} x ({answer.decode}) decode"
 
 
 def split(traffic: Traffic, prefill_rate: float, decode_rate: float) -> float:
@@ -208,7 +208,7 @@ def _worker(service: Service, division: Division) -> Worker | None:
     turns = division.pipeline
     queries = 2.0 if traffic.accept else 1.0
 
-    @lru_cache(maxsize=None)
+    @cache
     def at(sixth: int) -> float:
         rows = max(2 ** (sixth / 6) / division.data / turns, 1.0) * queries
         step = Step(model, cluster, division, service.format, rows, traffic.held, queries=queries)

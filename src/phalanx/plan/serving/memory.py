@@ -39,7 +39,8 @@ class Division:
         return self.tensor * self.data * self.pipeline
 
     def __str__(self) -> str:
-        return f"tp={self.tensor},dp={self.data},pp={self.pipeline}"
+        sizes = (("tp", self.tensor), ("dp", self.data), ("pp", self.pipeline))
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1 rank"
 
 
 def token_bytes(model: ModelSpec) -> int:
