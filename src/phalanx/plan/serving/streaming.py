@@ -33,4 +33,5 @@ def tokens_per_s(
 
 def touched_experts(experts: float, per_token: float, rows: float) -> float:
     """Mean number of ``experts`` that at least one of ``rows`` tokens chooses, if each chooses ``per_token`` uniformly."""
-    return experts * (1 - (1 - per_token / experts) ** rows)
+    touched: float = experts * (1 - (1 - per_token / experts) ** rows)
+    return touched
