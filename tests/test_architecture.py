@@ -36,6 +36,7 @@ PURE = (
     ),
     "model/facts",
     "plan/workload",
+    "plan/serving",
     "plan/step_cost",
     "plan/whole_run",
     "plan/report",

@@ -106,5 +106,5 @@ def test_an_impossible_objective_is_answered_with_the_nearest() -> None:
 
 def test_a_model_that_no_worker_holds_says_what_is_missing() -> None:
     service = replace(SMALL, model=resolve(PRESETS["llama3-405b"]), cluster=cluster("h100:2"))
-    with pytest.raises(DemandError, match="lacks .* GB on a rank"):
+    with pytest.raises(DemandError, match="GB on a rank"):
         plan_service(service)

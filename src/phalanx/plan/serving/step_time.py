@@ -32,6 +32,8 @@ from phalanx.run.kinds.operations import (
 )
 from phalanx.run.spec import ModelSpec
 
+_EXCHANGING_UNITS = 24
+"""Multiprocessors that DeepEP's kernels for many rows take (github.com/deepseek-ai/DeepEP, README: 24); those for few take none."""
 PARTS = ("products", "attention", "pointwise", "exchange")
 
 
@@ -53,8 +55,13 @@ class Step:
 
     @property
     def profile(self) -> Profile:
-        """The accelerator's constants."""
-        return profile_of(self.cluster.accelerator)
+        """The accelerator's constants; eight bits have a scale for each block of 128, as DeepSeek-V3's, where that was measured."""
+        found = profile_of(self.cluster.accelerator)
+        blocks = found.constants.matmul.get("fp8_block")
+        if self.format != "fp8" or blocks is None:
+            return found
+        matmul = {**found.constants.matmul, "fp8": blocks}
+        return replace(found, constants=replace(found.constants, matmul=matmul))
 
 
 def step_s(step: Step, overlap: bool = False) -> float:
@@ -63,7 +70,12 @@ def step_s(step: Step, overlap: bool = False) -> float:
         return sum(step_parts(step).values())
     half = step_parts(replace(step, rows=step.rows / 2))
     exchanging = half["exchange"]
-    return 2 * max(sum(half.values()) - exchanging, exchanging)
+    computing = sum(half.values()) - exchanging
+    units = step.cluster.accelerator.multiprocessors
+    if step.prefill and units > 2 * _EXCHANGING_UNITS:
+        # While an exchange runs, the rest of the multiprocessors computes.
+        computing += min(computing, exchanging) * _EXCHANGING_UNITS / units
+    return 2 * max(computing, exchanging)
 
 
 def step_parts(step: Step) -> dict[str, float]:
@@ -124,6 +136,17 @@ def _moved_s(step: Step, elements: float) -> float:
 
 
 def _product_s(step: Step, product: MatrixProduct) -> float:
+    """Seconds of a product, and before it of its input's cast to eight bits."""
+    seconds = _multiplied_s(step, product)
+    if step.format != "fp8" or product.wide:
+        return seconds
+    copies = _copies(step) / step.division.tensor if product.experts else 1.0
+    inner = product.inner / (step.division.tensor if product.inner_over == "tensor" else 1)
+    # Read in 16 bits and written in eight.
+    return seconds + float(kernels.memory_bound_s(step.profile, 3 * step.rows * copies * inner))
+
+
+def _multiplied_s(step: Step, product: MatrixProduct) -> float:
     division = step.division
     format_ = "bf16" if product.wide and step.format == "fp8" else step.format
     if product.experts:
