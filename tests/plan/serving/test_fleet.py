@@ -10,7 +10,8 @@ from phalanx.hardware.catalog import cluster
 from phalanx.model.facts.presets import PRESETS
 from phalanx.plan.serving import fleet
 from phalanx.plan.serving.demand import DemandError, Objectives, Traffic, read_objectives, read_traffic
-from phalanx.plan.serving.fleet import Service, nearest, plan_service, split
+from phalanx.plan.serving.fleet import nearest, plan_service, split
+from phalanx.plan.serving.workers import Service, workers_of
 from phalanx.run.kinds.whole_model import resolve
 
 SMALL = Service(
@@ -53,7 +54,7 @@ def test_a_wrong_objective_is_refused(text: str) -> None:
 @pytest.mark.parametrize("rate", [2.0, 20.0])
 def test_the_search_finds_what_trying_all_pairs_finds(place: str, rate: float) -> None:
     service = replace(SMALL, cluster=cluster(place), traffic=replace(SMALL.traffic, rate=rate))
-    workers = list(fleet._workers(service))
+    workers = list(workers_of(service))
     every = [fleet._together(service, worker) for worker in workers]
     every += [fleet._apart(service, first, second) for first in workers for second in workers]
     cheapest = min((each.dollars_per_million for each in every if not each.killed), default=None)

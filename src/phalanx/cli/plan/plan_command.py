@@ -216,9 +216,11 @@ def command(
                 raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
             if len(files) > 1:
                 raise click.UsageError(f"one model is planned at a time, not {len(files)}")
+            from phalanx.cli.plan.serving_table import answer_service
+
             chosen = _spec(files[0] if files else None, model, batch, seq_len, _without_cluster(overrides))
             place = _cluster(cluster_name, overrides)
-            _answer_service(chosen, place, traffic, slo or "", weight_format, top, as_json=as_json)
+            answer_service(chosen, place, traffic, slo or "", weight_format, top=top, as_json=as_json)
             return
         if without := [name for name in ("traffic", "slo", "weight_format") if _is_given(name)]:
             raise click.UsageError(f"--{without[0].removeprefix('weight_')} goes with --serve")
@@ -293,19 +295,6 @@ def _placer(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Plac
         raise click.UsageError(f"--topology {network}: {error}") from error
     rates = topology.with_rates(topology.node_bytes_per_s, fractions(shares or spec.launch.shares))
     return placer_on(rates, spec)
-
-
-def _answer_service(
-    spec: RunSpec, cluster: Cluster, traffic: str, slo: str, weight_format: str, top: int, *, as_json: bool
-) -> None:
-    from phalanx.cli.plan.serving_table import answer_service
-    from phalanx.plan.serving.demand import read_objectives, read_traffic
-    from phalanx.plan.serving.fleet import Service
-    from phalanx.run.kinds.whole_model import resolve
-
-    demand, objectives = read_traffic(traffic), read_objectives(slo)
-    service = Service(resolve(spec.model), cluster, demand, objectives, weight_format)
-    answer_service(service, name=spec.name, top=top, as_json=as_json)
 
 
 _WITH_SERVE = (

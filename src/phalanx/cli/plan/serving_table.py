@@ -10,13 +10,21 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.plan.serving.demand import DemandError
-from phalanx.plan.serving.fleet import Answer, Service, describe, nearest, plan_service
+from phalanx.hardware.cluster import Cluster
+from phalanx.plan.serving.demand import DemandError, read_objectives, read_traffic
+from phalanx.plan.serving.fleet import Answer, describe, nearest, plan_service
 from phalanx.plan.serving.memory import rank_token_bytes, requests_held, token_bytes, weight_bytes
+from phalanx.plan.serving.workers import Service
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import RunSpec
 
 
-def answer_service(service: Service, *, name: str, top: int, as_json: bool) -> None:
+def answer_service(
+    spec: RunSpec, cluster: Cluster, traffic: str, slo: str, weight_format: str, *, top: int, as_json: bool
+) -> None:
     """Plans and prints; raises ``DemandError`` if no fleet keeps the objectives, with the nearest that is possible."""
+    demand, objectives = read_traffic(traffic), read_objectives(slo)
+    service, name = Service(resolve(spec.model), cluster, demand, objectives, weight_format), spec.name
     good, bad = plan_service(service)
     if not good:
         raise DemandError(nearest(service, bad))

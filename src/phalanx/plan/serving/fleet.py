@@ -10,54 +10,22 @@ prefill leaves, and a chunk of a prompt may come between two tokens. Prefill and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Literal
 
-from phalanx.hardware.cluster import Cluster
-from phalanx.plan.serving.demand import DemandError, Objectives, Traffic
-from phalanx.plan.serving.memory import Division, page_room, rank_token_bytes, requests_held, token_bytes
+from phalanx.plan.serving.demand import DemandError, Traffic
+from phalanx.plan.serving.memory import Division, token_bytes
 from phalanx.plan.serving.queues import most_running, wait_percentile_s
-from phalanx.plan.serving.step_time import Step, step_parts, step_s
-from phalanx.run.kinds.attention import attention_kind
-from phalanx.run.spec import ModelSpec
+from phalanx.plan.serving.step_time import Step, step_parts
+from phalanx.plan.serving.workers import Service, Worker, largest, shortfalls, workers_of
 
-PREFILL_ROWS = 8192
-"""Rows of a prefill step of one group: a chunk, or several short prompts."""
 _MIXED_LOAD = 0.9
 """The most of a worker's time that prefill may take where it decodes too."""
 _OF_A_ROLE = 16
 """Workers of a role that are tried with each of the other's: those whose accelerators do most."""
 _SHOWN = 8
 Roles = Literal["apart", "together"]
-
-
-@dataclass(frozen=True)
-class Service:
-    """What is asked."""
-
-    model: ModelSpec
-    cluster: Cluster
-    traffic: Traffic
-    objectives: Objectives
-    format: str = "bf16"
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A division in one role, with the rates of a whole worker."""
-
-    division: Division
-    overlap: bool
-    prefill_tokens_per_s: float
-    """New tokens of prompts a second, if it does nothing else."""
-    prompt_s: float
-    """Seconds of the mean prompt's own prefill on one group."""
-    running: float
-    """Most requests that run at once, within memory and the time of a token."""
-    step_s: Callable[[float], float] = field(compare=False)
-    """Seconds of a decode step with so many requests running."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +55,9 @@ class Answer:
 
 def plan_service(service: Service) -> tuple[list[Answer], list[Answer]]:
     """The fleets that serve, best first, and the others, nearest first; raises ``DemandError`` if nothing can be held at all."""
-    workers = list(_workers(service))
+    workers = list(workers_of(service))
     if not workers:
-        least = min(_shortfalls(service))
+        least = min(shortfalls(service))
         raise DemandError(
             f"--cluster {service.cluster.key}: no division of the model holds a request of "
             f"{service.traffic.prompt + service.traffic.text:,.0f} tokens in {service.format}; the nearest lacks {least / 1e9:.1f} GB "
@@ -154,99 +122,9 @@ def split(traffic: Traffic, prefill_rate: float, decode_rate: float) -> float:
     return (traffic.new / prefill_rate) / (traffic.text / decode_rate)
 
 
-def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Division]:
-    """Legal divisions of a worker of at most so many ``accelerators``."""
-    tensors = [1 << power for power in range(7) if 1 << power <= min(domain, accelerators)]
-    kind = attention_kind(model)
-    sizes = [size for _, size in kind.tensor_sizes(model)]
-    for tensor in tensors:
-        keys = kind.key_heads(model)
-        if any(size % tensor for size in sizes) or (keys % tensor and tensor % keys):
-            continue
-        for pipeline in (1, 2, 4, 8, 16):
-            if pipeline > model.layers or tensor * pipeline > accelerators:
-                continue
-            yield Division(tensor, 1, pipeline)
-            if model.moe is not None:
-                yield from _beside_experts(model, tensor, pipeline, accelerators)
-
-
-def _beside_experts(model: ModelSpec, tensor: int, pipeline: int, accelerators: int) -> Iterator[Division]:
-    assert model.moe is not None, "the caller has looked"
-    for data in sorted({1 << power for power in range(1, 9)} | {18, 36, 72, 144}):
-        ranks = data * tensor
-        # More ranks than experts hold copies, as DeepSeek's redundant experts do; uneven shares are left out but for those.
-        if ranks * pipeline <= accelerators and ranks <= model.moe.experts:
-            yield Division(tensor, data, pipeline)
-
-
-def _shortfalls(service: Service) -> Iterator[float]:
-    tokens = service.traffic.prompt + service.traffic.text
-    for division in divisions(service.model, service.cluster.accelerators, service.cluster.domain.size):
-        room = page_room(service.model, service.cluster, division, service.format, PREFILL_ROWS)
-        yield rank_token_bytes(service.model, division) * tokens - room
-
-
-def _workers(service: Service) -> Iterator[Worker]:
-    for division in divisions(service.model, service.cluster.accelerators, service.cluster.domain.size):
-        worker = _worker(service, division)
-        if worker is not None:
-            yield worker
-
-
-def _worker(service: Service, division: Division) -> Worker | None:
-    model, cluster, traffic = service.model, service.cluster, service.traffic
-    whole = traffic.prompt + traffic.text
-    if requests_held(model, cluster, division, service.format, PREFILL_ROWS, whole) < 1:
-        return None
-    room = requests_held(model, cluster, division, service.format, PREFILL_ROWS, traffic.held)
-    prompt = Step(model, cluster, division, service.format, PREFILL_ROWS, traffic.prompt, prefill=True)
-    overlaps = (False, True) if model.moe is not None and division.data > 1 else (False,)
-    chunk_s = min(step_s(prompt, overlap) for overlap in overlaps)
-    own = Step(model, cluster, division, service.format, max(1.0, traffic.new), traffic.prompt, prefill=True)
-    # A pipeline's stages work on different batches; a batch passes through them one after the other.
-    turns = division.pipeline
-    queries = 2.0 if traffic.accept else 1.0
-
-    @cache
-    def at(sixth: int) -> float:
-        rows = max(2 ** (sixth / 6) / division.data / turns, 1.0) * queries
-        step = Step(model, cluster, division, service.format, rows, traffic.held, queries=queries)
-        return min(step_s(step, overlap) for overlap in overlaps)
-
-    def decode_s(running: float) -> float:
-        # Between sizes a sixth of a doubling apart, times are as good as straight.
-        place = 6 * math.log2(max(running, 1.0))
-        below = math.floor(place)
-        return at(below) + (at(below + 1) - at(below)) * (place - below)
-
-    held = _most(lambda running: decode_s(running) / (1 + traffic.accept), service.objectives.tpot_s, room)
-    return Worker(
-        division,
-        len(overlaps) > 1,
-        PREFILL_ROWS * division.data * turns / chunk_s,
-        step_s(own),
-        held,
-        decode_s,
-    )
-
-
-def _most(time: Callable[[float], float], limit: float, room: float) -> float:
-    """The largest number up to ``room`` whose rising ``time`` stays within ``limit``; 0 if none does."""
-    if time(1.0) > limit:
-        return 0.0
-    if time(room) <= limit:
-        return room
-    low, high = 1.0, room
-    while high / low > 1.005:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if time(middle) <= limit else (low, middle)
-    return low
-
-
 def _mean_running(most: float, share: float) -> float:
     """The mean of a Poisson number that stays below ``most`` in this ``share`` of the time."""
-    return _most(lambda mean: most_running(mean, share), most, max(most, 1.0)) if most >= 1 else 0.0
+    return largest(lambda mean: most_running(mean, share), most, max(most, 1.0)) if most >= 1 else 0.0
 
 
 def _apart(service: Service, first: Worker, second: Worker) -> Answer:
@@ -299,7 +177,7 @@ def _together(service: Service, worker: Worker) -> Answer:
         prefill = min(rate_of(running) * traffic.new / worker.prefill_tokens_per_s, _MIXED_LOAD)
         return _token_s(service, worker, running) / (1 - prefill)
 
-    held = _most(stretched, goal.tpot_s, worker.running) if worker.running >= 1 else 0.0
+    held = largest(stretched, goal.tpot_s, worker.running) if worker.running >= 1 else 0.0
     mean = _mean_running(held, goal.percentile)
     if mean == 0:
         return _answer(
