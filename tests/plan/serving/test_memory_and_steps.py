@@ -12,10 +12,12 @@ from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.plan.serving.memory import Division, rank_token_bytes, requests_held, token_bytes, weight_bytes
 from phalanx.plan.serving.step_time import Step, step_parts, step_s
-from phalanx.plan.serving.streaming import pass_s, tokens_per_s, touched_experts
+from phalanx.plan.serving.streaming import pass_s, streamed_bytes, tokens_per_s, touched_experts
 from phalanx.run.kinds.whole_model import resolve
 
 DEEPSEEK, LLAMA = resolve(PRESETS["deepseek-v3"]), resolve(PRESETS["llama3-405b"])
+MOE = DEEPSEEK.moe
+assert MOE is not None
 H800 = cluster("h800:144")
 
 
@@ -90,3 +92,8 @@ def test_a_published_day_of_deepseek_took_226_9_nodes() -> None:
     prefill, decode = 608e9 / 73.7e3 / 86_400, 168e9 / 14.8e3 / 86_400
     assert (round(prefill, 1), round(decode, 1), round(prefill + decode, 1)) == (95.5, 131.4, 226.9)
     assert prefill + decode == pytest.approx(226.75, rel=1e-3)
+
+
+def test_one_row_of_deepseek_v3_reads_eight_experts_of_44_megabytes_in_each_of_58_layers() -> None:
+    experts = [streamed_bytes(replace(DEEPSEEK, moe=replace(MOE, per_token=k)), 1.0, 1) for k in (1, 9)]
+    assert experts[1] - experts[0] == pytest.approx(58 * 8 * 44e6, rel=0.01)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.plan.serving.demand import DemandError, Traffic
-from phalanx.plan.serving.memory import Division, token_bytes
+from phalanx.plan.serving.memory import FORMAT_BYTES, Division, token_bytes
 from phalanx.plan.serving.queues import most_running, wait_percentile_s
 from phalanx.plan.serving.step_time import Step, step_parts
+from phalanx.plan.serving.streaming import streamed_bytes, tokens_per_s
 from phalanx.plan.serving.workers import Service, Worker, largest, shortfalls, workers_of
 
 _MIXED_LOAD = 0.9
@@ -61,7 +62,7 @@ def plan_service(service: Service) -> tuple[list[Answer], list[Answer]]:
         raise DemandError(
             f"--cluster {service.cluster.key}: no division of the model holds a request of "
             f"{service.traffic.prompt + service.traffic.text:,.0f} tokens in {service.format}; the nearest lacks {least / 1e9:.1f} GB "
-            "on a rank: more accelerators of a worker, --format fp8, or shorter --traffic"
+            f"on a rank: more accelerators of a worker, --format fp8, or shorter --traffic; or stream the weights: {_streamed(service)}"
         )
     answers = [_together(service, worker) for worker in workers]
     answers += [
@@ -73,6 +74,17 @@ def plan_service(service: Service) -> tuple[list[Answer], list[Answer]]:
     good = sorted((each for each in answers if not each.killed), key=worth)
     bad = sorted((each for each in answers if each.killed), key=lambda each: _distance(service, each))
     return [_with_parts(service, each) for each in good[:_SHOWN]] + good[_SHOWN:], bad
+
+
+def _streamed(service: Service) -> str:
+    """The most that weights read from the hosts' memory for each pass would allow."""
+    cluster = service.cluster
+    rate = cluster.accelerator.host_bytes_per_s.value * cluster.accelerators
+    bounds = []
+    for rows in (1, 64):
+        size = streamed_bytes(service.model, FORMAT_BYTES[service.format], rows)
+        bounds.append(f"{tokens_per_s(rows, size, rate, 0.0):,.3g} tokens/s with {rows} rows")
+    return f"from host memory at most {' and '.join(bounds)}"
 
 
 def _best_prefill(service: Service, workers: list[Worker]) -> list[Worker]:

@@ -40,7 +40,12 @@ class Division:
 
     def __str__(self) -> str:
         sizes = (("tp", self.tensor), ("dp", self.data), ("pp", self.pipeline))
-        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1 rank"
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+
+
+def experts_held(experts: int, division: Division) -> int:
+    """Experts of a rank; where ranks do not divide them, further copies of busy ones fill the places, as DeepSeek's redundant ones do."""
+    return math.ceil(experts / min(experts, division.data * division.tensor))
 
 
 def token_bytes(model: ModelSpec) -> int:
@@ -62,7 +67,7 @@ def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  #
         narrow = part.kind in ("matrix", "output") and part.section == "block"
         size = part.numel * (FORMAT_BYTES[format] if narrow else 2.0)
         if part.stacked:
-            size /= min(part.shape[0], division.data * division.tensor)
+            size *= experts_held(part.shape[0], division) / part.shape[0]
         else:
             size /= part.parts_over(division.tensor)
         if part.section == "block":

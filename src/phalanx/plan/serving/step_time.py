@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.serving.memory import PAGE_BYTES, Division
+from phalanx.plan.serving.memory import PAGE_BYTES, Division, experts_held
 from phalanx.plan.serving.streaming import touched_experts
 from phalanx.plan.step_cost import collectives, kernels
 from phalanx.run.kinds import block, ends
@@ -152,7 +152,7 @@ def _multiplied_s(step: Step, product: MatrixProduct) -> float:
     if product.experts:
         ranks = division.data * division.tensor
         touched = touched_experts(product.experts, _copies(step), step.rows * division.data)
-        local = max(touched / min(ranks, product.experts), 1e-9)
+        local = max(touched / product.experts * experts_held(product.experts, division), 1e-9)
         routed = step.rows * division.data * _copies(step) / min(ranks, product.experts)
         return float(
             kernels.grouped_matmul_s(

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.model.facts.shape import numbered_parameters
+from phalanx.run.spec import ModelSpec
+
 
 def pass_s(read_s: Sequence[float], compute_s: Sequence[float], buffers: int = 2, passes: int = 8) -> float:
     """Seconds of one pass in the long run, by the recurrence; the reader runs on into the next pass."""
@@ -35,3 +38,15 @@ def touched_experts(experts: float, per_token: float, rows: float) -> float:
     """Mean number of ``experts`` that at least one of ``rows`` tokens chooses, if each chooses ``per_token`` uniformly."""
     touched: float = experts * (1 - (1 - per_token / experts) ** rows)
     return touched
+
+
+def streamed_bytes(model: ModelSpec, bytes_per_weight: float, rows: float) -> float:
+    """Bytes of blocks that a pass of ``rows`` reads: all of them, but of experts those that the rows touch."""
+    total = 0.0
+    for part, number in numbered_parameters(model):
+        if part.section == "block":
+            met = 1.0
+            if part.stacked:
+                met = touched_experts(part.shape[0], part.per_token, rows) / part.shape[0]
+            total += number * part.numel * met * bytes_per_weight
+    return total
