@@ -9,6 +9,7 @@ halves of the batch take turns, one exchanging while the other computes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class Step:
     queries: float = 1.0
     """Rows of a request that read its pages together: one, and its drafts."""
 
-    @property
+    @cached_property
     def profile(self) -> Profile:
         """The accelerator's constants; eight bits have a scale for each block of 128, as DeepSeek-V3's, where that was measured."""
         found = profile_of(self.cluster.accelerator)
@@ -83,7 +84,7 @@ def step_parts(step: Step) -> dict[str, float]:
     found = dict.fromkeys(PARTS, 0.0)
     mixed = [is_mixture(step.model, layer) for layer in range(step.model.layers)]
     for kind in sorted(set(mixed)):
-        for part, seconds in _priced(step, block.operations(step.model, mixed=kind)).items():
+        for part, seconds in _priced(step, _operations(step.model, kind)).items():
             found[part] += mixed.count(kind) * seconds
     # A prompt's last row alone needs scores.
     last = replace(step, rows=max(1.0, step.rows / step.held)) if step.prefill else step
@@ -97,6 +98,11 @@ def step_parts(step: Step) -> dict[str, float]:
         hop = collectives.point_to_point_s(step.cluster, stride, carried, stages)
         found["exchange"] += (stages - 1) * float(hop)
     return found
+
+
+@lru_cache(maxsize=16)
+def _operations(model: ModelSpec, mixed: bool) -> tuple[Operation, ...]:
+    return block.operations(model, mixed=mixed)
 
 
 def _priced(step: Step, operations: tuple[Operation, ...] | list[MatrixProduct]) -> dict[str, float]:
