@@ -43,6 +43,9 @@ def gateway() -> ASGIApp:
         def busy(self) -> bool:
             return bool(self.left)
 
+        def pages(self) -> tuple[int, int]:
+            return 0, 0
+
         def submit(self, request: Request) -> None:
             self.left[request.id] = (0, request.max_tokens)
 

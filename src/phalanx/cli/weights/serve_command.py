@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.weights.memory_option import Bytes
 
 
 @click.command("serve")
@@ -22,6 +24,27 @@ from phalanx.cli.errors import explained
     "--context",
     type=click.IntRange(2),
     help="Most tokens of a request. Without it, those of a training sequence.",
+)
+@click.option(
+    "--memory",
+    type=Bytes(),
+    default="1GiB",
+    show_default=True,
+    help="What keys and values may take: 2GiB, 500MiB. As much again goes to texts that are being computed.",
+)
+@click.option(
+    "--rows",
+    default=256,
+    show_default=True,
+    type=click.IntRange(16),
+    help="Most tokens that a pass computes.",
+)
+@click.option(
+    "--numerics",
+    default="exact",
+    show_default=True,
+    type=click.Choice(["exact", "fast"]),
+    help="exact: a token's bits do not depend on what is computed beside it. fast: they may.",
 )
 @click.option(
     "--requests",
@@ -54,6 +77,9 @@ def command(
     port: int,
     dtype: str,
     context: int | None,
+    memory: int,
+    rows: int,
+    numerics: Literal["exact", "fast"],
     requests: int,
     drain_s: float,
     key_file: Path | None,
@@ -85,15 +111,27 @@ def command(
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.gateway.admission import Limits
     from phalanx.serve.gateway.app import Gateway
     from phalanx.serve.gateway.of_run import open_run
     from phalanx.serve.gateway.server import ServerError, listen, serve
 
-    with explained(CheckpointError, TokenizerError, RunDirectoryError, KeyFileError, ServerError):
+    with explained(
+        CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
+    ):
         keys = None if key_file is None else read_keys(key_file)
         sock = listen(host, port)
-        model, worker = open_run(run_dir, step, name=name, dtype=dtype, context=context)
+        model, worker = open_run(
+            run_dir,
+            step,
+            name=name,
+            dtype=dtype,
+            context=context,
+            memory_bytes=memory,
+            rows=rows,
+            numerics=numerics,
+        )
         gateway = Gateway(model, worker, keys, Limits(requests=requests))
         shown = f"[{host}]" if ":" in host else host
         click.echo(

@@ -139,6 +139,10 @@ class Engine:
             self._recomputed,
         )
 
+    def pages(self) -> tuple[int, int]:
+        """Pages in use, and pages in all."""
+        return self._table.used, self._table.count
+
     def submit(self, request: Request) -> None:
         """Takes a request on. Raises RequestError."""
         if any(held.request.id == request.id for held in (*self._running, *self._waiting)):

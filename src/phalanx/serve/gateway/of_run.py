@@ -4,28 +4,57 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 
+from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.gateway.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.turns import TurnsEngine
-from phalanx.serve.gateway.worker import EngineWorker, Identity
+from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.generate import load_model
 
 
 def open_run(
-    run_dir: Path, step: int | None, *, name: str | None, dtype: str, context: int | None
+    run_dir: Path,
+    step: int | None,
+    *,
+    name: str | None,
+    dtype: str,
+    context: int | None,
+    memory_bytes: int,
+    rows: int,
+    numerics: Literal["exact", "fast"],
 ) -> tuple[ModelText, EngineWorker]:
-    """The model of a run, ready to be asked. Raises as ``load_model`` and ``load_run_tokenizer`` do."""
+    """The model of a run, ready to be asked. Raises EngineError, and as ``load_model`` and ``load_run_tokenizer`` do.
+
+    ``memory_bytes`` are for pages of keys and values, ``rows`` the tokens of a pass at most.
+    """
     model, spec = load_model(run_dir, step, dtype=getattr(torch, dtype))
     words = read_model_text(run_dir, name or run_dir.resolve().name, spec.vocab_size)
-    longest = context or read_resolved(RunDirectory(run_dir)).train.seq_len
-    numerics = f"turns-{dtype}-torch{torch.__version__}-threads{torch.get_num_threads()}"
-    return words, EngineWorker(
-        TurnsEngine(model, longest), Identity(weights_digest(model), numerics, longest)
-    )
+    sequence = read_resolved(RunDirectory(run_dir)).train.seq_len
+    digest = weights_digest(model)
+    engine: Engine
+    if isinstance(model, Transformer):
+        paged = PagedEngine(
+            model,
+            spec,
+            memory_bytes=memory_bytes,
+            rows=rows,
+            numerics=numerics,
+            sequence=sequence,
+            context=context or sequence,
+            weights_id=digest,
+        )
+        engine, longest, kind = paged, paged.context, f"{numerics}-{sequence}"
+    else:
+        longest = context or sequence
+        engine, kind = TurnsEngine(model, longest), "turns"
+    numerics_id = f"{kind}-{dtype}-torch{torch.__version__}-threads{torch.get_num_threads()}"
+    return words, EngineWorker(engine, Identity(digest, numerics_id, longest))
 
 
 def weights_digest(model: nn.Module) -> str:

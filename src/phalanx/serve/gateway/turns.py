@@ -1,31 +1,27 @@
-"""An engine that computes requests one token each in turn, by the arithmetic of ``phalanx generate``.
+"""An engine for users' own models, whose blocks keep no keys and values: requests take turns of one token.
 
-Every request has a cache and a generator of its own, so a text is that of ``phalanx generate`` with the same seed, whatever is computed
-beside it. Nothing is batched: this is the engine for a model of any kind and a handful of clients.
+Each token costs a pass over its whole text, by the arithmetic of ``phalanx generate``, and nothing is batched: this is for a handful of
+clients. A text does not depend on what is computed beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from phalanx.model.custom import Chain
-from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.cache import empty_cache
-from phalanx.model.transformer import Transformer, logits
-from phalanx.serve.gateway.worker import RequestError
-from phalanx.serve.generate import choose
+from phalanx.model.transformer import logits
+from phalanx.serve.engine.errors import RequestError
+from phalanx.serve.sampling import draw
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
-
-_CHOICE_STRIDE = 0x9E3779B97F4A7C15
-"""The golden ratio in 64 bits: seeds of choices lie far apart, and choice 0 has the request's own."""
 
 
 class TurnsEngine:
     """Requests that take turns of one token."""
 
-    def __init__(self, model: Transformer | Chain, context: int) -> None:
+    def __init__(self, model: Chain, context: int) -> None:
         self._model, self._context = model, context
         self._running: dict[str, Iterator[Told]] = {}
         self._cancelled: list[str] = []
@@ -34,10 +30,12 @@ class TurnsEngine:
     def busy(self) -> bool:
         return bool(self._running or self._cancelled)
 
+    def pages(self) -> tuple[int, int]:
+        """None: nothing is kept of a text but its ids."""
+        return 0, 0
+
     def submit(self, request: Request) -> None:
         """Takes a request. Raises RequestError for what the model cannot do."""
-        if request.sampling.min_p:
-            raise RequestError("min_p is not done by this engine: leave it out, or use top_p", "min_p")
         if len(request.prompt) + request.max_tokens > self._context:
             raise RequestError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "
@@ -64,35 +62,29 @@ class TurnsEngine:
         return told
 
     def _text(self, request: Request) -> Iterator[Told]:
-        model, sampling = self._model, request.sampling
-        weight = next(model.parameters())
-        cap = model.spec.logit_cap
-        text, unseen = list(request.prompt), list(request.prompt)
-        length = len(text) + request.max_tokens
-        cached = isinstance(model, Transformer)
-        cache = empty_cache(model.spec, 1, length, weight.device, weight.dtype) if cached else None
-        seed = (sampling.seed + sampling.choice * _CHOICE_STRIDE) % 2**63
-        generator = torch.Generator().manual_seed(seed)
+        model = self._model
+        device = next(model.parameters()).device
+        text = list(request.prompt)
         for index in range(request.max_tokens):
-            every = index == 0 and request.prompt_logprobs
+            last_alone = index > 0 or not request.prompt_logprobs
+            readout = partial(
+                _scores, rows=slice(-1, None) if last_alone else slice(None), cap=model.spec.logit_cap
+            )
             with torch.no_grad():
-                ids = torch.tensor([unseen if cached else text], device=weight.device)
-                readout = lambda hidden, w: logits(hidden if every else hidden[:, -1:], w, cap)  # noqa: B023, E731
-                scores = model(ids, readout=readout, **({"cache": cache} if cached else {}))[0]
-            if every:
+                scores = model(torch.tensor([text], device=device), readout=readout)[0]
+            if not last_alone:
                 yield _scored(request, scores)
-            last = scores[-1]
-            token = choose(last, sampling.temperature, sampling.top_k, sampling.top_p, generator)
+            token = draw(scores[-1], request.sampling, len(text))
             if token in request.stop_tokens:
                 yield Ended(request.id, "stop")
                 return
-            yield _token(request, index, token, last)
+            yield _token(request, index, token, scores[-1])
             text.append(token)
-            unseen = [token]
-            if cached and len(text) == longest_short(model.spec) + 1:
-                # From here on all positions are rotated by other factors, those of the cached keys too.
-                cache, unseen = empty_cache(model.spec, 1, length, weight.device, weight.dtype), list(text)
         yield Ended(request.id, "length")
+
+
+def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: float) -> torch.Tensor:
+    return logits(hidden[:, rows], weight, cap)
 
 
 def _scored(request: Request, scores: torch.Tensor) -> PromptScored:

@@ -16,14 +16,6 @@ from typing import Protocol
 from phalanx.traffic.requests import Ended, Request, Told
 
 
-class RequestError(ValueError):
-    """A request cannot be computed; the message says why and what to change, ``param`` names the field."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
 @dataclass(frozen=True)
 class WorkerLoad:
     """How much a worker has to do."""
@@ -79,6 +71,10 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool: ...
 
+    def pages(self) -> tuple[int, int]:
+        """Pages in use, and pages in all; 0 of 0 where memory is not counted in pages."""
+        ...
+
 
 class EngineWorker:
     """An engine in a thread of this process."""
@@ -115,7 +111,8 @@ class EngineWorker:
 
     def load(self) -> WorkerLoad:
         waiting = len(self._first)
-        return WorkerLoad(running=len(self._told) - waiting, waiting=waiting)
+        used, pages = self._engine.pages()
+        return WorkerLoad(len(self._told) - waiting, waiting, used, pages)
 
     def alive(self) -> bool:
         """Whether the engine's thread still takes requests."""
