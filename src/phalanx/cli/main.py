@@ -24,6 +24,7 @@ _COMMANDS = {
     "data": ("train", "Prepare and check token shards; what a run reads of them, and when."),
     "generate": ("weights", "Text from a checkpoint."),
     "serve": ("weights", "A run's model behind OpenAI's HTTP interface."),
+    "score": ("weights", "Log-probabilities of given text, by the trainer's arithmetic."),
     "show": ("plan", "Parameters, FLOPs per token and state bytes of a run's model."),
     "hash": ("weights", "SHA-256 of all weights of a run or checkpoint."),
     "checkpoint": ("weights", "List, verify and export checkpoints."),

@@ -7,19 +7,13 @@ over the whole text. A user's own model, whose blocks keep nothing, passes over 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.checkpoint.format.boxes import whole
-from phalanx.checkpoint.format.errors import CorruptError, MissingFileError, NoSuchStepError, StorageError
-from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.tiers.digest import WEIGHTS
-from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import candidates, restore
+from phalanx.checkpoint.tiers.restore_weights import restore_weights
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.cache import empty_cache
@@ -31,8 +25,6 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.sampling import draw, require_sampling
 from phalanx.traffic.requests import Sampling
-
-_log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -55,43 +47,14 @@ def load_model(
         raise RunDirectoryError(
             f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
         )
-    if not directory.checkpoints.is_dir():
-        raise RunDirectoryError(
-            f"{run_dir}: has no folder checkpoints; give the directory of a run that saved"
-        )
-    tier = DiskTier(directory.checkpoints)
     with torch.device("meta"):
         model = Chain(spec) if spec.factory else Transformer(spec)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
     for _, router in routers(model):
         # fp32 like all of the choice of experts, whatever the rest computes in.
         router.bias = None if router.bias is None else router.bias.float()
-    if step is not None:
-        _restore_weights(tier, step, model)
-    else:
-        _restore_newest(tier, model)
+    restore_weights(directory, model, step)
     return model, spec
-
-
-def _restore_newest(tier: DiskTier, model: nn.Module) -> None:
-    steps = candidates(tier)
-    if not steps:
-        raise RunDirectoryError(f"{tier.root}: no checkpoint is committed; let the run save one first")
-    for step in steps:
-        try:
-            return _restore_weights(tier, step, model)
-        except (CorruptError, MissingFileError, StorageError, NoSuchStepError) as error:
-            _log.warning("step %d cannot be read and is passed over: %s", step, error)
-    raise RunDirectoryError(f"{tier.root}: none of the steps {steps} can be read; see the warnings above")
-
-
-def _restore_weights(tier: DiskTier, step: int, model: nn.Module) -> None:
-    # The boxes say what is held, fp32; copying into the model's own tensors converts and moves to its device.
-    shards = [
-        Shard(whole(WEIGHTS + name, "float32", tuple(tensor.shape)), tensor)
-        for name, tensor in model.state_dict().items()
-    ]
-    restore(tier, step, shards)
 
 
 def generate(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -104,17 +104,16 @@ def _in_chunks(
     parts = _parts(len(weight), rows)
     for begin in range(0, len(states), chunk):
         now = states[begin : begin + chunk]  # (chunk, dim)
-        wanted = [_find(targets[begin : begin + chunk], part, rows) for part in parts]
         # 1. Logits, at once turned into log-probabilities, and the losses.
-        # (chunk, rows of the part) each; the second, the slope of a soft cap's bend, only where there is a cap.
-        pairs = [_logits(now, weight[part.start : part.stop], cap) for part in parts]
-        scores, losses = _scores_and_losses([logits for logits, _ in pairs], wanted, rows)
+        wanted, bends, scores, losses = _of_chunk(
+            now, weight, targets[begin : begin + chunk], parts, rows, cap
+        )
         loss += losses.sum()
         if grad_states is None or grad_weight is None:
             continue
         # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
         shares = []
-        for part, found, (_, bend), target in zip(parts, scores, pairs, wanted, strict=True):
+        for part, found, bend, target in zip(parts, scores, bends, wanted, strict=True):
             slope = _slope(found, target)  # (chunk, rows of the part)
             slope = (slope if bend is None else slope.mul_(bend)).to(now.dtype)
             into = grad_states[begin : begin + chunk] if len(parts) == 1 else torch.empty_like(now)
@@ -123,6 +122,50 @@ def _in_chunks(
         if len(parts) > 1:
             grad_states[begin : begin + chunk] = add_in_tree(shares, Tensor.add_)
     return loss, None if grad_states is None else grad_states.view_as(hidden), grad_weight
+
+
+class _Chunk(NamedTuple):
+    """What is known of a chunk's ``n`` tokens once their logits are computed; lists have an element for each part of the rows."""
+
+    wanted: list[_Wanted]
+    bends: list[Tensor | None]
+    """The slope of a soft cap's bend, ``(n, rows of the part)``, only where there is a cap."""
+    scores: list[Tensor]
+    """Log-probabilities, ``(n, rows of the part)``, fp32."""
+    losses: Tensor
+    """``(n,)``, fp32; 0 for tokens without a target."""
+
+
+def _of_chunk(
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    parts: list[range],
+    rows: VocabularyPiece | None,
+    cap: float,
+) -> _Chunk:
+    """Logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``: all that the loss of training and a score compute alike."""
+    wanted = [_find(targets, part, rows) for part in parts]
+    pairs = [_logits(states, weight[part.start : part.stop], cap) for part in parts]
+    scores, losses = _scores_and_losses([logits for logits, _ in pairs], wanted, rows)
+    return _Chunk(wanted, [bend for _, bend in pairs], scores, losses)
+
+
+@torch.no_grad()
+def token_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, *, cap: float = 0.0
+) -> Tensor:
+    """The cross-entropy of each token, ``(batch, seq)``, fp32, nats: what ``summed_cross_entropy`` adds up, 0 for ignored targets.
+
+    Arguments are its own, where one rank has the whole vocabulary and sequence. No gradient comes of it.
+    """
+    states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    parts = _parts(len(weight), None)
+    losses = [
+        _of_chunk(now, weight, target, parts, None, cap).losses
+        for now, target in zip(states.split(chunk), wanted.split(chunk), strict=True)
+    ]
+    return torch.cat(losses).view_as(targets)
 
 
 def _in_tiles(

@@ -1,0 +1,172 @@
+"""``phalanx score``: log-probabilities of given text, by the arithmetic that a run was trained with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.cli.run_places import checkpoint_place
+
+if TYPE_CHECKING:
+    from phalanx.data.tokenizer import Tokenizer
+
+
+@click.command("score")
+@click.argument("place", type=click.Path(path_type=Path))
+@click.argument("file", type=click.File("rb"))
+@click.option("--step", type=int, help="A step other than the newest.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16"]),
+    help="Format to compute in; by default the run's own.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a JSON object for each text, with all log-probabilities."
+)
+def command(
+    place: Path,
+    file: click.utils.LazyFile,
+    step: int | None,
+    dtype: Literal["fp32", "bf16"] | None,
+    as_json: bool,
+) -> None:
+    """Score the texts in FILE with the weights in PLACE: a run directory or a checkpoint.
+
+    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
+    text the tokens behind the first are scored, in nats, with the bits that the trainer computes for them.
+
+    \b
+      phalanx score runs/quickstart-1f3a9c04 README.md
+      phalanx score runs/quickstart-1f3a9c04 texts.jsonl --json
+      echo '{"tokens": [12, 7, 99]}' | phalanx score runs/quickstart-1f3a9c04 - --step 200
+    """
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import DataError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.serve.prompt import load_run_tokenizer
+    from phalanx.train.score.score import Scorer
+
+    given = given_texts(file.read(), file.name)
+    where = checkpoint_place(place, step)
+    run_dir = where.root.parent
+    with explained(CheckpointError, DataError, RunDirectoryError, ValueError):
+        needs_tokenizer = any(isinstance(one, str) for one in given)
+        try:
+            tokenizer = load_run_tokenizer(run_dir)
+        except DataError:
+            if needs_tokenizer:
+                raise
+            tokenizer = None  # tokens alone are scored without one, but not by the byte
+        texts = [_encoded(one, tokenizer) for one in given]
+        scorer = Scorer.of_run(run_dir, where.step, dtype)
+        found = scorer.score(texts)
+    if scorer.note:
+        click.echo(f"note: {scorer.note}", err=True)
+    for number, (text, log_probs) in enumerate(zip(texts, found, strict=True), 1):
+        scored = Scored(tuple(text), tuple(log_probs.tolist()), _bytes(text, tokenizer))
+        if as_json:
+            click.echo(json.dumps(scored.json(scorer.step, scorer.note)))
+        else:
+            click.echo(f"text {number}: {scored}")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text's tokens, the log-probabilities in nats of those behind the first, and the bytes that these stand for."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text_bytes: int
+    """0 where there is no tokenizer, or special tokens alone."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all log-probabilities, rounded once."""
+        return math.fsum(self.log_probs)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits needed for a byte of the text; ``None`` if the bytes are not known."""
+        return -self.total / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    def __str__(self) -> str:
+        bits = self.bits_per_byte
+        by_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+        mean = self.total / len(self.log_probs)
+        return f"{len(self.log_probs)} tokens scored, sum {self.total:.6f}, mean {mean:.6f} nats{by_byte}"
+
+    def json(self, step: int, note: str) -> dict[str, object]:
+        """What ``--json`` prints."""
+        return {
+            "tokens": self.tokens,
+            "log_probs": self.log_probs,
+            "sum": self.total,
+            "mean": self.total / len(self.log_probs),
+            "bits_per_byte": self.bits_per_byte,
+            "step": step,
+            "note": note,
+        }
+
+
+def given_texts(content: bytes, name: str) -> list[str | list[int]]:
+    """The texts in a file: one plain text, or of each line's JSON object its text or tokens. Raises ClickException."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"{name} is not UTF-8 at byte {error.start}; convert it") from error
+    if not text.strip():
+        raise click.ClickException(f"{name} is empty: give a text, or a JSON object on each line")
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not name.endswith(".jsonl") and _given(lines[0][1]) is None:
+        return [text]
+    found: list[str | list[int]] = []
+    for number, line in lines:
+        one = _given(line)
+        if one is None:
+            raise click.ClickException(
+                f'{name}, line {number}: give {{"text": "..."}} or {{"tokens": [1, 2, ...]}}'
+            )
+        if not one:
+            raise click.ClickException(f"{name}, line {number}: the text is empty; leave the line out")
+        found.append(one)
+    return found
+
+
+def _given(line: str) -> str | list[int] | None:
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(table, dict) or ("text" in table) == ("tokens" in table):
+        return None
+    text, tokens = table.get("text"), table.get("tokens")
+    if isinstance(text, str):
+        return text if text.isascii() or not any("\ud800" <= one <= "\udfff" for one in text) else None
+    if isinstance(tokens, list) and all(type(token) is int for token in tokens):
+        return tokens
+    return None
+
+
+def _encoded(given: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(given, str):
+        return given
+    assert tokenizer is not None
+    return [*tokenizer.document_start, *tokenizer.encode(given)]
+
+
+def _bytes(text: Sequence[int], tokenizer: Tokenizer | None) -> int:
+    """Bytes of text that the tokens behind the first stand for."""
+    if tokenizer is None:
+        return 0
+    lengths, start = tokenizer.byte_lengths, tokenizer.document_start
+    # A vocabulary may be padded beyond the tokenizer's.
+    count = sum(int(lengths[token]) for token in text[1:] if token < len(lengths))
+    # The first token of a text may have a space that is not the text's.
+    return max(0, count - tokenizer.prefix_bytes) if start and tuple(text[: len(start)]) == start else count

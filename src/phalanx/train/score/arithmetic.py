@@ -1,0 +1,63 @@
+"""What of a run's own steps a score cannot repeat, said in one sentence; and when texts may share a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from phalanx.run import independent_rows
+from phalanx.run.spec import ParallelSpec, RunSpec
+
+
+def other_arithmetic(spec: RunSpec, compute: str) -> str:
+    """One sentence on why scores in the format ``compute`` may differ by roundings from what the run's steps computed; empty if
+    they do not."""
+    reasons = list(_reasons(spec, compute))
+    if not reasons:
+        return ""
+    return (
+        f"these are not bit by bit the numbers of the run's own steps, which computed {_joined(reasons)}: "
+        "scores come of the whole model, uncompiled, on one CPU, with rows that are independent of each other"
+    )
+
+
+def _joined(words: list[str]) -> str:
+    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
+
+
+def _reasons(spec: RunSpec, compute: str) -> Iterator[str]:
+    model, parallel = spec.model, spec.parallel
+    if spec.precision.compute != compute:
+        yield f"in {spec.precision.compute} (precision.compute)"
+    if spec.precision.matmul != "compute":
+        yield f"products of 8-bit operands (precision.matmul = {spec.precision.matmul!r})"
+    if model.moe is not None and spec.precision.rows == "any":
+        yield 'each expert\'s rows without padding (precision.rows = "any")'
+    if spec.runtime.compile:
+        yield "with compiled blocks (runtime.compile)"
+    if spec.train.document_mask:
+        yield "attention for each document by itself (train.document_mask)"
+    for path, degree in (
+        ("parallel.context", parallel.context),
+        ("parallel.tensor", parallel.tensor),
+        ("parallel.expert_tensor", parallel.expert_tensor),
+    ):
+        if degree > 1:
+            yield f"sums over {degree} ranks ({path})"
+    for path, count in (("model.lanes", model.lanes), ("model.context_tiles", model.context_tiles)):
+        if count:
+            yield f"in {count} pieces ({path})"
+
+
+def texts_may_share(spec: RunSpec) -> bool:
+    """Whether a text's bits are the same at every place of a micro-batch, whatever stands beside it.
+
+    By the rules of ``precision.rows = "independent"``, asked of the run as it is scored: whole and uncompiled.
+    """
+    scored = replace(
+        spec,
+        precision=replace(spec.precision, matmul="compute", rows="independent"),
+        runtime=replace(spec.runtime, compile=False),
+        parallel=ParallelSpec(),
+    )
+    return not any(independent_rows.problems(scored))

@@ -1,0 +1,150 @@
+"""Log-probabilities of given tokens, as the trainer computes them: what a server's numbers are judged by.
+
+A text is a row of a micro-batch of the run's own shape, padded to the training sequence, one document; it goes through the module
+that the trainer builds and the arithmetic of the loss (``phalanx.train.step.loss``). On a CPU, products of equally many rows have the
+same roundings in every row, so a text's bits do not depend on the texts beside it. Experts have as many rows as their router sends
+them, so a mixture is scored with independent rows (``phalanx.model.layers.independent_rows``), whichever its run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.tiers.restore_weights import restore_weights
+from phalanx.model.custom import Chain
+from phalanx.model.layers.independent_rows import make_rows_independent
+from phalanx.model.layers.router import routers
+from phalanx.model.transformer import Transformer
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.model_facts import compute_dtype, whole_model
+from phalanx.train.score.arithmetic import other_arithmetic, texts_may_share
+from phalanx.train.step.loss import IGNORE, token_cross_entropy
+
+Compute = Literal["fp32", "bf16"]
+_DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ScoreError(ValueError):
+    """A text that cannot be scored: which, why, and what to do."""
+
+
+def score(
+    run_dir: Path, texts: Sequence[Sequence[int]], step: int | None = None, dtype: Compute | None = None
+) -> list[Tensor]:
+    """Of each text the log-probabilities ``(n - 1,)``, fp32, nats, of its tokens behind the first.
+
+    With the weights of ``step``, else of the newest that can be read, computed in ``dtype``, else in the run's own format. Raises as
+    ``Scorer.of_run`` and ``Scorer.score`` do.
+    """
+    return Scorer.of_run(run_dir, step, dtype).score(texts)
+
+
+class Scorer:
+    """A run's model, ready to score texts."""
+
+    def __init__(self, spec: RunSpec, model: Transformer | Chain, step: int = 0) -> None:
+        """Takes a whole ``model`` of a resolved ``spec``, in the format to compute in, whose experts' products it replaces."""
+        make_rows_independent(model)
+        self.spec, self.step = spec, step
+        self._model = model.requires_grad_(False).eval()
+        bf16 = next(model.parameters()).dtype == torch.bfloat16
+        self.note = other_arithmetic(spec, "bf16" if bf16 else "fp32")
+        """One sentence if the run's own steps computed otherwise, else empty."""
+
+    @classmethod
+    def of_run(cls, run_dir: Path, step: int | None = None, dtype: Compute | None = None) -> Scorer:
+        """The model of a run with the weights of ``step``, else of the newest step that can be read, on the CPU.
+
+        Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+        """
+        directory = RunDirectory(run_dir)
+        spec = read_resolved(directory)
+        shape = resolve(prediction_ahead.without(spec.model))
+        if not shape.vocab_size:
+            raise RunDirectoryError(
+                f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
+            )
+        with torch.device("meta"):
+            model = whole_model(shape, spec.train.seq_len)
+        model = model.to(_DTYPES[dtype] if dtype else compute_dtype(spec)).to_empty(device="cpu")
+        for _, router in routers(model):
+            # fp32 like all of the choice of experts, whatever the rest computes in.
+            router.bias = None if router.bias is None else router.bias.float()
+        return cls(spec, model, restore_weights(directory, model, step))
+
+    @property
+    def length(self) -> int:
+        """The most tokens of a text: as many as a training sequence reads."""
+        return self.spec.train.seq_len
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Of each text the log-probabilities ``(n - 1,)``, fp32, nats. Raises ScoreError before anything is computed, and for
+        logits that are not finite."""
+        for number, text in enumerate(texts, 1):
+            self._require(text, number)
+        train = self.spec.train
+        rows = train.micro_batch_size or train.batch_size // train.slots
+        together = rows if texts_may_share(self.spec) else 1
+        found: list[Tensor] = []
+        with torch.no_grad(), _as_trained(self.spec):
+            for first in range(0, len(texts), together):
+                found += self._micro_batch(texts[first : first + together], rows)
+        for number, values in enumerate(found, 1):
+            if not bool(torch.isfinite(values).all()):
+                raise ScoreError(
+                    f"text {number}: its log-probabilities are not finite (NaN or infinite): the weights are, or too large for the "
+                    "format computed in; take an earlier step or --dtype fp32"
+                )
+        return found
+
+    def _micro_batch(self, texts: Sequence[Sequence[int]], rows: int) -> list[Tensor]:
+        tokens = torch.zeros(rows, self.length, dtype=torch.int64)
+        targets = torch.full_like(tokens, IGNORE)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(text)
+            targets[row, : len(text) - 1] = tokens[row, 1 : len(text)]
+        cap, chunk = self.spec.model.logit_cap, self.spec.train.loss_chunk
+
+        def readout(hidden: Tensor, weight: Tensor) -> Tensor:
+            return token_cross_entropy(hidden, weight, targets, chunk, cap=cap)
+
+        losses = self._model(tokens, readout, positions=torch.arange(self.length))  # (rows, seq)
+        return [-losses[row, : len(text) - 1] for row, text in enumerate(texts)]
+
+    def _require(self, text: Sequence[int], number: int) -> None:
+        vocab = self.spec.model.vocab_size
+        if len(text) < 2:
+            found = "is empty" if not text else "is one token, and nothing stands before it"
+            raise ScoreError(f"text {number} {found}: a text needs at least two tokens")
+        if len(text) > self.length:
+            raise ScoreError(
+                f"text {number} has {len(text)} tokens, and the run was trained on sequences of {self.length} (train.seq_len): "
+                "cut it into shorter texts"
+            )
+        unknown = next((token for token in text if not 0 <= token < vocab), None)
+        if unknown is not None:
+            raise ScoreError(
+                f"text {number}: token id {unknown} is outside the model's vocabulary of {vocab}: encode with the run's own tokenizer"
+            )
+
+
+@contextmanager
+def _as_trained(spec: RunSpec) -> Iterator[None]:
+    """The run's number of threads and deterministic kernels, which decide bits; afterwards those of before."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(spec.runtime.threads)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
