@@ -1,0 +1,74 @@
+"""``phalanx score`` on a finished run: what it reads, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from phalanx.cli.weights import score_command
+
+
+def scored(folder: Path, result: dict[str, object], content: str | bytes, *options: str) -> Result:
+    (folder / "given").write_bytes(content if isinstance(content, bytes) else content.encode())
+    place = folder / str(result["run_dir"])
+    return CliRunner().invoke(score_command.command, [str(place), str(folder / "given"), *options])
+
+
+def test_a_text_and_its_tokens_have_the_same_line(folder: Path, result: dict[str, object]) -> None:
+    plain = scored(folder, result, "ab cd")
+    assert plain.exit_code == 0, plain.output
+    assert plain.output.startswith("text 1: 4 tokens scored, sum -")
+    assert "bits per byte" in plain.output
+    lines = scored(folder, result, '{"text": "ab cd"}\n\n{"tokens": [97, 98, 32, 99, 100]}\n')
+    first, second = lines.output.splitlines()
+    assert first == plain.output.rstrip("\n")
+    assert second == first.replace("text 1", "text 2")
+
+
+def test_objects_have_every_log_probability_and_the_step(folder: Path, result: dict[str, object]) -> None:
+    newest = json.loads(scored(folder, result, "ab cd", "--json").output)
+    assert newest["tokens"] == [97, 98, 32, 99, 100]
+    assert len(newest["log_probs"]) == 4
+    assert newest["sum"] == pytest.approx(sum(newest["log_probs"]))
+    assert (newest["step"], newest["note"]) == (6, "")
+    earlier = json.loads(scored(folder, result, "ab cd", "--json", "--step", "3").output)
+    assert earlier["step"] == 3
+    assert earlier["log_probs"] != newest["log_probs"]
+
+
+def test_another_format_than_the_runs_is_noted(folder: Path, result: dict[str, object]) -> None:
+    done = scored(folder, result, "ab cd", "--dtype", "bf16")
+    assert done.exit_code == 0
+    assert "computed in fp32 (precision.compute)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is empty"),
+        ("a", "text 1 is one token"),
+        ("abcde" * 5, "text 1 has 25 tokens, and the run was trained on sequences of 24"),
+        ('{"tokens": [1, 400000]}', "token id 400000 is outside the model's vocabulary"),
+        ('{"text": "ab"}\n{"words": "ab"}', "line 2: give"),
+        ('{"text": "ab"}\n{"tokens": []}', "line 2: the text is empty"),
+        ('{"text": "ab"}\n{"tokens": [true, 1]}', "line 2: give"),
+        (b"ab\xff", "is not UTF-8 at byte 2"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(
+    folder: Path, result: dict[str, object], content: str | bytes, said: str
+) -> None:
+    done = scored(folder, result, content)
+    assert done.exit_code == 1
+    assert said in done.output
+
+
+def test_a_run_without_checkpoints_says_so(folder: Path, result: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes((folder / str(result["run_dir"]) / "run.toml").read_bytes())
+    (tmp_path / "given").write_text("ab cd")
+    done = CliRunner().invoke(score_command.command, [str(tmp_path), str(tmp_path / "given")])
+    assert done.exit_code == 1
+    assert "holds no checkpoints" in done.output
