@@ -1,12 +1,20 @@
-"""A token drawn by counters: a function of logits, seed, choice and place, with no generator that a process could take with it.
+"""Tokens drawn from logits by numbers that are a function of (seed, choice, position, token), and of nothing that ran before.
 
-The token is the arg max of ``logit / temperature + gumbel`` over those that are kept (Gumbel-max trick), where a token's number comes from
-the words of (seed, choice, place, token) and is rounded to 2^-30, so that another worker draws the same. Ties go to the lower id.
+A generator's state ties a token to all that was drawn before it, is lost with its process, and lets requests of one batch disturb each
+other. Here the token is the arg max of ``logit / T + gumbel`` over the kept tokens (the Gumbel-max trick: the arg max is distributed as
+the softmax; Maddison, Tarlow and Minka, arXiv 1411.0030), so a retry, another worker or a speculative check repeats the very draw. Tokens are
+kept by temperature, ``top_k``, ``top_p`` (nucleus sampling, Holtzman et al., arXiv 1904.09751), ``min_p`` (Nguyen et al., arXiv 2407.01082), in that order.
+
+Every operation is exact, on integers, or a single rounding of IEEE 754, so devices, vector widths and numbers of threads give the same token.
+Gumbel numbers and exponentials come from tables in fixed point, interpolated in integers, as in ``phalanx.model.random_bits``. Masses are sums
+of integers, which have no order. A probability is off by less than 1e-5 of itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,34 +22,187 @@ from torch import Tensor
 from phalanx.model.random_bits import random_words, stream_key
 from phalanx.traffic.requests import Sampling
 
+_FRACTION = 30  # bits of a table step, and of gumbel numbers
+_CELLS = 8  # bits: table steps in an octave
+_OCTAVES = 53
+_SIDE = _OCTAVES << _CELLS  # table steps of one side
+_MANTISSA = 52
+
+_WEIGHT = 40  # bits of the likeliest token's weight: 2^22 tokens of it fit into 63
+_EXPONENT = 24  # bits behind the point of a binary logarithm
+_POWER_CELLS = 12
+_OCTAVE = 1.4426950408889634 * (1 << _EXPONENT)  # log2(e), in these units
+_FIRST_LOOK = 1024  # tokens that hold top_p of most distributions
+
+
+class LogitsError(ValueError):
+    """Logits from which nothing can be drawn."""
+
 
 def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
-    """The token at ``position`` of prompt and text, from its finite ``logits`` ``(vocab,)``."""
-    if sampling.temperature == 0 or sampling.top_k == 1:
-        return int(logits.argmax())
-    scores = logits.double().cpu() / sampling.temperature
-    kept = _kept(scores, sampling)
-    key = stream_key(sampling.seed, f"choice {sampling.choice}, token {position}")
-    words = random_words(key, torch.arange(len(scores)))
-    uniform = (((words >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
-    gumbel = torch.round(-(-uniform.log()).log() * 2.0**30) * 2.0**-30
-    return int((scores + gumbel).masked_fill(~kept, -torch.inf).argmax())
+    """The token at ``position`` of prompt and text, by its logits ``(vocab,)`` of any dtype and device.
+
+    ``-inf`` rules a token out. Ties go to the lower id. Raises LogitsError for other logits that are not finite.
+    """
+    return draw_rows(logits[None], [sampling], [position])[0]
 
 
 def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """``draw`` for each row of ``logits`` ``(rows, vocab)``."""
-    return [draw(*row) for row in zip(logits, samplings, positions, strict=True)]
+    """``draw`` of each row of ``(rows, vocab)``, with one wait for the device. Raises LogitsError."""
+    if not len(logits) == len(samplings) == len(positions):
+        raise ValueError(
+            f"{len(logits)} rows of logits, {len(samplings)} samplings and {len(positions)} positions: one each"
+        )
+    if not len(logits):
+        return []
+    _require_numbers(logits)
+    rows = zip(logits, samplings, positions, strict=True)
+    return [int(token) for token in torch.stack([_drawn(*row) for row in rows]).tolist()]
 
 
-def _kept(scores: Tensor, sampling: Sampling) -> Tensor:
-    """The tokens that are left in, ``(vocab,)``, bool."""
-    ordered, ids = scores.sort(descending=True, stable=True)
-    count = min(sampling.top_k or len(scores), len(scores))
-    probabilities = ordered[:count].softmax(dim=0)
-    left = torch.ones(count, dtype=torch.bool)
-    if sampling.top_p < 1:
-        left &= probabilities.cumsum(0) - probabilities < sampling.top_p
-    if sampling.min_p > 0:
-        left &= probabilities >= sampling.min_p * probabilities[0]
-    left[0] = True
-    return torch.zeros(len(scores), dtype=torch.bool).index_fill_(0, ids[:count][left], True)
+def require_sampling(sampling: Sampling) -> None:
+    """Raises ValueError, beginning with the field's name, for a number out of range."""
+    if not 0 <= sampling.temperature < math.inf:
+        raise ValueError(f"temperature = {sampling.temperature}: at least 0, and finite")
+    if sampling.top_k < 0:
+        raise ValueError(f"top_k = {sampling.top_k}: at least 0, which leaves all tokens in")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p = {sampling.top_p}: above 0 and at most 1, which leaves all tokens in")
+    if not 0 <= sampling.min_p <= 1:
+        raise ValueError(f"min_p = {sampling.min_p}: from 0, which leaves all tokens in, to 1")
+
+
+def _require_numbers(logits: Tensor) -> None:
+    if bool(torch.isfinite(logits.amax(dim=-1)).all()):  # NaN wherever one of them is
+        return
+    wrong = (torch.isnan(logits) | (logits == math.inf)).nonzero()
+    what = f"that of token {int(wrong[0, 1])} is {float(logits[*wrong[0]])}" if len(wrong) else "all are -inf"
+    raise LogitsError(
+        f"the model's logits are not finite ({what}): its weights are not, or are too large for the format computed in; "
+        "take an earlier step"
+    )
+
+
+def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    if sampling.temperature == 0:
+        return logits.argmax()
+    scores = _scores(logits, sampling.temperature)
+    key = _key(sampling, position)
+    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+        ids = torch.arange(len(scores), device=scores.device)
+        return (scores + gumbel(key, ids)).argmax()
+    ids = _kept(logits, scores, sampling)
+    ids = ids.sort().values  # the first of equal ones is then the lower id
+    return ids[(scores[ids] + gumbel(key, ids)).argmax()]
+
+
+def _key(sampling: Sampling, position: int) -> int:
+    return stream_key(sampling.seed, f"text {sampling.choice} {position}")
+
+
+def _scores(logits: Tensor, temperature: float) -> Tensor:
+    """fp64, the likeliest 0. Less the largest first: a tiny temperature then cannot overflow to NaN."""
+    wide = logits.double()
+    return (wide - wide.max()) * min(1 / temperature, 1e300)
+
+
+# The kept tokens
+
+
+def kept(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The ids that ``sampling`` leaves in, the likeliest first, ties by id; at least one. ``temperature`` is above 0."""
+    return _kept(logits, _scores(logits, sampling.temperature), sampling)
+
+
+def _kept(logits: Tensor, scores: Tensor, sampling: Sampling) -> Tensor:
+    # In the order of the logits themselves: their distances from the largest may round to the same.
+    masses = _masses(scores)
+    if sampling.top_k and sampling.top_k < len(scores):
+        ids = _likeliest(logits, sampling.top_k)[: sampling.top_k]
+        ids = _nucleus(ids, masses[ids], int(masses[ids].sum()), sampling.top_p)
+    elif sampling.top_p < 1:
+        total = int(masses.sum())
+        # Most distributions need no sorting of the whole vocabulary.
+        ids = _likeliest(logits, min(_FIRST_LOOK, len(logits)))
+        if int(masses[ids].sum()) < sampling.top_p * total:
+            ids = logits.sort(descending=True, stable=True).indices
+        ids = _nucleus(ids, masses[ids], total, sampling.top_p)
+    else:
+        ids = logits.sort(descending=True, stable=True).indices
+    # The first is the likeliest, and is kept whatever rounding makes of its share.
+    return ids[: max(1, int((masses[ids] >= math.ceil(sampling.min_p * (1 << _WEIGHT))).count_nonzero()))]
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """Ids of the ``count`` likeliest, falling, and of all that equal the last of them."""
+    least = logits.topk(count).values[-1]
+    ids = (logits >= least).nonzero()[:, 0]
+    return ids[logits[ids].sort(descending=True, stable=True).indices]
+
+
+def _nucleus(ids: Tensor, masses: Tensor, total: int, top_p: float) -> Tensor:
+    """The beginning of ``ids`` up to the one that reaches ``top_p`` of ``total``."""
+    if top_p == 1:
+        return ids
+    before = masses.cumsum(dim=0) - masses
+    return ids[: max(1, int((before < math.ceil(top_p * total)).count_nonzero()))]
+
+
+@functools.cache
+def _power_table() -> tuple[int, ...]:
+    """2^-x at 4097 places from 0 to 1, in units of 2^-40."""
+    steps = 1 << _POWER_CELLS
+    return tuple(round(2.0 ** (-i / steps) * (1 << _WEIGHT)) for i in range(steps + 1))
+
+
+def _masses(scores: Tensor) -> Tensor:
+    """``exp(score)`` in units of 2^-40, int64; scores are at most 0."""
+    halvings = (scores * -_OCTAVE).clamp(max=float(63 << _EXPONENT)).round().to(torch.int64)
+    fraction = halvings & ((1 << _EXPONENT) - 1)
+    rest = _EXPONENT - _POWER_CELLS
+    cell, inner = fraction >> rest, fraction & ((1 << rest) - 1)
+    table = _on(scores.device, _power_table)
+    left, right = table[cell], table[cell + 1]
+    return (left - (((left - right) * inner) >> rest)) >> (halvings >> _EXPONENT)
+
+
+# Gumbel numbers
+
+
+@functools.cache
+def _gumbel_table() -> tuple[int, ...]:
+    """Gumbel's quantiles, in units of 2^-30, where ``x`` runs over the octaves from 2^-54 to 1/2: at 1 - x, and then at x.
+
+    Steps shrink with the octave, so both tails are as exact as the middle. Rounding is coarser than any disagreement between mathematical
+    libraries.
+    """
+    places = [
+        math.ldexp(1 + (i % (1 << _CELLS)) / (1 << _CELLS), (i >> _CELLS) - _OCTAVES - 1)
+        for i in range(_SIDE + 1)
+    ]
+    upper = [-math.log(-math.log1p(-x)) for x in places]
+    lower = [-math.log(-math.log(x)) for x in places]
+    return tuple(round(value * (1 << _FRACTION)) for value in (*upper, *lower))
+
+
+def gumbel(key: int, index: Tensor) -> Tensor:
+    """A number for each element of the int64 ``index``: of Gumbel's standard distribution, from -3.7 to 37.5; fp64.
+
+    The value is an integer times 2^-30, exact in fp64.
+    """
+    words = random_words(key, index)
+    # An odd number of 53 bits: exact in fp64, never 0. Its exponent is the octave, and its mantissa the place there.
+    bits = ((((words >> 12) & ((1 << _MANTISSA) - 1)) << 1) | 1).double().view(torch.int64)
+    cell = (bits >> (_MANTISSA - _CELLS)) - (1023 << _CELLS) + (words & 1) * (_SIDE + 1)
+    fraction = (bits >> (_MANTISSA - _CELLS - _FRACTION)) & ((1 << _FRACTION) - 1)
+    table = _on(index.device, _gumbel_table)
+    left, right = table[cell], table[cell + 1]
+    fixed = left + (((right - left) * fraction) >> _FRACTION)
+    return fixed.double() * 2.0**-_FRACTION
+
+
+@functools.lru_cache(maxsize=32)
+def _on(device: torch.device, table: Callable[[], tuple[int, ...]]) -> Tensor:
+    # Not in inference mode, whose tensors could not be used outside it.
+    with torch.inference_mode(False):
+        return torch.tensor(table(), dtype=torch.int64, device=device)
