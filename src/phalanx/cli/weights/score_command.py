@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import click
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 def command(
     place: Path,
-    file: click.utils.LazyFile,
+    file: BinaryIO,
     step: int | None,
     dtype: Literal["fp32", "bf16"] | None,
     as_json: bool,

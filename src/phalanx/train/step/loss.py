@@ -163,7 +163,7 @@ def token_cross_entropy(
     parts = _parts(len(weight), None)
     losses = [
         _of_chunk(now, weight, target, parts, None, cap).losses
-        for now, target in zip(states.split(chunk), wanted.split(chunk), strict=True)
+        for now, target in zip(torch.split(states, chunk), torch.split(wanted, chunk), strict=True)
     ]
     return torch.cat(losses).view_as(targets)
 
