@@ -202,6 +202,7 @@ print(list(generate(model, [1, 2, 3], tokens=3, temperature=0)))
 """
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_memory_that_a_process_may_have_gives_the_same_tokens(tmp_path: Path) -> None:
     # 12 layers of 17 MB: 202 MB, where 150 MiB can be had.
     spec = resolve(ModelSpec(layers=12, dim=512, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=64))
