@@ -49,11 +49,14 @@ def _reasons(spec: RunSpec, compute: str) -> Iterator[str]:
             yield f"in {count} pieces ({path})"
 
 
-def texts_may_share(spec: RunSpec) -> bool:
+def texts_may_share(spec: RunSpec, compute: str) -> bool:
     """Whether a text's bits are the same at every place of a micro-batch, whatever stands beside it.
 
-    By the rules of ``precision.rows = "independent"``, asked of the run as it is scored: whole and uncompiled.
+    By the rules of ``precision.rows = "independent"``, asked of the run as it is scored: whole and uncompiled. Never in bf16: where a
+    processor has tiles for it (AMX), the inner dimension is split by the number of rows (measured: width 704, rows other than 256).
     """
+    if compute != "fp32":
+        return False
     scored = replace(
         spec,
         precision=replace(spec.precision, matmul="compute", rows="independent"),

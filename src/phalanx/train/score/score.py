@@ -1,9 +1,10 @@
 """Log-probabilities of given tokens, as the trainer computes them: what a server's numbers are judged by.
 
 A text is a row of a micro-batch of the run's own shape, padded to the training sequence, one document; it goes through the module
-that the trainer builds and the arithmetic of the loss (``phalanx.train.step.loss``). On a CPU, products of equally many rows have the
-same roundings in every row, so a text's bits do not depend on the texts beside it. Experts have as many rows as their router sends
-them, so a mixture is scored with independent rows (``phalanx.model.layers.independent_rows``), whichever its run has.
+that the trainer builds and the arithmetic of the loss (``phalanx.train.step.loss``). A text's bits do not depend on the texts beside
+it: where products of equally many rows have the same roundings in every row, texts share a micro-batch; elsewhere each has one, with
+padding in the other rows. Experts have as many rows as their router sends them, so a mixture is scored with independent rows
+(``phalanx.model.layers.independent_rows``), whichever its run has.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Scorer:
         make_rows_independent(model)
         self.spec, self.step = spec, step
         self._model = model.requires_grad_(False).eval()
-        bf16 = next(model.parameters()).dtype == torch.bfloat16
-        self.note = other_arithmetic(spec, "bf16" if bf16 else "fp32")
+        self._compute = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "fp32"
+        self.note = other_arithmetic(spec, self._compute)
         """One sentence if the run's own steps computed otherwise, else empty."""
 
     @classmethod
@@ -93,7 +94,7 @@ class Scorer:
             self._require(text, number)
         train = self.spec.train
         rows = train.micro_batch_size or train.batch_size // train.slots
-        together = rows if texts_may_share(self.spec) else 1
+        together = rows if texts_may_share(self.spec, self._compute) else 1
         found: list[Tensor] = []
         with torch.no_grad(), _as_trained(self.spec):
             for first in range(0, len(texts), together):
