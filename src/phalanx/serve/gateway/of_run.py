@@ -16,6 +16,7 @@ from phalanx.serve.gateway.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.generate import load_model
+from phalanx.serve.numerics.products import require_independent_rows
 
 
 def open_run(
@@ -39,6 +40,8 @@ def open_run(
     digest = weights_digest(model)
     engine: Engine
     if isinstance(model, Transformer):
+        if numerics == "exact":
+            require_independent_rows(model)
         paged = PagedEngine(
             model,
             spec,

@@ -1,0 +1,1 @@
+"""What exact serving relies on, tried on the machine at hand."""
