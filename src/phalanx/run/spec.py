@@ -355,7 +355,7 @@ class PrecisionSpec:
     """Format of weights and activations in forward and backward; "auto" is bf16 on a GPU, fp32 on a CPU."""
     matmul: Literal["compute", "fp8-tensorwise", "fp8-rowwise", "mxfp8"] = "compute"
     """Format of the operands of the blocks' matrix products; 8-bit formats are emulated on hardware that lacks them."""
-    rows: Literal["any", "independent"] = "any"
+    rows: Annotated[Literal["any", "independent"], LATER] = "any"
     """If "independent", each expert's rows are padded to a multiple of 4, so that on a CPU a token's results do not depend on which
     others chose its expert: what serving needs to give a mixture's log-probabilities bit by bit."""
 
