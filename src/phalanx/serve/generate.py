@@ -13,18 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.tiers.restore_weights import restore_weights
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.cache import empty_cache
-from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer, logits
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.kinds import prediction_ahead
-from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.sampling import draw, require_sampling
 from phalanx.traffic.requests import Sampling
+from phalanx.train.score.restored import restored_model
 
 
 def load_model(
@@ -40,20 +36,7 @@ def load_model(
     ``step``, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run
     has no checkpoint, NoSuchStepError, and what ``restore`` raises.
     """
-    # What predicts further ahead was for training; the checkpoint's names for the rest are the same without it.
-    directory = RunDirectory(run_dir)
-    spec = resolve(prediction_ahead.without(read_resolved(directory).model))
-    if not spec.vocab_size:
-        raise RunDirectoryError(
-            f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
-        )
-    with torch.device("meta"):
-        model = Chain(spec) if spec.factory else Transformer(spec)
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    for _, router in routers(model):
-        # fp32 like all of the choice of experts, whatever the rest computes in.
-        router.bias = None if router.bias is None else router.bias.float()
-    restore_weights(directory, model, step)
+    model, spec, _ = restored_model(run_dir, step, device=device, dtype=dtype)
     return model, spec
 
 

@@ -17,17 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.tiers.restore_weights import restore_weights
 from phalanx.model.custom import Chain
 from phalanx.model.layers.independent_rows import make_rows_independent
-from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.kinds import prediction_ahead
-from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.model_facts import compute_dtype, whole_model
+from phalanx.train.lifecycle.model_facts import compute_dtype
 from phalanx.train.score.arithmetic import other_arithmetic, texts_may_share
+from phalanx.train.score.restored import restored_model
 from phalanx.train.step.loss import IGNORE, token_cross_entropy
 
 Compute = Literal["fp32", "bf16"]
@@ -67,20 +64,10 @@ class Scorer:
 
         Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
         """
-        directory = RunDirectory(run_dir)
-        spec = read_resolved(directory)
-        shape = resolve(prediction_ahead.without(spec.model))
-        if not shape.vocab_size:
-            raise RunDirectoryError(
-                f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
-            )
-        with torch.device("meta"):
-            model = whole_model(shape, spec.train.seq_len)
-        model = model.to(_DTYPES[dtype] if dtype else compute_dtype(spec)).to_empty(device="cpu")
-        for _, router in routers(model):
-            # fp32 like all of the choice of experts, whatever the rest computes in.
-            router.bias = None if router.bias is None else router.bias.float()
-        return cls(spec, model, restore_weights(directory, model, step))
+        spec = read_resolved(RunDirectory(run_dir))
+        computed = _DTYPES[dtype] if dtype else compute_dtype(spec)
+        model, _, restored = restored_model(run_dir, step, seq_len=spec.train.seq_len, dtype=computed)
+        return cls(spec, model, restored)
 
     @property
     def length(self) -> int:
