@@ -110,7 +110,7 @@ def cpu_s(pid: int) -> float:
 
 
 def load(port: int, streams: int) -> list[bytes]:
-    """What each of ``streams`` requests at once is answered."""
+    """Reads the answers of ``streams`` requests at once."""
     body = json.dumps(BODY).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     chosen, answers = selectors.DefaultSelector(), dict[int, bytearray]()

@@ -33,7 +33,7 @@ def is_held_out(row: Row) -> bool:
 
 
 def predicted(row: Row) -> float:
-    """What the planner says, in the row's unit."""
+    """The planner's prediction, in the row's unit."""
     rows, held = float(row["rows"]), float(row["held"])
     if row["family"] == "streaming":  # OPT-30B in 16 bits, over the host link that FlexGen's machine reached
         return tokens_per_s(rows, 60e9, 12e9, 0.0)

@@ -164,7 +164,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Row:
-    """What found a problem."""
+    """The ways in which a problem was found, and after how many seconds."""
 
     problem: Problem
     page: Named

@@ -34,7 +34,7 @@ class PackError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a format has changed of the fp32 weights: errors relative to a tensor's root mean square."""
+    """Rounding errors of a format against the fp32 weights, relative to a tensor's root mean square."""
 
     relative_error: float
     """Over all weights together."""
@@ -51,17 +51,17 @@ class PackIndex:
     """The run's name, and the folder that it was packed from."""
     step: int
     weights_sha256: str
-    """Of the fp32 weights that it was made from: the hash that the run prints."""
+    """Hash of the fp32 weights that it was made from, as the run prints it."""
     sections: tuple[Section, ...]
     checksums: tuple[tuple[int, ...], ...]
-    """Of each section's chunks, xxh3_64."""
+    """Checksums (xxh3_64) of each section's chunks."""
     rounding: Rounding
     files: Mapping[str, bytes]
     """Small files of the run directory by their path in it: ``run.toml``, ``tokenizer/tokenizer.json``."""
 
     @property
     def weights_id(self) -> str:
-        """What tells these weights from any others: the run's hash, and the format if it is narrower than fp32."""
+        """The name of these weights and no others: the run's hash, and the format if it is narrower than fp32."""
         return self.weights_sha256 if self.format == "fp32" else f"{self.weights_sha256}-{self.format}"
 
     def find(self, kind: str, layer: int = -1, expert: int = -1) -> int | None:

@@ -81,7 +81,7 @@ class Section:
 
     kind: SectionKind
     prefix: str
-    """What full names of its tensors begin with: ``blocks.3.``; of an expert, ``blocks.3.ffn.experts.``."""
+    """Prefix of its tensors' full names: ``blocks.3.``; of an expert, ``blocks.3.ffn.experts.``."""
     layer: int
     """-1 outside the blocks."""
     expert: int

@@ -209,18 +209,12 @@ def command(
         from phalanx.plan.search.query import Aim, refuse_unused
 
         if serve:
-            refuse_beside(
-                "--serve", _given(), _WITH_SERVE, "it plans workers, not the layout of a training run"
-            )
-            if traffic is None:
-                raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
-            if len(files) > 1:
-                raise click.UsageError(f"one model is planned at a time, not {len(files)}")
+            _require_service(files, traffic)
             from phalanx.cli.plan.serving_table import answer_service
 
             chosen = _spec(files[0] if files else None, model, batch, seq_len, _without_cluster(overrides))
             place = _cluster(cluster_name, overrides)
-            answer_service(chosen, place, traffic, slo or "", weight_format, top=top, as_json=as_json)
+            answer_service(chosen, place, traffic or "", slo or "", weight_format, top=top, as_json=as_json)
             return
         if without := [name for name in ("traffic", "slo", "weight_format") if _is_given(name)]:
             raise click.UsageError(f"--{without[0].removeprefix('weight_')} goes with --serve")
@@ -295,6 +289,15 @@ def _placer(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Plac
         raise click.UsageError(f"--topology {network}: {error}") from error
     rates = topology.with_rates(topology.node_bytes_per_s, fractions(shares or spec.launch.shares))
     return placer_on(rates, spec)
+
+
+def _require_service(files: tuple[Path, ...], traffic: str | None) -> None:
+    """Raises UsageError for options that do not plan a service."""
+    refuse_beside("--serve", _given(), _WITH_SERVE, "it plans workers, not the layout of a training run")
+    if traffic is None:
+        raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
+    if len(files) > 1:
+        raise click.UsageError(f"one model is planned at a time, not {len(files)}")
 
 
 _WITH_SERVE = (
