@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.data.chat.template import read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
 from phalanx.run.directory.paths import RunDirectory
@@ -173,7 +174,7 @@ def test_a_conversation_has_the_ids_of_transformers(bare_run: RunDirectory) -> N
     ]
     expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     tokenizer = tokenizer_from_file(bare_run.tokenizer)
-    assert encode_messages(bare_run.published, tokenizer, chat) == expected
+    assert encode_messages(read_chat_template(bare_run.published), tokenizer, chat) == expected
     parts = [
         {
             **m,
@@ -184,7 +185,7 @@ def test_a_conversation_has_the_ids_of_transformers(bare_run: RunDirectory) -> N
         }
         for m in chat
     ]
-    assert encode_messages(bare_run.published, tokenizer, parts) == expected
+    assert encode_messages(read_chat_template(bare_run.published), tokenizer, parts) == expected
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,9 @@ def test_a_message_that_is_not_understood_is_refused_by_its_field(
 ) -> None:
     (bare_run.published / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     with pytest.raises(TokenizerError, match=message):
-        encode_messages(bare_run.published, tokenizer_from_file(bare_run.tokenizer), messages)
+        encode_messages(
+            read_chat_template(bare_run.published), tokenizer_from_file(bare_run.tokenizer), messages
+        )
 
 
 @pytest.mark.parametrize(

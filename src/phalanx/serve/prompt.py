@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
 from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
 from phalanx.data.chat.messages import Message
-from phalanx.data.chat.template import ChatTemplateError, read_chat_template
+from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
@@ -60,29 +60,30 @@ def encode_chat(published: Path | None, tokenizer: Tokenizer, message: str) -> l
 
     Raises TokenizerError if there is no template, or if it refuses the message.
     """
-    return encode_messages(published, tokenizer, [{"role": "user", "content": message}])
+    try:
+        template = None if published is None else read_chat_template(published)
+        return encode_messages(template, tokenizer, [{"role": "user", "content": message}])
+    except (TokenizerError, ChatTemplateError) as error:
+        raise TokenizerError(f"{error}; leave out --chat") from error
 
 
 def encode_messages(
-    published: Path | None, tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]
+    template: ChatTemplate | None, tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]
 ) -> list[int]:
-    """The ids of a conversation, up to where the assistant's answer begins, in the chat template among ``published`` files.
+    """The ids of a conversation in a model's chat ``template``, up to where the assistant's answer begins.
 
     A message has a ``role`` (system, user, assistant) and a ``content``: a text, or a list of parts of type text, which are joined. Raises
     TokenizerError if there is no template, if it refuses the messages, or does not come to an end.
     """
-    if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or published is None:
+    if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or template is None:
         raise TokenizerError(
-            "there is no chat template for this run: one comes with an imported model, for as long as the run has its "
-            "tokenizer; leave out --chat"
+            "there is no chat template for this run: one comes with an imported model, for as long as the run has its tokenizer"
         )
     plain = plain_messages(messages)
     try:
-        return tokenizer.encode_template(
-            read_chat_template(published).render(plain, answer=True, bounded=True)
-        )
+        return tokenizer.encode_template(template.render(plain, answer=True, bounded=True))
     except ChatTemplateError as error:
-        raise TokenizerError(f"{error}; mend it, or leave out --chat") from error
+        raise TokenizerError(f"{error}; mend it") from error
 
 
 def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:

@@ -60,6 +60,14 @@ def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence
     return [int(token) for token in torch.stack([_drawn(*row) for row in rows]).tolist()]
 
 
+def likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` likeliest tokens and their log-probabilities, of ``(vocab,)``; falling, ties by lower id; none for 0 and less."""
+    if count <= 0:
+        return ()
+    values, ids = log_probs.sort(descending=True, stable=True)
+    return tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+
+
 def require_sampling(sampling: Sampling) -> None:
     """Raises ValueError, beginning with the field's name, for a number out of range."""
     if not 0 <= sampling.temperature < math.inf:

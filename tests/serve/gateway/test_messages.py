@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from phalanx.serve.gateway.admission import Limits, Measured, retry_after
 from phalanx.serve.gateway.messages import Chat, Completion, RefusedError, prompts_of, read_body, stops_of
-from phalanx.serve.gateway.stops import StopText
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -47,25 +46,6 @@ def test_any_bytes_are_read_or_refused(body: bytes) -> None:
 )
 def test_null_asks_for_nothing_and_is_taken(name: str) -> None:
     read_body(Completion, msgspec.json.encode({"model": "m", "prompt": "a", name: None}))
-
-
-@given(st.lists(st.text("ab", max_size=3)), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_text_in_pieces_ends_where_the_whole_has_its_first_stop(pieces: list[str], stops: list[str]) -> None:
-    stop, text, stopped = StopText(stops), "", False
-    for piece in pieces:
-        certain, stopped = stop.feed(piece)
-        text += certain
-        if stopped:
-            break
-    text += "" if stopped else stop.flush()
-    whole = "".join(pieces)
-    ends = [place + len(one) for one in stops if (place := whole.find(one)) >= 0]
-    assert stopped == bool(ends)
-    if not stopped:
-        assert text == whole
-    else:
-        assert whole.startswith(text)
-        assert not any(one in text for one in stops)
 
 
 @given(

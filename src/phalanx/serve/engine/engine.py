@@ -23,7 +23,7 @@ from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.page_memory import PageMemory, Piece, page_bytes, pages_within
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.engine.supported import require_computable, require_supported
-from phalanx.serve.sampling import draw
+from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.batching import Course, plan_step, youngest
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
@@ -367,7 +367,7 @@ class Engine:
                 len(held.text) - len(request.prompt),
                 token,
                 float(log_probs[token]) if told else 0.0,
-                _top(log_probs, request.top_logprobs) if request.top_logprobs > 0 else (),
+                likeliest(log_probs, request.top_logprobs),
             )
         )
         was_long = self._is_long(held)
@@ -389,9 +389,3 @@ class Engine:
 def _padded(values: list[int]) -> list[int]:
     """The values with the last one repeated, until products of so many rows keep them apart."""
     return values + values[-1:] * padding(len(values))
-
-
-def _top(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens and their log-probabilities, falling, ties by lower id."""
-    values, ids = log_probs.sort(descending=True, stable=True)
-    return tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))

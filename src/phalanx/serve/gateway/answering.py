@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import count
@@ -136,7 +136,7 @@ class Answering:
         self._prompt_tokens = sum(map(len, asked.prompts))
         counts.prompt_tokens += self._prompt_tokens
 
-    async def _text(self, index: int) -> AsyncIterator[Piece]:
+    async def _text(self, index: int) -> AsyncGenerator[Piece]:
         asked, body = self._asked, self._asked.body
         number, choice = divmod(index, asked.n)
         request = Request(
@@ -155,13 +155,14 @@ class Answering:
             top_logprobs=asked.logprobs,
             prompt_logprobs=asked.scored,
         )
+        self._counts.queried_tokens += len(request.prompt)
         began = last = time.monotonic()
         first, finish = True, ""
         try:
             course = pieces(
                 self._port, request, self._model.tokenizer, asked.stops, at_start=asked.at_start[number]
             )
-            async with aclosing(course) as steps:  # type: ignore[type-var]
+            async with aclosing(course) as steps:
                 async for piece in steps:
                     now = time.monotonic()
                     if piece.tokens:
@@ -199,12 +200,12 @@ class Answering:
             return _together(before, choice)
 
         choices: list[dict[str, Any]] = []
-        async with _all_or_none() as group:
+        async with _AllOrNone() as group:
             tasks = [group.start(one(index)) for index in range(len(self._asked.prompts) * self._asked.n)]
             choices = [await task for task in tasks]
         return self._form.envelope(choices, chunk=False) | {"usage": self._usage()}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events; an error in the middle is the last of them."""
         total = len(self._asked.prompts) * self._asked.n
         ready: asyncio.Queue[bytes | RefusedError | None] = asyncio.Queue(_BEHIND)
@@ -215,7 +216,7 @@ class Answering:
             first = True
             scored: tuple[float, ...] | None = None
             try:
-                async with aclosing(self._text(index)) as steps:  # type: ignore[type-var]
+                async with aclosing(self._text(index)) as steps:
                     async for piece in steps:
                         if piece.scored is not None:
                             scored = piece.scored
@@ -233,7 +234,7 @@ class Answering:
             except RefusedError as error:
                 await ready.put(error)
 
-        async with _all_or_none() as group:
+        async with _AllOrNone() as group:
             for index in range(total):
                 group.start(one(index))
             left = total
@@ -265,15 +266,15 @@ def _together(before: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-class _all_or_none:  # noqa: N801
+class _AllOrNone:
     """Tasks of which none goes on after the block is left."""
 
-    async def __aenter__(self) -> _all_or_none:
+    async def __aenter__(self) -> _AllOrNone:
         self._tasks: list[asyncio.Task[Any]] = []
         return self
 
-    def start(self, work: Any) -> asyncio.Task[Any]:
-        self._tasks.append(asyncio.ensure_future(work))
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        self._tasks.append(asyncio.create_task(work))
         return self._tasks[-1]
 
     async def __aexit__(self, *_error: object) -> None:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from phalanx.serve.gateway.admission import Limits, Measured, retry_after
 from phalanx.serve.gateway.answering import Answering, understood
 from phalanx.serve.gateway.answers import error_body
-from phalanx.serve.gateway.counts import Counts
+from phalanx.serve.gateway.counts import CONTENT_TYPE, Counts
 from phalanx.serve.gateway.keys import Keys
 from phalanx.serve.gateway.messages import Chat, Completion, RefusedError, read_body
 from phalanx.serve.gateway.model_text import ModelText
@@ -103,7 +103,7 @@ def application(gateway: Gateway) -> Starlette:
         return _json({"status": trouble or "ready"}, 503 if trouble else 200)
 
     async def metrics(_request: Request) -> Response:
-        return Response(gateway.counts.render(gateway.port.load()), media_type="text/plain; version=0.0.4")
+        return Response(gateway.counts.render(gateway.port.load()), media_type=CONTENT_TYPE)
 
     async def completions(request: Request) -> Response:
         return await _answer(gateway, Completion, request)
@@ -210,7 +210,7 @@ class _Answer(Response):
     async def _events(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with aclosing(self._answering.events()) as events:  # type: ignore[type-var]
+        async with aclosing(self._answering.events()) as events:
             async for event in events:
                 async with asyncio.timeout(self._gateway.reader_s):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -224,7 +224,7 @@ async def _left(receive: Receive) -> None:
 
 def refusal(gateway: Gateway, error: RefusedError) -> Response:
     """An error as OpenAI writes it."""
-    gateway.counts.refused[error.status] = gateway.counts.refused.get(error.status, 0) + 1
+    gateway.counts.refused(error.status)
     response = _json(error_body(error), error.status)
     if error.retry_after:
         response.headers["Retry-After"] = str(error.retry_after)

@@ -1,11 +1,23 @@
-"""The gateway's numbers for Prometheus, under vLLM's names where it has them, so that dashboards made for it work."""
+"""The gateway's numbers for Prometheus, under vLLM's names where it has them, so that dashboards made for it work.
+
+Counting happens for every token, so it is plain arithmetic; ``prometheus_client``, whose own counters take several microseconds each, only
+writes what was counted (its custom collectors: prometheus.github.io/client_python/collector/custom).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+
 from phalanx.serve.gateway.worker import WorkerLoad
+
+__all__ = ["CONTENT_TYPE", "Counts"]
 
 _FIRST = (
     0.001,
@@ -40,78 +52,89 @@ class Histogram:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
+        """Counts a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def lines(self, name: str, labels: str) -> list[str]:
-        sums = list(accumulate(self._counts))
+    def family(self, name: str, about: str, model: str) -> HistogramMetricFamily:
+        """The buckets as Prometheus has them, each with those below it."""
         bounds = [*map(str, map(float, self._bounds)), "+Inf"]
-        return [
-            *(f'{name}_bucket{{{labels},le="{b}"}} {n}' for b, n in zip(bounds, sums, strict=True)),
-            f"{name}_sum{{{labels}}} {self._sum}",
-            f"{name}_count{{{labels}}} {sums[-1]}",
-        ]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily(name, about, labels=["model_name"])
+        family.add_metric([model], buckets, self._sum)
+        return family
 
 
 class Counts:
-    """What has been counted since the start."""
+    """Counters and histograms of what a gateway has answered since its start."""
 
     def __init__(self, model: str) -> None:
-        name = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        self._labels = f'model_name="{name}"'
-        self.first_token, self.next_token, self.whole = Histogram(_FIRST), Histogram(_NEXT), Histogram(_WHOLE)
-        self.prompt_tokens = self.generated_tokens = self.cached_tokens = self.cancelled = 0
-        self.refused: dict[int, int] = {}
-        self.finished: dict[str, int] = {}
+        self._model = model
+        self.first_token, self.next_token, self._whole = (
+            Histogram(_FIRST),
+            Histogram(_NEXT),
+            Histogram(_WHOLE),
+        )
+        self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.cached_tokens = 0
+        self.cancelled = 0
+        self._refused: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._load = WorkerLoad()
         self.seconds_per_text = 0.0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
     def ended(self, finish: str, seconds: float, beside: int) -> None:
-        """A text has ended after ``seconds``, among ``beside`` that went on at once."""
-        self.finished[finish] = self.finished.get(finish, 0) + 1
-        self.whole.observe(seconds)
+        """Counts a text that has ended after ``seconds``, among ``beside`` that went on at once."""
+        self._finished[finish] += 1
+        self._whole.observe(seconds)
         mine = seconds / max(1, beside)
         self.seconds_per_text += (mine - self.seconds_per_text) * (0.1 if self.seconds_per_text else 1)
 
+    def refused(self, status: int) -> None:
+        """Counts a request that was answered with an error."""
+        self._refused[str(status)] += 1
+
     def render(self, load: WorkerLoad) -> bytes:
-        """All numbers as text."""
+        """All numbers as Prometheus' text, with what the worker has to do now."""
+        self._load = load
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """All numbers, as the registry asks for them."""
+        load = self._load
         used = load.pages_used / load.pages if load.pages else 0.0
-        out: list[str] = []
-        for name, kind, help_text, values in (
-            ("vllm:num_requests_running", "gauge", "Texts that are computed.", {"": load.running}),
-            ("vllm:num_requests_waiting", "gauge", "Texts that wait.", {"": load.waiting}),
-            ("vllm:kv_cache_usage_perc", "gauge", "Pages in use; 1 is all of them.", {"": used}),
-            ("vllm:prompt_tokens_total", "counter", "Tokens of prompts.", {"": self.prompt_tokens}),
-            ("vllm:generation_tokens_total", "counter", "Tokens generated.", {"": self.generated_tokens}),
-            (
-                "vllm:prefix_cache_hits_total",
-                "counter",
-                "Prompt tokens held already.",
-                {"": self.cached_tokens},
-            ),
-            (
-                "vllm:request_success_total",
-                "counter",
-                "Texts that ended, by reason.",
-                {f',finished_reason="{k}"': n for k, n in self.finished.items()},
-            ),
-            ("phalanx_requests_cancelled_total", "counter", "Texts left by clients.", {"": self.cancelled}),
-            (
-                "phalanx_requests_refused_total",
-                "counter",
-                "Requests refused, by status.",
-                {f',status="{k}"': n for k, n in self.refused.items()},
-            ),
+        for name, about, value in (
+            ("vllm:num_requests_running", "Texts that are computed.", load.running),
+            ("vllm:num_requests_waiting", "Texts that wait.", load.waiting),
+            ("vllm:kv_cache_usage_perc", "Pages in use; 1 is all of them.", used),
         ):
-            out += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
-            out += [f"{name}{{{self._labels}{more}}} {value}" for more, value in values.items()]
-        for name, histogram, help_text in (
-            ("vllm:time_to_first_token_seconds", self.first_token, "From a request to its first token."),
-            ("vllm:inter_token_latency_seconds", self.next_token, "Between two tokens of a text."),
-            ("vllm:e2e_request_latency_seconds", self.whole, "From a request to its end."),
+            gauge = GaugeMetricFamily(name, about, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, about, count in (
+            ("vllm:prompt_tokens", "Tokens of prompts.", self.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", self.generated_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked for among those held.", self.queried_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens held already.", self.cached_tokens),
+            ("phalanx_requests_cancelled", "Texts left by clients.", self.cancelled),
         ):
-            out += [
-                f"# HELP {name} {help_text}",
-                f"# TYPE {name} histogram",
-                *histogram.lines(name, self._labels),
-            ]
-        return ("\n".join(out) + "\n").encode()
+            yield self._counter(name, about, {"": count}, "")
+        yield self._counter(
+            "vllm:request_success", "Texts that ended, by reason.", self._finished, "finished_reason"
+        )
+        yield self._counter(
+            "phalanx_requests_refused", "Requests refused, by status.", self._refused, "status"
+        )
+        for name, about, histogram in (
+            ("vllm:time_to_first_token_seconds", "From a request to its first token.", self.first_token),
+            ("vllm:inter_token_latency_seconds", "Between two tokens of a text.", self.next_token),
+            ("vllm:e2e_request_latency_seconds", "From a request to its end.", self._whole),
+        ):
+            yield histogram.family(name, about, self._model)
+
+    def _counter(self, name: str, about: str, counts: Mapping[str, int], label: str) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, about, labels=["model_name", label] if label else ["model_name"])
+        for value, count in counts.items():
+            family.add_metric([self._model, value] if label else [self._model], count)
+        return family

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.serve.gateway.messages import RefusedError
-from phalanx.serve.gateway.stops import StopText
 from phalanx.serve.gateway.worker import WorkerPort
+from phalanx.serve.stop_strings import StopStrings
 from phalanx.serve.text_stream import TextStream
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token
 
@@ -28,13 +28,13 @@ class Piece:
 
 async def pieces(
     port: WorkerPort, request: Request, tokenizer: Tokenizer, stops: list[str], *, at_start: bool
-) -> AsyncIterator[Piece]:
+) -> AsyncGenerator[Piece]:
     """The pieces of a request's text; the last one has ``finish``. Raises RefusedError if it cannot be computed.
 
     Left early, or by a stop string, the request is cancelled.
     """
-    stream, stop = TextStream(tokenizer, at_start=at_start), StopText(stops)
-    async with aclosing(port.submit(request)) as told:  # type: ignore[type-var]
+    stream, stop = TextStream(tokenizer, at_start=at_start), StopStrings(stops)
+    async with aclosing(port.submit(request)) as told:
         async for one in told:
             if isinstance(one, PromptScored):
                 yield Piece(scored=one.logprobs)
@@ -47,8 +47,6 @@ async def pieces(
             elif isinstance(one, Ended):
                 if one.outcome in ("error", "cancelled"):
                     raise RefusedError(one.text or "the request was given up", status=500)
-                text, stopped = stop.feed(stream.flush())
-                finish = "stop" if stopped else one.outcome
-                yield Piece(
-                    text + ("" if stopped else stop.flush()), finish=finish, cached_tokens=one.cached_tokens
-                )
+                text = stop.feed(stream.flush())[0] + stop.flush()
+                finish = "stop" if stop.stopped else one.outcome
+                yield Piece(text, finish=finish, cached_tokens=one.cached_tokens)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
-from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
-from phalanx.data.tokenizer import BpeTokenizer, Tokenizer
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.serve.gateway.messages import ChatMessage, RefusedError
-from phalanx.serve.prompt import encode_prompt, load_run_tokenizer, published_with, stop_tokens
+from phalanx.serve.prompt import (
+    encode_messages,
+    encode_prompt,
+    load_run_tokenizer,
+    published_with,
+    stop_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -42,27 +47,19 @@ class ModelText:
 
     def chat_ids(self, messages: list[ChatMessage]) -> list[int]:
         """The ids of a conversation up to where the answer begins. Raises RefusedError."""
-        if self.template is None or not isinstance(self.tokenizer, BpeTokenizer | FallbackTokenizer):
+        if self.template is None:
             raise RefusedError(
                 f"the model {self.name!r} has no chat template: use /v1/completions, which continues text",
                 "messages",
             )
-        turns: list[Message] = [{"role": one.role, "content": _plain(one)} for one in messages]
+        # OpenAI's clients send null for a text that is not there.
+        turns = [
+            {"role": one.role, "content": "" if one.content is None else one.content} for one in messages
+        ]
         try:
-            return self.tokenizer.encode_template(self.template.render(turns, answer=True))
-        except (ChatTemplateError, UnicodeError) as error:
+            return encode_messages(self.template, self.tokenizer, turns)
+        except (TokenizerError, UnicodeError) as error:
             raise RefusedError(str(error), "messages") from error
-
-
-def _plain(message: ChatMessage) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    texts = [part.get("text") for part in message.content if part.get("type") == "text"]
-    if len(texts) != len(message.content) or not all(isinstance(text, str) for text in texts):
-        raise RefusedError(
-            "messages: only parts of type text, each with its text, are understood", "messages"
-        )
-    return "".join(map(str, texts))
 
 
 def read_model_text(run_dir: Path, name: str, vocab_size: int) -> ModelText:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.tiers.digest import combine, tensor_digest
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.serve.engine.engine import Engine as PagedEngine
@@ -61,9 +62,14 @@ def open_run(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A short hash of the weights as they are computed with."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()[:16]
+    """The first 16 digits of the hash of the weights as they are computed with: in fp32, of the one that ``phalanx hash`` prints."""
+    tensors = {
+        name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])
+        for name, tensor in model.state_dict().items()
+    }
+    return combine(tensors)[:16]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
+    return data

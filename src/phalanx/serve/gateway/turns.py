@@ -14,7 +14,7 @@ import torch
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import logits
 from phalanx.serve.engine.errors import RequestError
-from phalanx.serve.sampling import draw
+from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
 
 
@@ -97,10 +97,5 @@ def _token(request: Request, index: int, token: int, scores: torch.Tensor) -> To
     if request.top_logprobs < 0:
         return Token(request.id, index, token)
     logprobs = scores.float().log_softmax(-1)
-    order = logprobs.sort(descending=True, stable=True)
-    top = zip(
-        order.indices[: request.top_logprobs].tolist(),
-        order.values[: request.top_logprobs].tolist(),
-        strict=True,
-    )
-    return Token(request.id, index, token, float(logprobs[token]), tuple(top))
+    top = likeliest(logprobs, request.top_logprobs)
+    return Token(request.id, index, token, float(logprobs[token]), top)

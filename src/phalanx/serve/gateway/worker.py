@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class WorkerPort(Protocol):
 
     identity: Identity
 
-    def submit(self, request: Request) -> AsyncIterator[Told]:
+    def submit(self, request: Request) -> AsyncGenerator[Told]:
         """What is told of the request, up to ``Ended``."""
         ...
 
@@ -88,7 +88,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, request: Request) -> AsyncIterator[Told]:
+    async def submit(self, request: Request) -> AsyncGenerator[Told]:
         told: asyncio.Queue[Told] = asyncio.Queue()
         self._told[request.id] = asyncio.get_running_loop(), told
         self._first.add(request.id)
