@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.hardware.kernels import choose, host
+from phalanx.hardware.kernels import choose, compiler, host
 from phalanx.hardware.kernels.choose import fused_kernels, kernels_for
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, TorchKernels, UpdateFactors
 from phalanx.parallel.reduction.exact_sum import extraction_constants, largest
@@ -175,9 +175,12 @@ def test_of_many_ranks_that_start_at_once_one_compiles(
         Path(command[command.index("-o") + 1]).write_bytes(b"whole")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(host.subprocess, "run", compile_slowly)
+    monkeypatch.setattr(compiler.subprocess, "run", compile_slowly)
     found: list[bytes] = []
-    ranks = [threading.Thread(target=lambda: found.append(host.compiled().read_bytes())) for _ in range(8)]
+    ranks = [
+        threading.Thread(target=lambda: found.append(compiler.compiled(host.SOURCE).read_bytes()))
+        for _ in range(8)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:

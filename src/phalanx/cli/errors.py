@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import click
 
 from phalanx.run.factory import FactoryError
+from phalanx.run.portable import NotPortableError
 from phalanx.run.problems import RunFileError
 
 
@@ -18,7 +19,7 @@ def explained(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, (RunFileError, FactoryError, *kinds)):
+        if not isinstance(error, (RunFileError, FactoryError, NotPortableError, *kinds)):
             raise
         raise click.ClickException(str(error)) from error
 

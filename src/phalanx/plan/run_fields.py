@@ -320,6 +320,10 @@ _MACHINE = {
                 "a CPU is planned with the speed that its calibration measured with one thread for each rank",
                 lambda spec, cluster: spec.runtime.threads > 1 and cluster.accelerator.vendor == "any",
             ),
+            "numerics": _noted(
+                "portable products are not priced: on the processors tried, a step took a tenth longer at most",
+                lambda spec, _cluster: spec.runtime.numerics == "portable",
+            ),
             "mixed_machines": _irrelevant("which machines are accepted; the plan's are all alike"),
             "compile": _own("fused pointwise operations, and which schedules are legal"),
         },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.run import independent_rows, mixture_rules
+from phalanx.run import independent_rows, mixture_rules, portable
 from phalanx.run.degrees.smaller import problems_on, smaller_degree_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import whole_model
@@ -25,6 +25,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *_run_dir(spec.run_dir),
         *model,
         *independent_rows.problems(spec),
+        *portable.problems(spec),
         *mixture_rules.problems(spec.data),
         *_train(spec.train),
         *target_problems(spec),

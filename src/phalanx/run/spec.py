@@ -391,6 +391,9 @@ class RuntimeSpec:
     """CPU threads per rank. It belongs to the run, because a sum that is split over threads rounds differently."""
     compile: bool = False
     """If true, the transformer blocks are compiled with torch.compile."""
+    numerics: Annotated[Literal["native", "portable"], LATER] = "native"
+    """Arithmetic of ranks on CPUs. "native" takes the fastest kernels of a processor, whose bits are its own; with "portable" every x86-64
+    processor with AVX2 gives the same bits, with the same release of PyTorch ("auto" devices are then CPUs, and a C compiler is needed)."""
     mixed_machines: Annotated[bool, LAYOUT, LATER] = False
     """If true, ranks may compute on machines whose kernels round differently; the bits then depend on which of them computed what. If
     false, such machines are found by probes at the start, and refused."""

@@ -15,6 +15,7 @@ import pytest
 from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_lines
+from phalanx.run.spec import RuntimeSpec
 
 KEEPS_THE_LOCK = "print('x', flush=True); 7 ** 10 ** 9"
 SLEEPS_WITH_THE_LOCK = "import ctypes; print('x', flush=True); ctypes.PyDLL(None).sleep(600)"
@@ -60,7 +61,9 @@ def test_a_worker_never_gets_the_operators_token(tmp_path: Path, monkeypatch: py
     async def run() -> None:
         ended = asyncio.Event()
         command = [sys.executable, "-c", program]
-        await WorkerProcess.start(command, [], 1, log, lambda _message: None, lambda *_exit: ended.set())
+        await WorkerProcess.start(
+            command, [], RuntimeSpec(), log, lambda _message: None, lambda *_exit: ended.set()
+        )
         await ended.wait()
 
     asyncio.run(run())

@@ -502,7 +502,7 @@ class Agent:
             self._workers[index] = await WorkerProcess.start(
                 command,
                 segments,
-                self._spec.runtime.threads,
+                self._spec.runtime,
                 log,
                 lambda said: self._on_worker_message(index, said),
                 lambda code, text: self._on_exit(index, code, text),

@@ -21,6 +21,8 @@ from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_text
+from phalanx.run.portable import numerics_environment
+from phalanx.run.spec import RuntimeSpec
 
 _HEAD_BYTES = 4
 _LAST_READ_S = 0.5
@@ -44,7 +46,7 @@ class WorkerProcess:
         cls,
         command: Sequence[str],
         descriptors: Sequence[int],
-        threads: int,
+        runtime: RuntimeSpec,
         log: LogOrder,
         on_message: Callable[[ToAgent], None],
         on_exit: Callable[[int, str], None],
@@ -54,7 +56,7 @@ class WorkerProcess:
         Args:
             command: The worker's program and arguments.
             descriptors: This process's descriptors that it inherits.
-            threads: For OMP_NUM_THREADS.
+            runtime: Its threads and arithmetic, some of whose settings are variables of its environment.
             log: Its log.
             on_message: Called with each of its messages.
             on_exit: Called once, with its exit code (below 0: the signal) and the end of its log.
@@ -67,7 +69,8 @@ class WorkerProcess:
         environment = {
             **os.environ,
             "PHALANX_LAUNCHER": str(os.getpid()),
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(runtime.threads),
+            **numerics_environment(runtime),
             # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }

@@ -1,12 +1,4 @@
-"""The kernels of ``host.c`` on a CPU: compiled once for each user and machine, called through ctypes.
-
-Three ways were weighed. A C++ extension built with the package ties a wheel to a platform and a source tree to a build step. Numba
-needs no compiler, but is 60 MB more to install and half a second of processor time in every rank that starts. C compiled at first
-use is a third of a second once, a millisecond in every process after that, and no dependency; it needs a C compiler, which machines that train
-have as a rule, since ``torch.compile`` needs one too. Where there is none, the reference runs instead, and a warning says so.
-
-The library lies in ``phalanx/kernels`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), under a name that its source and the
-compiler's options determine. A lock lets one process compile while the others wait, and a rename lets none see a half-written file.
+"""The kernels of ``host.c`` on a CPU: compiled once for each user and machine (``phalanx.hardware.kernels.compiler``), called through ctypes.
 
 Threads are Python's, each calling into C with a share of the elements while the interpreter's lock is released: an OpenMP runtime of
 our own would fight with PyTorch's for the processors. They are started anew for each call, since a process may have forked in between.
@@ -15,13 +7,6 @@ our own would fight with PyTorch's for the processors. They are started anew for
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,53 +16,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
 from phalanx.hardware.kernels.reference import Kernels, UpdateFactors
 
 SOURCE = Path(__file__).with_name("host.c")
-OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-"""Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""
 _CHUNK = 1 << 26
 _LEAST_SHARE = 1 << 18
 """Elements for which it pays to start a thread: about a tenth of a millisecond."""
 Share = list[tuple[int, int, int]]
 """Pieces of tensors for one thread: the number of the tensor, the piece's first element, its length."""
 T = TypeVar("T")
-
-
-class NoHostKernelsError(RuntimeError):
-    """The kernels could not be compiled or loaded."""
-
-
-def library_path() -> Path:
-    """Where the compiled library of this version's kernels lies, or is to lie."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((*OPTIONS, platform.machine())).encode())
-    return cache / "phalanx" / "kernels" / f"host-{key.hexdigest()[:16]}.so"
-
-
-def compiled() -> Path:
-    """The library, compiled if it is not there yet. Raises ``NoHostKernelsError``."""
-    try:
-        target = library_path()
-        if target.exists():
-            return target
-        compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-        if compiler is None:
-            raise NoHostKernelsError("there is no C compiler (cc, gcc or clang)")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (target.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-                    made = Path(folder) / target.name
-                    command = [compiler, *OPTIONS, str(SOURCE), "-o", str(made), "-lm"]
-                    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-                    made.replace(target)
-    except subprocess.CalledProcessError as error:
-        raise NoHostKernelsError(f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}") from error
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        raise NoHostKernelsError(str(error)) from error
-    return target
 
 
 class HostKernels(Kernels):
@@ -91,7 +39,7 @@ class HostKernels(Kernels):
         self._roots: ctypes.c_void_p | None = None
         self._set_mkl_threads: Callable[[int], int] | None = None
         try:
-            library = ctypes.CDLL(str(compiled()))
+            library = ctypes.CDLL(str(compiled(SOURCE)))
             if mkl_roots:
                 mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
                 self._roots = ctypes.cast(mkl.vmsSqrt, ctypes.c_void_p)

@@ -22,6 +22,7 @@ from phalanx.data.dataset import RunData
 from phalanx.hardware.device import device_name, on_gpu
 from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
+from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.place import Place
@@ -133,7 +134,12 @@ class Training:
 
 
 def make_deterministic(spec: RunSpec, device: torch.device) -> None:
-    """Fixes those of PyTorch's settings that would change the bits: threads, seed, deterministic kernels."""
+    """Fixes those of PyTorch's settings that would change the bits: threads, seed, deterministic or portable kernels.
+
+    Raises ``NotPortableError`` if the run asks for portable numerics and this process cannot have it.
+    """
+    if spec.runtime.numerics == "portable":
+        begin_portable()
     torch.set_num_threads(spec.runtime.threads)
     torch.manual_seed(spec.runtime.seed)
     torch.use_deterministic_algorithms(True)

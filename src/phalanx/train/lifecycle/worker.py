@@ -153,6 +153,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
+    from phalanx.run.portable import NotPortableError
     from phalanx.train.lifecycle.bad_steps import LossSpikeError, NonFiniteError
     from phalanx.train.lifecycle.loop import UnsavedError
     from phalanx.train.measure.numerics import MixedMachinesError
@@ -169,6 +170,7 @@ def known_errors() -> tuple[type[Exception], ...]:
         MixedMachinesError,
         NoGoodCheckpointError,
         NonFiniteError,
+        NotPortableError,
         RendezvousError,
         RunDirectoryError,
         SinkError,

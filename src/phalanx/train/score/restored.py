@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.tiers.restore_weights import restore_weights
+from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer
@@ -29,11 +30,14 @@ def restored_model(
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). What predicts further
     ahead is left out. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
-    beginning. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+    beginning. Of a run with portable numerics, all that this process computes afterwards is portable. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
     """
     # What predicts further ahead was for training; the checkpoint's names for the rest are the same without it.
     directory = RunDirectory(run_dir)
-    spec = resolve(prediction_ahead.without(read_resolved(directory).model))
+    recorded = read_resolved(directory)
+    if recorded.runtime.numerics == "portable" and torch.device(device).type == "cpu":
+        begin_portable()
+    spec = resolve(prediction_ahead.without(recorded.model))
     if not spec.vocab_size:
         raise RunDirectoryError(
             f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"

@@ -1,0 +1,91 @@
+"""Tries a process's arithmetic against bits that are written down: portable numerics is what gives these.
+
+Inputs are whole numbers times powers of two, made in integers, so that they are the same everywhere. What is computed from them are the functions that
+models, losses and optimizers are made of, forward and backward. The digests were taken on an AMD EPYC with PyTorch 2.13 and are the same for a
+Haswell in an emulator (``bench/portable.py --processor``); a release of PyTorch with other kernels has other ones, and then only the probes that ranks compare
+at the start of a run (``phalanx.train.measure.numerics``) tell machines apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EXPECTED: dict[str, dict[str, str]] = {
+    "2.13": {
+        "products": "93642e40a68b78",
+        "bf16 products": "cd102653e414a0",
+        "attention": "1763975d3a0add",
+        "square roots": "bed5ad6a5dc594",
+        "exponentials": "a87af89992594e",
+        "logarithms": "12d2175649c994",
+        "rotations": "666f83260a03f3",
+        "activations": "263e09df090571",
+        "softmax": "91f902142cd0db",
+        "sums": "538ffdc6a7c0e8",
+    },
+}
+"""By release of PyTorch, the digest of each computation."""
+
+
+def computations() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """What is tried, by name."""
+    spread, narrow = _numbers(48, 517, 0) / 2**6, _numbers(48, 517, 0).bfloat16()
+    positive, weights = spread.abs() + 2**-12, _numbers(70, 517, 1) / 2**7
+    heads = [_numbers(2 * 4 * 70, 24, seed).view(2, 4, 70, 24) / 2**7 for seed in (2, 3, 4)]
+    yield "products", lambda: torch.cat((spread @ weights.t(), (spread.t() @ spread)[:48, :70]))
+    yield "bf16 products", lambda: (narrow @ weights.bfloat16().t()).float()
+    yield "attention", lambda: _attention(heads)
+    yield "square roots", lambda: torch.stack((positive.sqrt(), positive.rsqrt()))
+    yield "exponentials", lambda: torch.stack((spread.exp(), spread.sigmoid(), spread.tanh()))
+    yield "logarithms", lambda: torch.stack((positive.log(), positive.log2(), positive.log1p()))
+    yield "rotations", lambda: torch.stack((spread.cos(), spread.sin(), 10000.0 ** (-positive / 2**5)))
+    yield (
+        "activations",
+        lambda: torch.stack((F.silu(spread), F.gelu(spread), F.gelu(spread, approximate="tanh"))),
+    )
+    yield "softmax", lambda: torch.stack((spread.softmax(-1), spread.log_softmax(-1)))
+    yield (
+        "sums",
+        lambda: torch.cat((spread.sum(0), spread.sum(1), spread.mean(-1), spread.square().sum().view(1))),
+    )
+
+
+def _attention(heads: list[Tensor]) -> Tensor:
+    query, key, value = (head.clone().requires_grad_() for head in heads)
+    with torch.enable_grad():
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        gradients = torch.autograd.grad(out.square().sum(), (query, key, value))
+    return torch.cat([tensor.detach().reshape(-1) for tensor in (out, *gradients)])
+
+
+def _numbers(rows: int, columns: int, seed: int) -> Tensor:
+    """Whole numbers between -511 and 511, ``(rows, columns)``, fp32, by a linear congruence."""
+    places = torch.arange(rows * columns, dtype=torch.int64) + seed * 7919
+    mixed = (places * 1103515245 + 12345) % 2**31
+    return ((mixed // 2**8) % 1023 - 511).view(rows, columns).float()
+
+
+def digests() -> dict[str, str]:
+    """The digest of each computation's bits in this process."""
+    return {name: _digest(compute()) for name, compute in computations()}
+
+
+def _digest(result: Tensor) -> str:
+    return hashlib.sha256(result.detach().contiguous().numpy().tobytes()).hexdigest()[:14]
+
+
+def release() -> str:
+    """PyTorch's release, such as ``2.13``."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def wrong() -> list[str]:
+    """The computations whose bits are not those that are written down; none for a release of which nothing is."""
+    expected = EXPECTED.get(release(), {})
+    found = digests() if expected else {}
+    return [name for name in expected if found[name] != expected[name]]

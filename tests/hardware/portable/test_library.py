@@ -1,0 +1,162 @@
+"""Portable products have the bits that their definition says, whatever is computed beside them and however it lies in memory."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx.hardware.portable import library
+from phalanx.hardware.portable.library import attend, attend_backward, multiply
+
+SIZES = st.integers(1, 40)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rounded(exact: Fraction) -> np.float32:
+    """The fp32 number nearest to ``exact``, the even one of two: a double first would round twice."""
+    near = np.float32(float(exact))
+    around = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
+    return min(around, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) % 2))
+
+
+def stated(row: Tensor, column: Tensor) -> np.float32:
+    """One element of a product by its definition: chains of 256 fused multiply-adds, added one after the other."""
+    total: np.float32 | None = None
+    for first in range(0, len(row), 256):
+        chain = np.float32(0)
+        for a, b in zip(row[first : first + 256].tolist(), column[first : first + 256].tolist(), strict=True):
+            chain = rounded(Fraction(a) * Fraction(b) + Fraction(float(chain)))
+        total = chain if total is None else np.float32(total + chain)
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_element_is_its_chains_of_fused_multiply_adds_added_in_order(dtype: torch.dtype) -> None:
+    left, right = numbers(7, 600, dtype=dtype), numbers(600, 17, seed=1, dtype=dtype)
+    product = multiply(left, right)
+    for i, j in ((0, 0), (6, 16), (3, 9)):
+        expected = torch.tensor(stated(left[i].float(), right[:, j].float())).to(dtype)
+        assert product[i, j] == expected
+
+
+@given(
+    rows=SIZES,
+    columns=SIZES,
+    depth=st.integers(0, 530),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_product_is_near_that_of_doubles(rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
+    left, right = numbers(rows, depth, dtype=dtype), numbers(depth, columns, seed=1, dtype=dtype)
+    exact = left.double() @ right.double()
+    allowed = (left.double().abs() @ right.double().abs()) * (2**-20 if dtype == torch.float32 else 2**-8)
+    assert ((multiply(left, right).double() - exact).abs() <= allowed + 1e-30).all()
+
+
+@given(rows=st.integers(1, 120), columns=st.integers(1, 70), data=st.data())
+def test_an_element_does_not_depend_on_what_is_computed_beside_it(
+    rows: int, columns: int, data: st.DataObject
+) -> None:
+    left, right = numbers(rows, 300), numbers(300, columns, seed=1)
+    top, bottom = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
+    start, end = sorted(data.draw(st.tuples(st.integers(0, columns), st.integers(0, columns))))
+    assert torch.equal(
+        multiply(left, right)[top:bottom, start:end], multiply(left[top:bottom], right[:, start:end])
+    )
+
+
+@given(rows=SIZES, columns=SIZES, depth=st.integers(1, 300), narrow=st.booleans())
+def test_bits_do_not_depend_on_how_operands_lie_in_memory(
+    rows: int, columns: int, depth: int, narrow: bool
+) -> None:
+    dtype = torch.bfloat16 if narrow else torch.float32
+    left, right = numbers(rows, depth, dtype=dtype), numbers(depth, columns, seed=1, dtype=dtype)
+    expected = multiply(left, right)
+    apart = torch.stack((left, left), -1)[..., 0]  # every second number
+    assert torch.equal(multiply(left.t().contiguous().t(), right), expected)
+    assert torch.equal(multiply(left, right.t().contiguous().t()), expected)
+    assert torch.equal(multiply(apart, right), expected)
+
+
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right, batch = numbers(200, 300), numbers(300, 50, seed=1), numbers(5, 20, 30, seed=2)
+    alone = multiply(left, right), multiply(batch, batch.mT)
+    monkeypatch.setattr(library, "_LEAST_SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together = multiply(left, right), multiply(batch, batch.mT)
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
+    """Attention in fp64, (b, h, q, v), from operands that may share keys among heads."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@given(
+    queries=st.integers(1, 150),
+    heads=st.sampled_from([(1, 1), (4, 2), (2, 2)]),
+    widths=st.sampled_from([(8, 8), (24, 16)]),
+    kind=st.sampled_from(["causal", "all", "bias"]),
+)
+def test_attention_and_its_gradients_are_those_of_the_formula(
+    queries: int, heads: tuple[int, int], widths: tuple[int, int], kind: str
+) -> None:
+    causal = kind == "causal"
+    query = numbers(2, queries, heads[0], widths[0]).transpose(1, 2)
+    key, value = (
+        numbers(2, heads[1], queries, widths[0], seed=1),
+        numbers(2, heads[1], queries, widths[1], seed=2),
+    )
+    bias = numbers(2, 1, queries, queries, seed=3) if kind == "bias" else None
+    doubles = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    expected = written_out(*doubles, None if bias is None else bias.double(), causal=causal)
+    slope = numbers(*expected.shape, seed=4)
+    wanted = torch.autograd.grad(expected, doubles, slope.double())
+
+    scale = widths[0] ** -0.5
+    out, log_sums = attend(query, key, value, bias, scale, causal=causal)
+    found = attend_backward(slope, query, key, value, out, log_sums, bias, scale, causal=causal)
+    assert torch.allclose(out.double(), expected, atol=2e-6)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one.double(), other, atol=2e-5)
+
+
+def test_a_query_that_sees_nothing_gives_zero() -> None:
+    query, key = numbers(1, 1, 3, 8), numbers(1, 1, 5, 8, seed=1)
+    bias = torch.zeros(1, 1, 3, 5)
+    bias[..., 1, :] = -torch.inf
+    out, log_sums = attend(query, key, key, bias, 0.3, causal=False)
+    assert out[0, 0, 1].eq(0).all()
+    assert log_sums[0, 0, 1] == -torch.inf
+    assert out[0, 0, 0].ne(0).all()
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    query, key = numbers(1, 1, 4, 8), numbers(1, 1, 4, 8, seed=1)
+    query[0, 0, 2, 3] = torch.nan
+    out, _ = attend(query, key, key, None, 0.3, causal=True)
+    assert out[0, 0].isnan().any(-1).tolist() == [False, False, True, False]
+
+
+def test_other_formats_and_shapes_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"not of torch\.float64: set runtime\.numerics"):
+        multiply(numbers(2, 2).double(), numbers(2, 2).double())
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        multiply(numbers(2, 3), numbers(2, 3))

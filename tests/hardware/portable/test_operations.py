@@ -1,0 +1,128 @@
+"""A process with portable numerics computes with its kernels alone, and is refused where it could not have its bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.hardware.portable import operations
+from phalanx.hardware.portable.checks import EXPECTED, computations, release
+from phalanx.run.portable import ENVIRONMENT, NotPortableError
+
+PROGRAM = """
+import json, sys, torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+torch.set_num_threads(1)
+from phalanx.hardware.portable import checks, library, operations
+operations.begin()
+operations.begin()
+digests = checks.digests()
+
+products = []
+multiply = library.multiply
+library.multiply = lambda left, right: products.append(tuple(left.shape)) or multiply(left, right)
+a, b, v = torch.ones(2, 48), torch.ones(48, 24), torch.ones(48)
+a @ b, F.linear(a, b.t()), F.linear(a, b.t(), torch.ones(24)), a @ v, v @ v
+torch.einsum("bij,bjk->bik", a[None], b[None]), torch.mm(a, b, out=torch.empty(2, 24))
+torch.baddbmm(torch.ones(1, 2, 24), a[None], b[None]), torch.addmv(torch.ones(2), a, v)
+torch.ones(2, 24).addmm_(a, b)
+F.grouped_mm(a, b[None], offs=torch.tensor([2], dtype=torch.int32))
+x = torch.full((2, 2), 2.0)
+half = torch.addmm(torch.full((2, 2), torch.nan), x, x, beta=0, alpha=0.5)
+roots = [x.sqrt(), x.clone().sqrt_(), torch.sqrt(x, out=torch.empty(0)), torch._foreach_sqrt([x])[0]]
+strided = torch.arange(6.0).view(2, 3).t().sqrt()
+print(json.dumps({
+    "digests": digests,
+    "products": len(products),
+    "half": half.tolist(),
+    "roots": [root.tolist() for root in roots],
+    "strided": strided.pow(2).round().tolist(),
+    "refused": checks.wrong(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, object]:
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(operations.__file__).parents[3])}
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    answer: dict[str, object] = json.loads(process.stdout)
+    return answer
+
+
+def test_the_bits_are_those_that_are_written_down(found: dict[str, object]) -> None:
+    assert release() in EXPECTED, f"take the digests of PyTorch {release()} with bench/portable.py --digests"
+    assert found["digests"] == EXPECTED[release()]
+    assert found["refused"] == []
+
+
+def test_every_kind_of_product_goes_through_the_portable_kernel(found: dict[str, object]) -> None:
+    assert found["products"] == 12
+
+
+def test_factors_and_a_total_that_does_not_count_are_taken_as_pytorch_takes_them(
+    found: dict[str, object],
+) -> None:
+    assert found["half"] == [[4.0, 4.0], [4.0, 4.0]]
+
+
+def test_square_roots_are_correctly_rounded_in_every_form(found: dict[str, object]) -> None:
+    root = torch.tensor(2.0, dtype=torch.float64).sqrt().float().item()
+    assert found["roots"] == [[[root, root], [root, root]]] * 4
+    assert found["strided"] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def test_what_is_tried_is_near_what_pytorch_computes_by_itself() -> None:
+    # The digests alone would hold a wrong kernel to its own bits.
+    for name, compute in computations():
+        assert bool(compute().isfinite().all()), name
+
+
+def test_a_variable_that_says_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**ENVIRONMENT, "MKL_CBWR": "AVX512"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NotPortableError, match=r"MKL_CBWR=COMPATIBLE; MKL_CBWR=AVX512"):
+        operations.begin()
+
+
+def test_a_process_that_uses_another_instruction_set_already_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    with pytest.raises(NotPortableError, match="PyTorch uses AVX512 already"):
+        operations.begin()
+
+
+def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "_processor_flags", lambda: {"sse4_2", "avx"})
+    with pytest.raises(NotPortableError, match="needs an x86-64 processor with AVX2 and FMA"):
+        operations.begin()
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise operations.NoHostKernelsError("there is no C compiler (cc, gcc or clang)")
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(operations.library, "load", none)
+    with pytest.raises(NotPortableError, match="install gcc or clang"):
+        operations.begin()
