@@ -73,3 +73,13 @@ def running(wanted: int = 4, spares: int = 1, **changes: object) -> Fleet:
     fleet.join(*(str(index) for index in range(wanted + spares)))
     fleet.bind()
     return fleet
+
+
+def fleet_in_racks(*racks: str, seats: int = 0, **changes: object) -> Fleet:
+    """A fleet of one-worker nodes "0", "1", ..., each in a rack; all but the last two get a seat, or as many as there are ``seats``."""
+    fleet = Fleet(settings(seats or len(racks) - 2, **changes))
+    for index, rack in enumerate(racks):
+        name = str(index)
+        fleet.hear(m.Joined(name, 1, 1, name, 7, ("hall", rack), meeting_points=(f"{name}:1",)))
+    fleet.bind()
+    return fleet

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.small_fleets import Fleet, running, settings
+from fleet.small_fleets import Fleet, fleet_in_racks, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epoch_plan import (
     HOLDERS_NAMED,
     Crowd,
     buddy_ring,
-    common_levels,
     copies_of,
     holders_for,
     is_needed,
@@ -25,6 +24,7 @@ from phalanx.fleet.core.epoch_plan import (
 )
 from phalanx.fleet.core.orders import bind
 from phalanx.fleet.core.retention import droppable, may_begin
+from phalanx.fleet.core.seating import common_levels
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
 from phalanx.run.degrees.smaller import divided_over
@@ -142,22 +142,6 @@ def test_buddies_differ_in_the_widest_domain_that_allows_it(
     assert buddy_ring(domains)[1] == level
 
 
-def test_domains_agree_from_the_widest_level_on() -> None:
-    assert common_levels(("hall", "switch", "rack"), ("hall", "switch", "other")) == 2
-    assert common_levels(("hall", "switch"), ("other", "switch")) == 0
-    assert common_levels(("hall",), ("hall", "switch")) == 1
-
-
-def fleet_in_racks(*racks: str, seats: int = 0, **changes: object) -> Fleet:
-    """A fleet of one-worker nodes "0", "1", ..., each in a rack; all but the last two get a seat, or as many as there are ``seats``."""
-    fleet = Fleet(settings(seats or len(racks) - 2, **changes))
-    for index, rack in enumerate(racks):
-        name = str(index)
-        fleet.hear(m.Joined(name, 1, 1, name, 7, ("hall", rack), meeting_points=(f"{name}:1",)))
-    fleet.bind()
-    return fleet
-
-
 def test_a_member_restores_from_itself_then_from_the_nearest_holder() -> None:
     fleet = fleet_in_racks("r0", "r1", "r0", "r1", "r2", "r1")
     fleet.hear(m.Broken("0", 1, 0, 0))
@@ -232,53 +216,6 @@ def test_the_ring_of_buddies_stays_only_while_it_separates_racks(
     domains = [state.nodes[name].domain for name in state.seats]
     apart = all(domains[seat] != domains[buddy] for seat, buddy in enumerate(before))
     assert (apart, state.ring == before) == (kept, kept)
-
-
-def test_the_nearest_spare_takes_the_place_of_a_lost_node() -> None:
-    fleet = fleet_in_racks("r0", "r1", "r2", "r0")
-    fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
-    fleet.park()
-    assert fleet.state.seats == ["3", "1"]
-
-
-def test_a_rack_that_lost_several_nodes_at_once_gives_no_spare_while_others_can() -> None:
-    fleet = fleet_in_racks("r0", "r0", "r1", "r0", "r0", "r2", "r2", seats=3)
-    fleet.hear(m.Disconnected("0", 1), m.Disconnected("1", 1), m.Broken("2", 1, 0, 0))
-    fleet.park()
-    assert set(fleet.state.seats) == {"5", "6", "2"}
-
-
-def test_the_spare_that_is_near_the_rest_of_its_block_is_taken() -> None:
-    fleet = fleet_in_racks("r0", "r0", "r1", "r1", "r0", "r1", seats=4, block=2, unit=2)
-    fleet.hear(m.Disconnected("3", 1), m.Broken("2", 1, 0, 0))
-    fleet.park()
-    assert fleet.state.seats == ["0", "1", "2", "5"]
-
-
-def test_the_first_formation_keeps_units_below_one_switch() -> None:
-    # By name the second unit would lie in two racks.
-    fleet = fleet_in_racks("a", "a", "a", "b", "b", seats=4, unit=2, block=2, expected_nodes=5)
-    racks = [fleet.state.nodes[name].domain for name in fleet.state.seats]
-    assert racks[0] == racks[1]
-    assert racks[2] == racks[3]
-    assert fleet.state.spares == {"2"}
-
-
-def test_the_first_formation_waits_for_spares_only_where_nodes_say_where_they_are() -> None:
-    for domain, formed in (((), True), (("hall", "rack"), False)):
-        fleet = Fleet(settings(2, expected_nodes=3, gather_s=5.0))
-        for name in ("0", "1"):
-            fleet.hear(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
-        assert bool(fleet.state.seats) == formed
-        fleet.hear(m.Tick(), after_s=fleet.state.settings.gather_s)
-        assert fleet.state.seats
-
-
-def test_stages_of_a_replica_are_neighbors_if_that_is_the_order() -> None:
-    formation = Formation(1, (4,), pipeline=2)
-    fleet = fleet_in_racks("a", "a", "b", "b", seats=4, formation=formation, order="pipeline")
-    racks = [fleet.state.nodes[name].domain[1] for name in fleet.state.seats]
-    assert racks == ["a", "b", "a", "b"]
 
 
 def test_the_newest_snapshot_of_which_all_is_held_is_restored() -> None:

@@ -9,10 +9,11 @@ from msgspec.structs import replace
 
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import decide as core
+from phalanx.fleet.core import epoch_plan, succession
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core import succession
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.orders import Order
+from phalanx.fleet.core.seating import deal
 from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, RestorePoint
 from phalanx.fleet.core.succession import Claim
 from phalanx.simulate.hostile.run import run_seed
@@ -151,7 +152,7 @@ def believes_any_journal(state: FleetState, claim: Claim) -> bool:  # noqa: ARG0
     ("name", "broken", "seeds"),
     [
         ("is_due", begins_epochs_without_a_claim, range(4, 8)),
-        ("has_majority", finds_no_majority, range(3, 5)),
+        ("has_majority", finds_no_majority, range(7, 10)),
         ("is_behind", believes_any_journal, range(128, 132)),
     ],
 )
@@ -161,3 +162,11 @@ def test_a_broken_succession_is_found_within_a_few_seeds(
     monkeypatch.setattr(succession, name, broken)
     with pytest.raises(BrokenInvariant, match="phalanx simulate fleet --small --seeds"):
         run_seeds(seeds, core.step)
+
+
+def test_a_core_that_keeps_its_seats_in_a_fleet_of_another_size_is_found_within_a_few_seeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(epoch_plan, "deal", lambda state, ranks, keep: deal(state, ranks, keep=True))  # noqa: ARG005
+    with pytest.raises(BrokenInvariant, match="phalanx simulate fleet --small --seeds"):
+        run_seeds(range(12), core.step)

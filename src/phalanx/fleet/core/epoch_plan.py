@@ -1,6 +1,6 @@
-"""Plans of epochs: which node gets which seat, which is whose buddy, and what the state is restored from. Pure functions.
+"""Plans of epochs: how many ranks there are, which seat is whose buddy, and what the state is restored from. Pure functions.
 
-Survivors keep their ranks and spares fill the vacant seats; the number of ranks changes, by whole replicas, only when there
+Which node gets which seat is dealt by ``phalanx.fleet.core.seating``; the number of ranks changes, by whole replicas, only when there
 are too few spares, or more nodes than before. Second copies of snapshots go to a *buddy* in another failure domain
 (after Gemini, SOSP 2023, whose copies are placed so that a failure of one group loses none). A snapshot can be restored
 when living nodes hold each of its different states; ranks that differ only in the replicate axis hold the same one.
@@ -22,11 +22,9 @@ from phalanx.fleet.core.messages import (
     NO_STEP,
     Holder,
 )
+from phalanx.fleet.core.seating import common_levels, deal
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import Eligibility, FleetState, Node, RestorePoint, StateSource
-from phalanx.launch.placing.place import place_units
-from phalanx.launch.placing.seats import sequence
-from phalanx.launch.placing.topology import from_domains
 
 HOLDERS_NAMED = 3
 """Holders listed for one state in a Bind; no more, so that messages stay small."""
@@ -44,17 +42,7 @@ class EpochPlan(Struct, frozen=True):
     source: StateSource
 
 
-def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
-    """Number of levels, from the widest, in which two failure domains agree."""
-    levels = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        levels += 1
-    return levels
-
-
-# --- seats ----------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def possible_ranks(state: FleetState) -> int:
@@ -105,65 +93,14 @@ def plan_epoch(state: FleetState) -> EpochPlan | None:
     ranks = possible_ranks(state)
     if not ranks:
         return None
-    seats = deal(state, state.settings.formation.seats(ranks))
-    if _moves_all(state):
+    moves_all = _moves_all(state)
+    seats = deal(state, ranks, keep=moves_all)
+    if moves_all:
         seats = (*seats[1:], seats[0])
         ring, level = buddy_ring([state.nodes[name].domain for name in seats])
     else:
         ring, level = _ring(state, seats)
     return EpochPlan(ranks, seats, ring, level, restore_source(state))
-
-
-def deal(state: FleetState, count: int) -> tuple[str, ...]:
-    """Seat -> node: survivors keep their seats; vacant ones go to spares and to nodes whose seats no longer exist."""
-    kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
-    lost = Counter(state.nodes[state.seats[seat]].domain for seat in state.vacant)
-    failing = {domain for domain, seats in lost.items() if domain and seats > 1}
-    candidates = set(state.spares)
-    candidates.update(
-        state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
-    )
-    if not state.seats:
-        return _first_deal(state, candidates, count)
-    for seat in (*sorted(seat for seat in state.vacant if seat < count), *range(len(state.seats), count)):
-        near = _home(state, kept, seat)
-        chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, failing))
-        candidates.remove(chosen)
-        kept[seat] = chosen
-    return tuple(kept)
-
-
-def _first_deal(state: FleetState, candidates: set[str], count: int) -> tuple[str, ...]:
-    """Seats along the tree of domains: units below one switch where that can be, neighbors near each other (``launch.placing``)."""
-    settings, pipeline = state.settings, state.settings.formation.pipeline
-    first = {name for name in candidates if not state.nodes[name].started_as_spare}
-    chosen = sorted(candidates, key=lambda name: (name not in first, name))[: max(count, len(first))]
-    unit = settings.unit if count % settings.unit == 0 else 1
-    topology = from_domains({name: state.nodes[name].domain for name in chosen})
-    placed = place_units(topology, unit, count // unit).nodes
-    seats = [""] * count
-    for name, seat in zip(placed, sequence(count, pipeline, settings.block, settings.order), strict=True):
-        seats[seat] = name
-    return tuple(seats)
-
-
-def _home(state: FleetState, kept: Sequence[str], seat: int) -> tuple[str, ...]:
-    """The domain that the node of a vacant seat should be near to: where most others of its block are, else its last node's."""
-    block = state.settings.block
-    first = seat - seat % block
-    others = Counter(
-        state.nodes[name].domain
-        for place, name in enumerate(kept[first : first + block], first)
-        if name and place != seat and place not in state.vacant
-    )
-    if others:
-        return max(others, key=lambda domain: (others[domain], domain))
-    return state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
-
-
-def _distance(node: Node, near: tuple[str, ...], failing: set[tuple[str, ...]]) -> tuple[bool, int, str]:
-    # Where several nodes of a rack have failed at once the rack is at fault, and the next one may follow.
-    return node.domain in failing, -common_levels(node.domain, near), node.name
 
 
 # --- buddies --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from phalanx.fleet.core.invariants import check, mark
 from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.state import FleetState, decode_state, encode_state
 
-JOURNAL_VERSION = 8
+JOURNAL_VERSION = 9
 """Version of the journal's lines: raised whenever a state, an event or a rule of the core changes its meaning."""
 RESTARTED = (m.Restarted(),)
 """A batch of this event alone is a coordinator's first: it began, and replayed the journal."""

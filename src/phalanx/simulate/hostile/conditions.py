@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.launch.placing.seats import block_seats
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Conditions:
     """Patience of the next in line when there is no head; 0: the head runs on a machine that is never lost."""
 
 
-def draw_conditions(draw: random.Random) -> Conditions:
-    """Draws the conditions of one world from its random numbers."""
+def draw_conditions(draw: random.Random, draw_layout: random.Random) -> Conditions:
+    """Draws the conditions of one world from its random numbers; ``draw_layout`` gives those of the layout in the network."""
     workers = draw.choice((1, 1, 2))
-    settings = _settings(draw, workers)
+    settings = _laid(draw_layout, _settings(draw, workers))
     heartbeat_s = draw.choice((0.5, 1.0, 2.0))
     step_s = draw.choice((0.2, 1.0, 4.0))
     return Conditions(
@@ -94,3 +95,12 @@ def _settings(draw: random.Random, workers: int) -> CoreSettings:
         strikes=draw.choice((4, 1000)),
         max_tries=10**6,
     )
+
+
+def _laid(draw: random.Random, settings: CoreSettings) -> CoreSettings:
+    """The settings with a block, a unit and an order of seats."""
+    formation = settings.formation
+    stage = formation.largest(settings.wanted_nodes * formation.workers_per_node) // formation.pipeline
+    block = block_seats(formation.model_ranks, stage, formation.workers_per_node)
+    unit = block * draw.choice((1, 1, 2, formation.pipeline))
+    return replace(settings, block=block, unit=unit, order=draw.choice(("data", "pipeline")))

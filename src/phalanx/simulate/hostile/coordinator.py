@@ -51,6 +51,9 @@ class HeadWorld(Protocol):
     def check_source(self, state: FleetState) -> None:
         """Is called with the state that begins an epoch, before anybody is told."""
 
+    def check_laid(self, seats: int, state: FleetState) -> None:
+        """Is called with a state that has begun an epoch, and the number of seats before it."""
+
     def check_verdict(self, doubt: NonFiniteDoubt | None, state: FleetState) -> None:
         """Is called after each event, with the doubt that was open before it and the state after it."""
 
@@ -166,10 +169,13 @@ class SimulatedCoordinator:
 
     def _decide(self, event: m.CoreEvent) -> None:
         before, doubt, now_s = mark(self.state), self.state.doubt, self.clock.now_s
+        seats = len(self.state.seats)
         self.journal.append(batch_line(now_s, (event,)))
         self.state, orders = self.step(self.state, event, now_s)
         check(self.state, before)
         self.world.check_verdict(doubt, self.state)
+        if self.state.epoch > before.epoch:
+            self.world.check_laid(seats, self.state)
         if succession.is_due(self.claim, self.state) and not self._claims():
             return
         self.disk.delete(self.state.condemned)

@@ -1,8 +1,9 @@
 """A small hostile world: a fleet, its network, its disk, and what must hold of them beyond the core's own invariants.
 
-The network loses, repeats, delays and reorders messages, and may fall into two parts. Four oracles judge the core from outside: the state that an epoch
+The network loses, repeats, delays and reorders messages, and may fall into two parts. Five oracles judge the core from outside: the state that an epoch
 restores is the newest that living nodes hold, and it is never state that is known to be corrupt; a node is found at fault only if it has
-computed what is not finite, and a step is called the run's own only if two epochs have found it not finite.
+computed what is not finite, and a step is called the run's own only if two epochs have found it not finite; and a fleet of another size is
+laid along its network, with as many units whole as its nodes allow.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import CoreStep
 from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.fleet.core.seating import shape_of
 from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, trusted
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import draw_conditions
@@ -29,7 +31,7 @@ class World:
 
     def __init__(self, seed: int, step: CoreStep) -> None:
         self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
-        self.conditions = draw_conditions(self.random)
+        self.conditions = draw_conditions(self.random, random.Random(f"{seed} layout"))
         self.loss, self.repeat = self.conditions.loss, self.conditions.repeat
         self.delay_s = self.conditions.delay_s
         self.disk = Disk()
@@ -220,6 +222,32 @@ class World:
             raise BrokenInvariant(
                 f"{innocent} were found at fault for step {doubt.step}, and never computed wrongly"
             )
+
+    def check_laid(self, seats: int, state: FleetState) -> None:
+        """Raises BrokenInvariant if a fleet that had another number of seats before, ``seats``, is not laid along its network."""
+        count, doubt, settings = len(state.seats), state.doubt, state.settings
+        domains = [state.nodes[name].domain for name in state.seats]
+        moved_all = doubt is not None and not doubt.nodes and not doubt.confirmed
+        if count == seats or moved_all or not all(domains):
+            return
+        unit, block = shape_of(settings, count)
+        stage = count // settings.formation.pipeline
+        if settings.order == "pipeline" and count % (settings.formation.pipeline * block) == 0:
+            in_order = sorted(
+                range(count), key=lambda seat: (seat % stage // block, seat // stage, seat % block)
+            )
+            domains = [domains[seat] for seat in in_order]
+        units = [domains[first : first + unit] for first in range(0, count, unit)]
+        for depth in range(1, len(domains[0]) + 1):
+            whole = sum(len({domain[:depth] for domain in one}) == 1 for one in units)
+            most = sum(nodes // unit for nodes in Counter(domain[:depth] for domain in domains).values())
+            if whole < most:
+                raise BrokenInvariant(
+                    f"{most} units of {unit} nodes could be whole, and {whole} are: {domains}"
+                )
+        first = [one[0] for one in units]
+        if first != sorted(first):
+            raise BrokenInvariant(f"units of {unit} nodes do not follow each other along the tree: {domains}")
 
     def check_source(self, state: FleetState) -> None:
         """Raises BrokenInvariant if living nodes or the disk hold a newer complete state than the one that was chosen."""

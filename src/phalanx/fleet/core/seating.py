@@ -1,0 +1,165 @@
+"""Seating: which node gets which seat in the next epoch. Pure functions.
+
+As long as the number of seats stays, survivors keep theirs, so that nobody reads a state which it has, and the nearest spares fill the vacant ones.
+When the number changes, most ranks get another part of the state anyway, and a seat stands for another stage and replica than before: a
+fleet that kept its seats would have its pipelines all over the network. So it is laid anew, as at its first formation: units below one
+switch where that can be, neighbors near each other along the tree (``phalanx.launch.placing``). Below the lowest switch the order of the nodes
+costs nothing; there each takes the seat whose state it has, or one of its own stage, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+
+from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.fleet.core.state import NO_SEAT, FleetState, Node
+from phalanx.launch.placing.place import place_units
+from phalanx.launch.placing.seats import sequence
+from phalanx.launch.placing.topology import from_domains
+
+Domain = tuple[str, ...]
+
+
+def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
+    """Number of levels, from the widest, in which two failure domains agree."""
+    levels = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        levels += 1
+    return levels
+
+
+def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...]:
+    """Seat -> node of an epoch of ``ranks`` ranks, with the nodes usable now; there must be enough.
+
+    Args:
+        state: The fleet, of which no worker is in an epoch any more.
+        ranks: The number of ranks.
+        keep: Survivors keep their seats though the number of seats changes.
+    """
+    count = state.settings.formation.seats(ranks)
+    if not state.seats:
+        return tuple(_first_deal(state, count))
+    lost = Counter(state.nodes[state.seats[seat]].domain for seat in state.vacant)
+    # Where several nodes of a rack have failed at once the rack is at fault, and its other nodes may follow.
+    failing = {domain for domain, seats in lost.items() if domain and seats > 1}
+    if count != len(state.seats) and not keep:
+        anew = _choice(state, count, failing)
+        if all(state.nodes[name].domain for name in anew):
+            return tuple(_stay(state, _along_the_tree(state, anew, count), ranks))
+    return tuple(_fill(state, count, failing))
+
+
+# --- the same seats -------------------------------------------------------------------------------
+
+
+def _fill(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
+    """Survivors keep their seats; vacant ones go to spares and to nodes whose seats no longer exist."""
+    kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
+    candidates = set(state.spares)
+    candidates.update(
+        state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
+    )
+    for seat in (*sorted(seat for seat in state.vacant if seat < count), *range(len(state.seats), count)):
+        near = _home(state, kept, seat)
+        chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, failing))
+        candidates.remove(chosen)
+        kept[seat] = chosen
+    return kept
+
+
+def _home(state: FleetState, kept: Sequence[str], seat: int) -> Domain:
+    """The domain that the node of a vacant seat should be near to: where most others of its block are, else its last node's."""
+    block = state.settings.block
+    first = seat - seat % block
+    others = Counter(
+        state.nodes[name].domain
+        for place, name in enumerate(kept[first : first + block], first)
+        if name and place != seat and place not in state.vacant
+    )
+    if others:
+        return max(others, key=lambda domain: (others[domain], domain))
+    return state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
+
+
+def _distance(node: Node, near: Domain, failing: Collection[Domain]) -> tuple[bool, int, str]:
+    return node.domain in failing, -common_levels(node.domain, near), node.name
+
+
+# --- along the tree -------------------------------------------------------------------------------
+
+
+def _first_deal(state: FleetState, count: int) -> list[str]:
+    """The seats of a fleet that has none yet. Nodes that were started as spares are taken only where others are missing."""
+    nodes = state.nodes
+    first = sum(not nodes[name].started_as_spare for name in state.spares)
+    chosen = sorted(state.spares, key=lambda name: (nodes[name].started_as_spare, name))
+    return _along_the_tree(state, chosen[: max(count, first)], count)
+
+
+def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
+    """The nodes among which a fleet of another size chooses: its members; where they are too few, spares too, of failing domains last."""
+    members = [name for seat, name in enumerate(state.seats) if seat not in state.vacant]
+    if len(members) >= count:
+        return members
+    sound = [name for name in sorted(state.spares) if state.nodes[name].domain not in failing]
+    return [*members, *(sound if len(members) + len(sound) >= count else sorted(state.spares))]
+
+
+def shape_of(settings: CoreSettings, count: int) -> tuple[int, int]:
+    """Seats that are placed together, and those of a block, in an epoch of ``count`` seats: 1 where they do not divide these."""
+    block = settings.block if count % (settings.formation.pipeline * settings.block) == 0 else 1
+    return next(seats for seats in (settings.unit, block, 1) if count % seats == 0), block
+
+
+def _along_the_tree(state: FleetState, names: Sequence[str], count: int) -> list[str]:
+    """``count`` seats for some of ``names``: units below one switch where that can be, neighbors near each other (``launch.placing``)."""
+    settings = state.settings
+    unit, block = shape_of(settings, count)
+    topology = from_domains({name: state.nodes[name].domain for name in names})
+    placed = place_units(topology, unit, count // unit).nodes
+    seats = [""] * count
+    order = sequence(count, settings.formation.pipeline, block, settings.order)
+    for name, seat in zip(placed, order, strict=True):
+        seats[seat] = name
+    return seats
+
+
+def _stay(state: FleetState, seats: Sequence[str], ranks: int) -> list[str]:
+    """The same seats, but in each lowest domain nodes change places so that as many as can be keep their state, and then their stage."""
+    formation = state.settings.formation
+    places: dict[Domain, list[int]] = defaultdict(list)
+    for seat, name in enumerate(seats):
+        places[state.nodes[name].domain].append(seat)
+    settled = list(seats)
+    for free in places.values():
+        names = sorted((seats[seat] for seat in free), key=lambda name: _before(state.nodes[name]))
+        for exactly in (True, False):
+            wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for seat in reversed(free):
+                wanted[_part(formation, ranks, seat, exactly=exactly)].append(seat)
+            for name in list(names):
+                node = state.nodes[name]
+                had = (
+                    () if node.seat == NO_SEAT else _part(formation, state.ranks, node.seat, exactly=exactly)
+                )
+                if wanted[had]:
+                    settled[wanted[had].pop()] = name
+                    names.remove(name)
+            free = sorted(seat for left in wanted.values() for seat in left)
+        for seat, name in zip(free, names, strict=True):
+            settled[seat] = name
+    return settled
+
+
+def _before(node: Node) -> tuple[bool, int, str]:
+    return node.seat == NO_SEAT, node.seat, node.name
+
+
+def _part(formation: Formation, ranks: int, seat: int, *, exactly: bool) -> tuple[int, ...]:
+    """What tells the state of a seat's first rank from others: its stage, and the part of it; or the stage alone."""
+    share = formation.stage_ranks(ranks)
+    stage, part = divmod(formation.key(ranks, seat * formation.workers_per_node), share)
+    return (stage, share, part) if exactly else (stage,)
