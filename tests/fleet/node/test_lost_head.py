@@ -6,6 +6,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +27,40 @@ SPEC = replace(FLEET, nodes=3, spares=1, min_nodes=2, succession_s=3.0, lease_s=
 NODES = tuple(f"node-{number}" for number in range(4))
 
 
+DIES_AT = """
+import os, re, signal
+
+def falls():
+    with open(os.environ["DIES_WITH"]) as file:
+        os.killpg(int(file.read()), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+pwrite, link, fatal = os.pwrite, os.link, re.compile(os.environ["DIES_AT"].encode())
+
+def written(descriptor, data, at):
+    done = pwrite(descriptor, data, at)
+    if fatal.search(bytes(data)):
+        falls()
+    return done
+
+def made(temporary, path, **how):
+    link(temporary, path, **how)
+    if "claims" in str(path) and fatal.search(b"claim " + open(path, "rb").read()):
+        falls()
+
+os.pwrite, os.link = written, made
+"""
+"""The machine of the coordinator is lost, with its agent and workers, in the moment that a line of the journal or a claim says."""
+
+
 @contextmanager
-def led_fleet(run_dir: Path, nodes: tuple[str, ...] = NODES, changed: str = "") -> Iterator[Fleet]:
+def led_fleet(
+    run_dir: Path, nodes: tuple[str, ...] = NODES, changed: str = "", **environment: str
+) -> Iterator[Fleet]:
     """A fleet whose coordinator runs on node-0, and whose agents may all lead; its workers are held at a step."""
     fleet = Fleet(run_dir)
     fleet.hold_at(HELD)
-    fleet.environment["BROKEN_DISK"] = str(run_dir / "broken")
+    fleet.environment.update(BROKEN_DISK=str(run_dir / "broken"), **environment)
     if changed:  # Python runs it at the begin of the coordinator's process
         (fleet.modules_of("coordinator") / "sitecustomize.py").write_text(changed)
     try:
@@ -77,6 +108,85 @@ def test_a_lost_head_is_succeeded_while_the_fleet_trains_and_the_run_ends_as_if_
         fleet.hold_at(None)
         seen = ends_well(fleet)
         assert any("leads the fleet from now on" in happening.what for happening in seen.happenings)
+
+
+@pytest.mark.parametrize(
+    ("when", "what"),
+    [
+        pytest.param(
+            r'"Parked".*"epoch":0', "lose a node", id="while the others leave the epoch of a lost node"
+        ),
+        pytest.param(
+            r'claim .*"epoch":1',
+            "lose a node",
+            marks=pytest.mark.slow,
+            id="when it has claimed the next epoch",
+        ),
+        pytest.param(
+            r'"Bound".*"epoch":1',
+            "lose a node",
+            marks=pytest.mark.slow,
+            id="while the others restore their state",
+        ),
+        pytest.param(
+            r'"GiveBack"', "shrink", marks=pytest.mark.slow, id="when it has decided to give a node back"
+        ),
+        pytest.param(
+            r'"Parked".*"epoch":0',
+            "shrink",
+            marks=pytest.mark.slow,
+            id="while a node that is given back leaves",
+        ),
+        pytest.param(
+            r'claim .*"epoch":1',
+            "shrink",
+            marks=pytest.mark.slow,
+            id="when it has claimed the epoch without it",
+        ),
+        pytest.param(
+            r'claim .*"ended":"',
+            "nothing",
+            marks=pytest.mark.slow,
+            id="when it has claimed the end, and told nobody",
+        ),
+    ],
+)
+def test_the_machine_of_the_head_is_lost_in_any_phase_and_the_run_ends_as_if_undisturbed(
+    when: str, what: str, tmp_path: Path
+) -> None:
+    make_run(tmp_path, replace(SPEC, min_nodes=1), STEPS)
+    with led_fleet(tmp_path, changed=DIES_AT, DIES_AT=when, DIES_WITH=str(tmp_path / "doomed")) as fleet:
+        (tmp_path / "doomed").write_text(str(fleet.agents["node-0"].pid))
+        fleet.gathered(HELD)
+        if what == "lose a node":
+            fleet.kill_node("node-1")
+            fleet.hold_at(HELD + 5)
+        elif what == "shrink":
+            threading.Thread(target=ask_to_shrink, args=(tmp_path, "node-1"), daemon=True).start()
+            fleet.hold_at(HELD + 5)
+        else:
+            fleet.hold_at(None)
+        assert fleet.coordinator is not None
+        fleet.coordinator.wait(PATIENCE_S)
+        assert fleet.agents.pop("node-0").wait(PATIENCE_S) == -signal.SIGKILL
+        if what != "nothing":
+            trains_under(fleet, reign=2, epoch=1)
+            fleet.hold_at(None)
+            assert fleet.result() == {"step": STEPS, "state": state_after(STEPS).hex()}
+        for agent in fleet.agents.values():
+            assert agent.wait(PATIENCE_S) == 0, fleet.logs()
+        seen = fleet.until(lambda file: file.over)
+        assert (seen.phase, seen.reign) == ("finished", 2 if what != "nothing" else seen.reign)
+
+
+def ask_to_shrink(run_dir: Path, node: str) -> None:
+    """Asks for a node to be given back; the head may fall before it answers."""
+    subprocess.run(
+        [sys.executable, "-m", "phalanx", "fleet", "shrink", str(run_dir), "--node", node],
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 def test_a_head_that_is_lost_before_the_fleet_has_formed_is_succeeded(tmp_path: Path) -> None:
