@@ -574,7 +574,8 @@ class LaunchSpec:
     hosts: Annotated[str, FLEET] = ""
     """File of the hosts to start agents on by ssh, one a line: [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]."""
     partition: Annotated[str, FLEET] = ""
-    """Slurm partition, LocalQueue of Kueue or queue of Volcano; empty means the cluster's default, with Kueue no queue at all."""
+    """Slurm partition, or several, as big,small, of which the first that can starts the job; LocalQueue of Kueue or queue of Volcano; empty means
+    the cluster's default, with Kueue no queue at all."""
     account: Annotated[str, FLEET] = ""
     """Account that is charged; empty means the user's own."""
     qos: Annotated[str, FLEET] = ""

@@ -95,6 +95,10 @@ def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> N
         ({"options": ("--array=1-4",)}, "launch.options: --array=1-4: a run is one job"),
         ({"options": ("--no-requeue",)}, "queues itself again"),
         ({"options": ("--nodes 4",)}, "give --nodes to phalanx submit"),
+        ({"options": ("hetjob",)}, "launch.options: hetjob: a heterogeneous job is several groups of nodes"),
+        ({"options": ("--gpus=16",)}, "launch.options: --gpus=16: launch.gpus_per_node says how many"),
+        ({"options": ("--exclusive=user",)}, "launch.exclusive says whether nodes are shared"),
+        ({"prologue": ("#SBATCH --gpus=2",)}, "Slurm reads such lines at the top alone: launch.options"),
         ({"options": ("echo",)}, "is no option of sbatch"),
         ({"environment": ("1X=2",)}, "launch.environment: '1X=2' is not NAME=VALUE"),
         ({"environment": ("X",)}, "is not NAME=VALUE"),
@@ -168,17 +172,30 @@ MAIN = SlurmPartition("main", up=True, most_nodes=None, longest_s=86_400, defaul
 
 def test_every_reason_why_a_job_would_wait_for_ever_is_told_at_once() -> None:
     nodes = [NodeFacts(f"n{k}", usable=k != 3, free=True, gpus=4) for k in range(20)]
-    told = list(problems(order(time_limit="2d", exclude="n[4-5]"), [MAIN], nodes))
+    told = problems(order(time_limit="2d", exclude="n[4-5]"), [MAIN], {"": nodes})
     assert len(told) == 2
     assert "launch.time_limit: 2d is more than main allows" in told[0]
     assert "main has 20 nodes, 17 of them usable" in told[1]
-    told = list(problems(order(time_limit="3m"), [MAIN], [replace(node, usable=True) for node in nodes]))
+    told = problems(order(time_limit="3m"), [MAIN], {"": [replace(node, usable=True) for node in nodes]})
     assert "leaves no time beside launch.grace_s" in told[0]
     assert "18 nodes with 8 GPUs are asked for, and 0 have so many (at most 4)" in told[1]
 
 
+def test_of_several_partitions_one_that_can_start_the_job_is_enough_and_all_must_be_there() -> None:
+    small = SlurmPartition("small", up=True, most_nodes=4, longest_s=86_400, default=False)
+    nodes = [NodeFacts(f"n{k}", usable=True, free=True, gpus=8) for k in range(20)]
+    facts = {"main": nodes, "small": nodes[:4]}
+    assert problems(order(partition="small,main"), [MAIN, small], facts) == []
+    told = problems(order(partition="small,large,main"), [MAIN, small], facts)
+    assert "there is no partition 'large': --partition with one of main, small" in told[-1]
+    told = problems(order(partition="small,main"), [MAIN, small], {**facts, "main": nodes[:10]})
+    assert [line.split(":")[1].split(" ")[1] for line in told] == ["a", "small", "main"]
+    assert "a job of small may have 4 nodes" in told[0]
+    assert "main has 10 nodes, 10 of them usable" in told[2]
+
+
 def test_a_cluster_without_a_default_partition_asks_for_one() -> None:
-    told = list(problems(order(), [replace(MAIN, default=False)], []))
+    told = problems(order(), [replace(MAIN, default=False)], {})
     assert told == ["launch.partition: the cluster has no default partition: --partition with one of main"]
 
 

@@ -7,8 +7,8 @@ partitions, and ``squeue`` then shows one reason of several.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +17,7 @@ from phalanx.launch.engines.slurm_limits import limit_problems, limits_of
 from phalanx.launch.engines.slurm_script import COMMENT, JOINING_COMMENT
 from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.launch.placing.host_list import expanded
+from phalanx.run.spec import LaunchSpec
 
 _FORMAT = "%i|%T|%r|%D|%N|%S|%L|%j|%P|%k"
 _DOWN = (
@@ -148,16 +149,24 @@ def give_back(run_dir: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
 def idle_nodes(order: LaunchOrder) -> int:
     """Number of nodes that are free now and fit an order. Raises ``EngineError``."""
     excluded = set(expanded(order.launch.exclude)) if order.launch.exclude else set()
-    return sum(
-        node.free and node.gpus >= order.gpus_per_node and node.name not in excluded
-        for node in _nodes_for(order)
+    return max(
+        sum(
+            node.free and node.gpus >= order.gpus_per_node and node.name not in excluded
+            for node in _nodes_of(name)
+        )
+        for name in named_partitions(order.launch)
     )
 
 
-def _nodes_for(order: LaunchOrder) -> list[NodeFacts]:
-    """The nodes of the partition that an order names; all nodes if it names none."""
-    chosen = order.launch.partition
-    return parse_nodes(run_tool(["sinfo", "-h", "-N", "-o", "%N|%T|%G", *(["-p", chosen] if chosen else [])]))
+def named_partitions(launch: LaunchSpec) -> list[str]:
+    """The partitions of which a job may have one, whichever can start it first; an empty name stands for the cluster's default."""
+    return [name.strip() for name in launch.partition.split(",")]
+
+
+def _nodes_of(partition: str) -> list[NodeFacts]:
+    """The nodes of a partition; all nodes if it has no name."""
+    only = ["-p", partition] if partition else []
+    return parse_nodes(run_tool(["sinfo", "-h", "-N", "-o", "%N|%T|%G", *only]))
 
 
 def submit(script: Path) -> str:
@@ -202,8 +211,8 @@ class NodeFacts:
 def preflight(order: LaunchOrder) -> list[str]:
     """Everything that keeps a job from ever starting, each with what to change; empty if nothing does. Raises ``EngineError``."""
     partitions = parse_partitions(run_tool(["scontrol", "show", "partition", "-o"]))
-    known = {one.name for one in partitions}
-    nodes = _nodes_for(order) if not order.launch.partition or order.launch.partition in known else []
+    known = {"", *(one.name for one in partitions)}
+    nodes = {name: _nodes_of(name) for name in named_partitions(order.launch) if name in known}
     try:
         limits = limits_of(order)
     except EngineError:  # no sacctmgr here, or no answer from slurmdbd: the queued job's reason will tell
@@ -211,8 +220,22 @@ def preflight(order: LaunchOrder) -> list[str]:
     return [*problems(order, partitions, nodes), *limit_problems(order, limits)]
 
 
-def problems(order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]) -> Iterator[str]:
-    """The same, given the facts."""
+def problems(
+    order: LaunchOrder, partitions: list[SlurmPartition], nodes: Mapping[str, list[NodeFacts]]
+) -> list[str]:
+    """The same, given the facts. A job that names several partitions starts if one of them can start it, and all of them are there."""
+    known, found = {"", *(one.name for one in partitions)}, []
+    for name in named_partitions(order.launch):
+        one = replace(order, launch=replace(order.launch, partition=name))
+        found.append((name, list(_problems_in(one, partitions, nodes.get(name, [])))))
+    if all(name in known for name, _ in found) and not all(wrong for _, wrong in found):
+        return []
+    return list(dict.fromkeys(line for name, wrong in found for line in wrong))
+
+
+def _problems_in(
+    order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]
+) -> Iterator[str]:
     launch = order.launch
     names = ", ".join(one.name for one in partitions)
     wanted = [

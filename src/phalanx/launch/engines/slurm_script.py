@@ -22,6 +22,11 @@ from phalanx.launch.engines.tools import EngineError
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
 """Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""
+_ALIKE = (
+    "a heterogeneous job is several groups of nodes with a step of its own each, and a run is one fleet of nodes that are alike: its ranks would wait for the "
+    'slowest. Partitions of which any will do are launch.partition = "big,small"; nodes of another kind can join by phalanx fleet grow'
+)
+_GPUS = "launch.gpus_per_node says how many GPUs of each node; of one type: --gres=gpu:TYPE:NUMBER, or launch.constraint"
 _NOT_TAKEN = {
     "--array": "a run is one job: an array would start it several times. For seeds or sweeps submit one run file for each",
     "-a": "a run is one job: an array would start it several times",
@@ -31,6 +36,17 @@ _NOT_TAKEN = {
     "--ntasks": "every node runs one agent, which starts the workers: fleet.workers_per_node",
     "-n": "every node runs one agent, which starts the workers: fleet.workers_per_node",
     "--ntasks-per-node": "every node runs one agent, which starts the workers: fleet.workers_per_node",
+    "hetjob": _ALIKE,
+    "packjob": _ALIKE,
+    "--het-group": _ALIKE,
+    "--gpus": _GPUS,
+    "-G": _GPUS,
+    "--gpus-per-node": _GPUS,
+    "--gpus-per-task": _GPUS,
+    "--gpus-per-socket": _GPUS,
+    "--exclusive": "launch.exclusive says whether nodes are shared",
+    "--partition": "launch.partition, several as big,small: the job starts in the first that can",
+    "-p": "launch.partition, several as big,small: the job starts in the first that can",
     "--comment": "the job's comment names the run directory",
     "--signal": "launch.grace_s says when the run saves",
 }
@@ -122,7 +138,12 @@ def _environment(order: LaunchOrder) -> Iterator[str]:
         if not sign or not name.isidentifier():
             raise EngineError(f"launch.environment: {variable!r} is not NAME=VALUE")
         yield f"export {name}={shlex.quote(value)}"
-    yield from launch.prologue
+    for line in launch.prologue:
+        if line.lstrip().startswith("#SBATCH"):
+            raise EngineError(
+                f"launch.prologue: {line}: Slurm reads such lines at the top alone: launch.options"
+            )
+        yield line
 
 
 def _container(order: LaunchOrder) -> str:
