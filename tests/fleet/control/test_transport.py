@@ -224,6 +224,21 @@ def test_an_agent_with_another_torch_is_refused_by_the_name_of_its_host_and_an_o
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize(("ahead_s", "refused"), [(3600, True), (-3600, True), (20, False), (-100, False)])
+def test_an_agent_whose_clock_is_far_from_the_coordinators_is_refused_by_the_name_of_its_host(
+    ahead_s: float, refused: bool
+) -> None:
+    clock = f"{time.time() + ahead_s:.3f}"
+    changed = {"phalanx-clock": clock, "phalanx-software": f"gpu17 has {software()}"}
+    shown = tuple((name, changed.get(name, value)) for name, value in CREDENTIALS.metadata())
+    refusal = CREDENTIALS.refusal(shown, "Attach")
+    assert (refusal is not None) == refused
+    if refusal is not None:
+        where = "ahead of" if ahead_s > 0 else "behind"
+        assert refusal.why == f"the clock of gpu17 is 3600 s {where} the coordinator's: set it (chrony, ntpd)"
+    assert CREDENTIALS.refusal(shown, "Operate") is None
+
+
 class OnAnotherHost(Credentials):
     """Those of the same run on a machine of another name."""
 

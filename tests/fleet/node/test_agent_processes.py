@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -350,3 +351,25 @@ def test_agents_that_no_coordinator_leads_any_more_stop_their_workers_and_end_wi
         assert agent.wait(timeout=PATIENCE_S) == 1
         wait_for(lambda: not alive(worker))
         assert "error: node node-0: no coordinator for" in fleet.logs()
+
+
+AN_HOUR_LATE = """
+import time
+unix_s = time.time
+time.time = lambda: unix_s() - 3600
+"""
+
+
+@pytest.mark.slow
+def test_a_node_whose_clock_is_wrong_is_kept_out_and_its_log_says_why(tmp_path: Path) -> None:
+    with running_fleet(tmp_path, nodes=1, hold_at=5) as fleet:
+        (fleet.modules_of("node-1") / "sitecustomize.py").write_text(AN_HOUR_LATE)
+        fleet.start_agent("node-1")
+        fleet.until(lambda seen: "clock apart" in dict(seen.refused))
+        fleet.hold_at(None)
+        assert fleet.result()["step"] == 60
+        seen = fleet.seen()
+        assert seen is not None
+        assert [one.name for one in seen.members] == ["node-0"]
+        agent_said = (tmp_path / "logs" / "node-1.log").read_text()
+        assert f"the clock of {socket.gethostname()} is 3600 s behind the coordinator's: set it" in agent_said

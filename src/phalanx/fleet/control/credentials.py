@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -35,7 +36,10 @@ from phalanx.version import __version__
 HANDSHAKE_S = 120.0
 """For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
 and dials again makes the others wait longer."""
-_SOFTWARE = "phalanx-software"
+_SOFTWARE, _CLOCK = "phalanx-software", "phalanx-clock"
+CLOCK_APART_S = 30.0
+"""A machine whose clock is further from the coordinator's takes no part: its events and logs would lie in the wrong order, and certificates
+might not hold. Of a clock that is behind, ``HANDSHAKE_S`` more are allowed: a busy coordinator may hear so late."""
 OTHER_START = grpc.StatusCode.FAILED_PRECONDITION
 """The status of a stream whose client belongs to another start of the run, or to another run."""
 
@@ -97,6 +101,7 @@ class Credentials:
             ("phalanx-run", self.run),
             ("phalanx-start", start),
             (_SOFTWARE, f"{socket.gethostname()} has {software()}"),
+            (_CLOCK, f"{time.time():.3f}"),
         )
 
     def refusal(self, shown: Sequence[tuple[str, str | bytes]], method: str) -> Refusal | None:
@@ -117,6 +122,8 @@ class Credentials:
         if method == "Attach" and not theirs.endswith(f" has {software()}"):
             why = f"{theirs}, and the coordinator {software()}: install the same on every node"
             return Refusal("other software", grpc.StatusCode.UNAUTHENTICATED, why)
+        if method == "Attach" and (why := _clock_apart(given.get(_CLOCK, ""), theirs)):
+            return Refusal("clock apart", grpc.StatusCode.UNAUTHENTICATED, why)
         return None
 
     async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
@@ -130,8 +137,9 @@ class Credentials:
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
             raise UnprovenError(f"has met a process without a token for {method}")
-        # What both sides say alike; the host and the software of either are its own.
-        said_of = ", ".join(f"{name} {value}" for name, value in self.metadata() if name != _SOFTWARE)
+        # What both sides say alike; the host, the software and the clock of either are its own.
+        alike = ((name, value) for name, value in self.metadata() if name not in (_SOFTWARE, _CLOCK))
+        said_of = ", ".join(f"{name} {value}" for name, value in alike)
         steps = handshake(token, f"phalanx {method}, {said_of}", role, earlier)
         said = b""
         try:
@@ -150,6 +158,18 @@ class Credentials:
             raise UnprovenError(
                 f"did not prove within {HANDSHAKE_S:g} s that it knows this run's token"
             ) from None
+
+
+def _clock_apart(said: str, of: str) -> str:
+    """Why a machine is refused for what its clock says (Unix seconds); empty if it is not, or does not say."""
+    try:
+        ahead_s = float(said) - time.time()
+    except ValueError:
+        return ""
+    if -CLOCK_APART_S - HANDSHAKE_S <= ahead_s <= CLOCK_APART_S:
+        return ""
+    host, what = of.split(" ")[0], "ahead of" if ahead_s > 0 else "behind"
+    return f"the clock of {host} is {abs(ahead_s):.0f} s {what} the coordinator's: set it (chrony, ntpd)"
 
 
 class Stream(Protocol):
