@@ -63,12 +63,14 @@ ENVIRONMENT = {
 }
 
 
-def start(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+def start(
+    arguments: Sequence[str], folder: Path, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.Popen[str]:
     """Starts ``phalanx ARGUMENTS`` in ``folder``."""
     return subprocess.Popen(
         [sys.executable, "-m", "phalanx", *arguments],
         cwd=folder,
-        env=ENVIRONMENT,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.succession import first_claim
 from phalanx.run.directory.paths import RunDirectory
-from phalanx_process import last_json, run, start
+from phalanx_process import ENVIRONMENT, last_json, run, start
 
 
 def free_port() -> int:
@@ -37,8 +39,8 @@ def seen_in(run_dir: Path) -> FleetFile:
         return fleet_file(state, "", "", first_claim(state, "", ""), frozenset(), Counter(), 0)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120.0
+def wait_until(condition: Callable[[], bool], patience_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -85,6 +87,94 @@ def test_the_leading_machine_is_lost_and_comes_back_and_the_weights_are_those_of
     assert found is not None
     assert found.weights_sha256 == undisturbed["weights_sha256"]
     assert any("leads the fleet from now on" in one.what for one in seen_in(path).happenings)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_pipeline_that_is_laid_anew_on_fewer_nodes_has_the_weights_of_the_undisturbed_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    where, path = f"127.0.0.1:{free_port()}", tmp_path / "run"
+    sets = ["--set", "train.steps=150", "--set", "parallel.pipeline=2"]
+    sets += ["--set", "model.tie_embeddings=false", "--set", "checkpoint.every_steps=1000"]
+    undisturbed = last_json(
+        run(["train", str(folder / "tiny.toml"), *sets, "--ranks", "2", "--json"], tmp_path)
+    )
+    sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=4", "--set", "fleet.succession_s=0"]
+    sets += ["--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=0.5", "--set", "fleet.confirm_s=0.5"]
+    sets += ["--set", "launch.unit=2", "--set", 'launch.order="pipeline"']
+    told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
+    racks = {"a": "rack-1", "b": "rack-2", "c": "rack-1", "d": "rack-2"}
+
+    def begin(node: str, *more: str) -> subprocess.Popen[str]:
+        return start([*told, "--node", node, "--domain", "hall", "--domain", racks[node], *more], tmp_path)
+
+    leader, *followers = begin("a"), *(begin(node, "--no-lead") for node in "bcd")
+    # On a busy machine it may begin with two nodes, and grow.
+    wait_until(lambda: len(laid(path)) == 4 and seen_in(path).phase == "running", patience_s=400.0)
+    assert laid(path) == ["rack-1", "rack-2", "rack-1", "rack-2"]  # a replica in each rack
+    followers[1].kill()  # c: the replica of b and d is whole
+    assert [one.wait(timeout=400) for one in (leader, followers[0], followers[2])] == [0] * 3
+    assert laid(path) == ["rack-2", "rack-2"]
+    found = RunDirectory(path).finished_result()
+    assert found is not None
+    assert found.weights_sha256 == undisturbed["weights_sha256"]
+
+
+def laid(run_dir: Path) -> list[str]:
+    """The rack of each member, by its ranks."""
+    held = [one for one in seen_in(run_dir).members if one.ranks]
+    return [one.domain[-1] for one in sorted(held, key=lambda one: one.ranks[0])]
+
+
+DIES_AS_IT_COMMITS = """
+import os, re, signal, time
+rename = os.rename
+
+def renamed(source, target, **how):
+    step = re.fullmatch(r"step-(\\d+)", os.path.basename(str(target)))
+    falls = step is not None and int(step[1]) >= 20
+    if falls and os.environ["FALLS"] == "before":
+        die()
+    rename(source, target, **how)
+    if falls:
+        die()
+
+def die():
+    with open(os.environ["DOOMED"]) as file:
+        os.kill(int(file.read()), signal.SIGKILL)  # and the kernel ends its coordinator, agent and workers with it
+    time.sleep(60)
+
+os.rename = renamed
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_the_leading_machine_is_lost_before_or_after_the_rename_that_commits_a_checkpoint(
+    moment: str, folder: Path, tmp_path: Path
+) -> None:
+    where, path = f"127.0.0.1:{free_port()}", tmp_path / "run"
+    sets = ["--set", "train.steps=60", "--set", "fleet.succession_s=2"]
+    undisturbed = last_json(run(["train", str(folder / "tiny.toml"), *sets, "--json"], tmp_path))
+    sets += ["--set", "fleet.lease_s=5", "--set", "fleet.heartbeat_s=1"]
+    sets += ["--set", f'run_dir="{path}"', "--set", "fleet.nodes=3"]
+    told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "sitecustomize.py").write_text(DIES_AS_IT_COMMITS)
+    with Path(tmp_path / "doomed").open("w") as doomed:
+        modules = f"{tmp_path / 'modules'}:{ENVIRONMENT.get('PYTHONPATH', '')}"
+        changed = {"PYTHONPATH": modules, "DOOMED": doomed.name, "FALLS": moment}
+        leader = start([*told, "--node", "a"], tmp_path, {**ENVIRONMENT, **changed})
+        doomed.write(str(leader.pid))
+    followers = [start([*told, "--node", name, "--no-lead"], tmp_path) for name in "bc"]
+    assert leader.wait(timeout=400) == -signal.SIGKILL
+    assert [follower.wait(timeout=400) for follower in followers] == [0, 0]
+    found = RunDirectory(path).finished_result()
+    assert found is not None
+    assert found.weights_sha256 == undisturbed["weights_sha256"]
+    assert seen_in(path).reign == 2
 
 
 def refused(*arguments: str) -> str:
