@@ -146,12 +146,19 @@ class SlurmCluster:
         self.start_daemon(f"slurmd-n{number}", "slurmd", "-D", "-N", f"n{number}")
 
     def kill_node(self, name: str) -> None:
-        """Kills everything of a node, as a power cut does: its slurmd, its steps' daemons, its tasks and all that they started."""
-        self.daemons[f"slurmd-{name}"].kill()
-        for _ in range(3):
-            for pid in self.processes_of(name):
+        """Kills everything of a node, as a power cut does: its slurmd, its steps' daemons, its tasks and all that they started.
+
+        All are stopped first, so that none of them tells the controller of another's death.
+        """
+        found = self.processes_of(name)
+        doomed = [self.daemons[f"slurmd-{name}"].pid, *{_step_daemon_of(pid) for pid in found} - {0}, *found]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in doomed:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
+        for pid in self.processes_of(name):  # begun meanwhile
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def processes_of(self, name: str) -> list[int]:
         """The processes of jobs on a node."""
@@ -191,6 +198,14 @@ class SlurmCluster:
         deadline_s = time.monotonic() + 30
         while self.tool("squeue", "-h", check=False).strip() and time.monotonic() < deadline_s:
             time.sleep(0.1)
+
+
+def _step_daemon_of(pid: int) -> int:
+    """The slurmstepd that has started a process; 0 if none has."""
+    with suppress(OSError):
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent if b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes() else 0
+    return 0
 
 
 def _free_ports(count: int) -> int:

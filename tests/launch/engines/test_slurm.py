@@ -159,6 +159,45 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machin
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_first_node_is_lost_and_the_same_job_goes_on_under_another_head_and_ends_by_itself(
+    phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    quick = ["--set", "fleet.succession_s=3", "--set", "checkpoint.every_steps=1000"]
+    run_dir = phalanx.submit("first-lost", "--nodes", "2", "--spares", "1", *quick)
+    wait_until(lambda: len(fleet_of(run_dir).get("members", ())) == 3, "not all are there")  # type: ignore[arg-type]
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    victim = str(fleet_of(run_dir)["leader"])
+    cluster.kill_node(victim)
+    try:
+        wait_until(lambda: fleet_of(run_dir)["reign"] == 2, "nobody succeeds it", run_dir / "launch")
+        assert weights(run_dir) == undisturbed
+        assert json.loads((run_dir / "record.json").read_bytes())["attempts"] == 1
+        # Slurm would keep the nodes until the time limit: nothing of the job is left that could end it but the agents' wrappers.
+        wait_until(lambda: not cluster.tool("squeue", "-h").strip(), "the job does not end")
+    finally:
+        cluster.start_node(int(victim[1:]))
+        cluster.end_jobs()
+        cluster.wait_for_nodes()
+
+
+@pytest.mark.slow
+def test_a_run_may_name_several_partitions_and_starts_in_the_one_that_can(
+    phalanx: Phalanx, cluster: SlurmCluster
+) -> None:
+    run_dir = phalanx.submit("either", "--nodes", "2", "--partition", "small,main")
+    wait_until(lambda: "RUNNING main" in cluster.tool("squeue", "-h", "-o", "%T %P"), "it does not start")
+    phalanx("cancel", str(run_dir))
+    told = phalanx(
+        *("submit", "tiny.toml", "--on", "slurm", "--nodes", "2", "--partition", "small,shut"),
+        *("--set", 'run_dir="neither"'),
+        fails=True,
+    )
+    assert "a job of small may have 1 nodes" in told
+    assert "shut takes no jobs now" in told
+
+
+@pytest.mark.slow
 def test_a_preempted_run_saves_queues_again_and_goes_on(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:

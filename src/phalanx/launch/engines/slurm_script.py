@@ -7,7 +7,10 @@ What each line is for was measured on real clusters (Slurm 22.05 and 24.11):
 * ``--signal=B:TERM@N``: the batch shell, and only it, hears of the end N seconds before the time limit, and asks the fleet to save and stop.
   At preemption Slurm sends SIGTERM to all tasks instead, and kills them after the partition's GraceTime (else KillWait): the leading agent asks
   the fleet to save, the others wait for it. A run that has stopped so is queued again by its own script, and goes on with the same bits.
-* ``--requeue``: if the node that leads is lost, Slurm starts the whole job again, from the newest checkpoint.
+* A job with ``--no-kill`` lives on without its first node too, though the batch shell and srun are lost with it (slurmctld's
+  ``kill_running_job_by_node_name``; tried with 22.05): another node leads the fleet, and the last wrapper of an agent ends the job or queues it again,
+  as the batch shell would have. Slurm itself would keep its nodes until the time limit.
+* ``--requeue``: if a first node that was lost comes back before Slurm has missed it, Slurm starts the whole job again, from the newest checkpoint.
 * The job's comment names the run directory, so that a second submission of the run is noticed, and ``phalanx runs`` finds it.
 """
 
@@ -54,6 +57,8 @@ _STOPPED = 75
 """Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
 _REFUSED = 3
 """Exit code of ``phalanx place`` for nodes that lose too much (``cli.launch.place_command``)."""
+_LAST_WORDS_S, _COPIES_S = 30, 600
+"""Seconds after the end of a fleet in which the first node may say that it is there, and more in which other agents may still copy to a store."""
 _PORTS = 20_000, 20_000
 """The first port, and how many, of which a job takes one by its number."""
 
@@ -163,6 +168,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     port = str(order.port) if order.port else f"$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))"
     yield f'head="$(hostname):{port}"' if order.port else f'head="$(hostname):"{port}'
     yield f"nonce={folder}/nonce"
+    yield f"rm -rf {folder}/at-work {folder}/concluded"
     yield f'rm -f {folder}/stopped {folder}/lead-exit; echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" > "$nonce"'
     yield from _verified(order, phalanx)
     yield from _on_grace(order, phalanx, run_dir)
@@ -184,10 +190,15 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     yield '  echo "the run has saved; it is queued again"'
     yield '  scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     yield "fi"
+    yield from _given_back(order)
+    yield 'exit "$code"'
+
+
+def _given_back(order: LaunchOrder) -> Iterator[str]:
+    """Lets the run that has lent nodes have as many again."""
     if order.taken_from is not None:
         lender = shlex.quote(str(order.taken_from))
-        yield f"{phalanx} fleet grow {lender} --by {order.taken} || true"
-    yield 'exit "$code"'
+        yield f"{shlex.join(order.program)} fleet grow {lender} --by {order.taken} || true"
 
 
 def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
@@ -221,6 +232,24 @@ def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
     yield "fi"
 
 
+def _concluded(order: LaunchOrder) -> Iterator[str]:
+    """What a node does after its agent has ended, within single quotes: it ends the job if the first node, which would, was lost and succeeded."""
+    yield 'grep -Eq ".reign.: *([2-9]|[1-9][0-9])" "${folder%/*}/fleet.json" || exit "$code"'
+    yield f"for waited in $(seq {_LAST_WORDS_S + _COPIES_S}); do"
+    yield '  [ ! -e "$folder/lead-exit" ] || exit "$code"'
+    yield f'  [ "$waited" -lt {_LAST_WORDS_S} ] || [ -n "$(ls "$folder/at-work")" ] || break'
+    yield "  sleep 1"
+    yield "done"
+    yield 'mkdir "$folder/concluded" 2>/dev/null || exit "$code"'
+    yield from (line.replace("'", "'\\''") for line in _given_back(order))
+    yield 'if [ -e "$folder/stopped" ] || [ -e "${folder%/*}/result.json" ] || grep -Eq ".phase.: *.failed" "${folder%/*}/fleet.json"; then'
+    yield '  scancel "$SLURM_JOB_ID"'
+    yield "else"
+    yield '  scontrol requeue "$SLURM_JOB_ID"'
+    yield "fi"
+    yield 'exit "$code"'
+
+
 def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
     """What the batch shell does when the end is near, and what each node does before its agent starts."""
     yield "save_and_end() {"
@@ -231,8 +260,12 @@ def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
     yield "on_node='"
     yield "for _ in $(seq 60); do"
     yield '  if [ "$(cat "$0" 2>/dev/null)" = "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" ]; then'
-    yield '    [ "$SLURM_NODEID" = 0 ] || exec "$@"'
-    yield '    trap : TERM; "$@"; code=$?; echo "$code" > "${0%/*}/lead-exit"; exit "$code"'
+    yield '    folder="${0%/*}"; trap : TERM'
+    yield '    if [ "$SLURM_NODEID" = 0 ]; then "$@"; code=$?; echo "$code" > "$folder/lead-exit"; exit "$code"; fi'
+    yield '    mkdir -p "$folder/at-work"; : > "$folder/at-work/$SLURMD_NODENAME"'
+    yield '    "$@"; code=$?'
+    yield '    rm -f "$folder/at-work/$SLURMD_NODENAME"'
+    yield from (f"    {line}" for line in _concluded(order))
     yield "  fi"
     yield "  sleep 1"
     yield "done"
