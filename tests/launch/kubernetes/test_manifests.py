@@ -110,6 +110,66 @@ def test_the_job_is_one_that_its_published_schema_allows(launch: dict[str, Any],
     jsonschema.validate(job_of(request(**launch), "word"), schema)
 
 
+@pytest.mark.skipif(
+    "PHALANX_CRDS" not in os.environ, reason="PHALANX_CRDS names no folder with the CRD of JobSet"
+)
+@pytest.mark.parametrize("launch", [{}, FULL])
+def test_the_rules_of_its_schema_hold_of_a_new_job_and_would_find_a_wrong_one(launch: dict[str, Any]) -> None:
+    pytest.importorskip("celpy")
+    path = Path(os.environ["PHALANX_CRDS"]) / "jobset.x-k8s.io_jobsets.yaml"
+    (version,) = yaml.safe_load(path.read_text())["spec"]["versions"]
+    schema, job = version["schema"]["openAPIV3Schema"], job_of(request(**launch), "word")
+    assert broken_rules(schema, job) == []
+    job["spec"]["startupPolicy"] = {"startupPolicyOrder": "InOrder"}
+    job["spec"]["replicatedJobs"][0]["dependsOn"] = [{"name": "other", "status": "Ready"}]
+    assert broken_rules(schema, job) == ["StartupPolicy and DependsOn APIs are mutually exclusive"]
+
+
+def broken_rules(schema: Any, value: Any) -> list[str]:
+    """The messages of the CEL rules of a schema (``x-kubernetes-validations``) that a new object breaks; rules about changes say nothing of it."""
+    import celpy
+
+    broken = []
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if "oldSelf" not in rule["rule"]:
+            environment = celpy.Environment()
+            program = environment.program(environment.compile(rule["rule"]))
+            if not program.evaluate({"self": celpy.json_to_cel(value)}):
+                broken.append(rule.get("message", rule["rule"]))
+    if isinstance(value, dict):
+        for name, inner in schema.get("properties", {}).items():
+            broken += broken_rules(inner, value[name]) if name in value else []
+    if isinstance(value, list):
+        broken += [line for one in value for line in broken_rules(schema.get("items", {}), one)]
+    return broken
+
+
+@pytest.mark.parametrize("launch", [{}, FULL])
+def test_the_job_keeps_the_rules_of_the_webhooks_that_admit_it(launch: dict[str, Any]) -> None:
+    """As read in pkg/webhooks/jobset_webhook.go of JobSet at 08dfbdf and pkg/controller/jobframework/tas_validation.go of Kueue at ff69552."""
+    job: dict[str, Any] = job_of(request(**launch), "word")
+    (replicated,) = job["spec"]["replicatedJobs"]
+    template = replicated["template"]["spec"]
+    of_job = f"{job['metadata']['name']}-{replicated['name']}-{replicated.get('replicas', 1) - 1}"
+    of_pod = f"{of_job}-{template['completions'] - 1}-abcde"  # the Job controller adds five letters
+    for name in (of_job, of_pod):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name), name
+    for rule in job["spec"]["failurePolicy"]["rules"]:
+        assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
+        assert set(rule.get("targetReplicatedJobs", ())) <= {replicated["name"]}
+    marks = template["template"]["metadata"].get("annotations", {})
+    tas = {name.removeprefix("kueue.x-k8s.io/"): value for name, value in marks.items() if "kueue" in name}
+    assert bool(tas) == bool(launch)
+    assert ("podset-slice-size" in tas) == ("podset-slice-required-topology" in tas)
+    if tas:
+        assert 0 < int(tas["podset-slice-size"]) <= template["parallelism"]
+        assert re.fullmatch(
+            r"([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
+            tas["podset-slice-required-topology"],
+        )
+        assert not {"podset-required-topology", "podset-preferred-topology", "podset-group-name"} & tas.keys()
+
+
 def closed(schema: Any) -> Any:
     """A schema that allows no field which it does not name."""
     if isinstance(schema, list):
