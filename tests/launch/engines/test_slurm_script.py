@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +88,17 @@ def test_a_script_is_shell_that_can_be_read(tmp_path: Path) -> None:
     assert shown.stdout == "a b'c"
 
 
+def test_a_lender_with_any_name_is_given_back_to_by_a_wrapper_too() -> None:
+    script = batch_script(replace(order(), taken_from=Path("/runs/a b/it's"), taken=2))
+    begin = script.index("on_node='")
+    quoted = script[begin : script.index("\n'\n", begin) + 2]
+    shown = subprocess.run(
+        ["bash", "-c", f'{quoted}\nprintf %s "$on_node"'], capture_output=True, text=True, check=True
+    )
+    lender = shlex.quote("/runs/a b/it's")
+    assert f"fleet grow {lender} --by 2 || true" in shown.stdout
+
+
 def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> None:
     assert f'lead-exit 2>/dev/null)" = {EXIT_STOPPED} ]' in batch_script(order())
 
@@ -109,6 +123,51 @@ def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> N
 def test_what_no_job_can_have_is_refused(launch: dict[str, object], message: str) -> None:
     with pytest.raises(EngineError, match=re.escape(message)):
         batch_script(order(**launch))
+
+
+@pytest.mark.parametrize(
+    ("files", "fleet", "does"),
+    [
+        ({"result.json": "{}"}, {"phase": "finished", "reign": 2}, ["scancel 7"]),
+        ({}, {"phase": "finished", "reign": 2}, ["scontrol requeue 7"]),
+        ({}, {"phase": "failed", "reign": 12}, ["scancel 7"]),
+        ({"launch/stopped": ""}, {"phase": "finished", "reign": 2}, ["scancel 7"]),
+        ({"launch/lead-exit": "75"}, {"phase": "finished", "reign": 2}, []),
+        ({"launch/concluded/by": "another"}, {"phase": "finished", "reign": 2}, []),
+        ({}, {"phase": "finished", "reign": 1}, []),
+    ],
+    ids=[
+        "finished",
+        "saved",
+        "failed",
+        "stopped for good",
+        "first node there",
+        "another does",
+        "never succeeded",
+    ],
+)
+def test_the_last_wrapper_of_an_agent_ends_the_job_or_queues_it_again_only_where_the_first_node_is_gone(
+    files: dict[str, str], fleet: dict[str, object], does: list[str], tmp_path: Path
+) -> None:
+    script = batch_script(order())
+    body = script[script.index("on_node='") + len("on_node='") :]
+    on_node = body[: body.index("\n'")].replace("seq 630", "seq 2").replace("-lt 30 ]", "-lt 1 ]")
+    (tmp_path / "bin").mkdir()
+    for name in ("scancel", "scontrol"):  # what Slurm does then, the test with a real one shows
+        tool = tmp_path / "bin" / name
+        tool.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/told\n')
+        tool.chmod(0o755)
+    for name, text in {**files, "launch/nonce": "7.0\n", "fleet.json": json.dumps(fleet, indent=1)}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    own = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2"}
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    words = ["bash", "-c", on_node, str(tmp_path / "launch" / "nonce"), "bash", "-c", "exit 5"]
+    done = subprocess.run(words, env={**os.environ, **own, "PATH": path}, check=False)
+    told = tmp_path / "told"
+    assert (told.read_text().splitlines() if told.exists() else []) == does
+    assert done.returncode == 5
+    assert not list((tmp_path / "launch" / "at-work").iterdir())
 
 
 @pytest.mark.parametrize(
