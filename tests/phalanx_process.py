@@ -77,6 +77,12 @@ def start(
     )
 
 
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """What a started command has printed, once it has ended."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def run(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end, in a forked process: most of a short command is imports."""
     with tempfile.TemporaryDirectory() as place:

@@ -24,7 +24,7 @@ from phalanx.observe.goodput import goodput
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.store.open_store import open_store
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
-from phalanx_process import TIMEOUT_S, last_json, start, steps_done, wait_until
+from phalanx_process import ended, last_json, start, steps_done, wait_until
 from store.servers import Server
 
 
@@ -42,11 +42,6 @@ def started(run_file: Path, folder: Path, url: str, nodes: int, *arguments: str)
     settings = (f'checkpoint.store="{url}"', "fleet.heartbeat_s=1", "fleet.lease_s=4")
     sets = [part for setting in settings for part in ("--set", setting)]
     return start([*command, *sets, *arguments], folder)
-
-
-def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def fleet(run_file: Path, folder: Path, url: str, nodes: int, *arguments: str) -> dict[str, Any]:
