@@ -2,7 +2,8 @@
 
 Per request it may answer 503 SlowDown without asking the server, reset the connection before the server hears of it, pass on the
 request and lose the answer, or cut the answer off in its middle; every answer is late by an exponential latency and no quicker than a
-bandwidth allows. ``done`` counts what it did.
+bandwidth allows. ``done`` counts what it did, ``asked`` how often each object
+was asked for, by method, path and range.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class FaultyProxy:
         self.upstream_port = upstream_port
         self.faults = faults
         self.done: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
         self.port = 0
         self._random = random.Random(seed)
 
@@ -65,6 +67,7 @@ class FaultyProxy:
         """Handles one request of a connection; False where the connection is over."""
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(_content_length(head))
+        self.asked[_what(head)] += 1
         fault = self._draw()
         self.done[fault] += 1
         if self.faults.latency_s:
@@ -105,6 +108,13 @@ class FaultyProxy:
             if value < 0:
                 return name
         return "good"
+
+
+def _what(head: bytes) -> str:
+    """Method, path and range of a request."""
+    request, *fields = head.decode("latin-1").split("\r\n")
+    ranges = [field for field in fields if field.lower().startswith("range:")]
+    return " ".join([*request.split()[:2], *ranges]).lower()
 
 
 def _content_length(head: bytes) -> int:

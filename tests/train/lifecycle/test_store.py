@@ -29,6 +29,7 @@ from phalanx.train.start import claim_store as claim_module
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.claim_store import claim_store
 from ranks import Ranks
+from store.faulty_proxy import Faults, faulty_proxy
 from store.scripted_server import scripted
 from store.servers import CREDENTIALS, Server
 from tiny_runs import tiny_run, train_on_this_rank
@@ -76,8 +77,12 @@ def test_a_run_that_lost_its_disk_goes_on_from_the_store_alone_on_other_ranks_wi
     store = ObjectTier(open_store(spec.checkpoint.store))
     assert store.steps() == [4, 6]
     store.delete(6)  # it was not there yet when the disk was lost
-    (result, *_) = ranks.run(3, train_with_environment, spec, environment)
+    with faulty_proxy(s3_server.port, Faults(), seed=1) as proxy:
+        (result, *_) = ranks.run(3, train_with_environment, spec, s3_server.behind(proxy.port))
     assert result["weights_sha256"] == undisturbed
+    blocks = {what: times for what, times in proxy.asked.items() if "safetensors range:" in what}
+    assert len(blocks) == 2, "one of each image"
+    assert set(blocks.values()) == {1}, "three ranks need parts of both, and one has fetched it for all"
     (restored,) = bodies(run_dir, Restored)
     assert (restored.step, restored.source) == (4, spec.checkpoint.store)
     assert [copied.step for copied in bodies(run_dir, CheckpointCopied)] == [6]

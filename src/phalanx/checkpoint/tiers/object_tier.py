@@ -38,6 +38,7 @@ from phalanx.checkpoint.format.manifest import Manifest, checksum, parse_object
 from phalanx.checkpoint.format.restore_plan import REMOTE, Held, PlannedRead
 from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through
 from phalanx.checkpoint.tiers.collect import wrong_size
+from phalanx.checkpoint.tiers.shared_blocks import SharedBlocks
 from phalanx.checkpoint.tiers.tier import Record
 from phalanx.store.errors import ExistsError, FullError, MissingObjectError, ShortObjectError, StoreError
 from phalanx.store.hedge import HedgedReads
@@ -59,6 +60,7 @@ class ObjectTier:
         self.reader = CatalogReader(self, self.name, REMOTE)
         self._commit = lru_cache(maxsize=16)(self._load_commit)
         self._block_reads = HedgedReads()
+        self._shared: SharedBlocks | None = None
 
     # Looking
 
@@ -111,13 +113,17 @@ class ObjectTier:
 
         One that takes far longer than the others is asked for twice: all ranks of a fleet wait for the slowest of all their blocks.
         """
-        key = self._key(step, manifest.file)
+        key, shared = self._key(step, manifest.file), self._shared
 
         def fetch(number: int) -> ByteArray:
             start = number * manifest.block_bytes
             stop = min(start + manifest.block_bytes, manifest.nbytes)
-            with store_errors():
-                (data,) = self._block_reads.read(lambda: self.store.ranges(key, [(start, stop)]))
+
+            def ask() -> memoryview:
+                with store_errors():
+                    return self._block_reads.read(lambda: self.store.ranges(key, [(start, stop)]))[0]
+
+            data = ask() if shared is None else shared.block(manifest, number, ask)
             if checksum(data) != manifest.checksums[number]:
                 raise CorruptError(
                     f"{self.store.url}/{key}, block {number} (bytes {start:,} to {stop:,}): the bytes differ from their "
@@ -132,6 +138,19 @@ class ObjectTier:
                 block = ahead.popleft().result()
                 ahead.extend(pool.submit(fetch, number) for number in islice(todo, 1))
                 yield block
+
+    @contextmanager
+    def shared_on_this_machine(self) -> Iterator[None]:
+        """Until it ends, each block is fetched by one of the ranks of this machine that read it meanwhile in this way too.
+
+        For restores of all ranks together, none of whom ends it before all have restored.
+        """
+        self._shared = SharedBlocks(self.store.url)
+        try:
+            yield
+        finally:
+            self._shared.close()
+            self._shared = None
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
         key = self._key(step, manifest.file)

@@ -6,18 +6,14 @@ table of what is there that could be wrong, nothing is forced to disk, and a pro
 of the file first and compared then, so that what is handed out was looked at, whatever happens to the file meanwhile.
 
 Of several processes that miss a block at the same time, one fetches it and the others wait for it, by a lock on those bytes of the file that
-ends with its holder (an open file description lock, fcntl(2)). A process never waits for one range while it holds another.
+ends with its holder. A process never waits for one range while it holds another.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,11 +28,9 @@ from phalanx.data.cache.room import Room
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import ShardFile
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.range_lock import range_locked
 from phalanx.store.errors import MissingObjectError, ShortObjectError
 from phalanx.store.store import Store
-
-_FLOCK = "hhqqi4x"
-"""``struct flock`` on 64-bit Linux: type, whence, start, length, process (which must be 0 for this kind of lock)."""
 
 
 @dataclass
@@ -96,7 +90,7 @@ class CachedShard:
         Raises ``DatasetError`` if the store has other bytes than were written, ``StoreError`` if it does not give them.
         """
         first, end = start - start % BLOCK_BYTES, self._end(stop)
-        with self._locked(first, end):
+        with range_locked(self._path, first, end):  # without it there may be a second request
             self._sums = self._sums_here() if self._sums is None else self._sums
             found = self.held(start, stop)
             if found is not None:
@@ -174,18 +168,6 @@ class CachedShard:
         raise DatasetError(
             f"{store.url}/{name} holds no block sums of {self._shard.file} as the index has it; {_REMEDY}"
         )
-
-    @contextmanager
-    def _locked(self, start: int, stop: int) -> Iterator[None]:
-        with ExitStack() as held:
-            # Without the lock, on a file system that has no such ones or after the file was removed, there is a second request.
-            with suppress(OSError):
-                # Of its own description, since threads that share one do not keep each other out.
-                file = held.enter_context(self._path.open("r+b", 0))
-                if sys.platform == "linux":
-                    lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
-                    fcntl.fcntl(file, fcntl.F_OFD_SETLKW, lock)
-            yield
 
 
 _REMEDY = "copy the dataset there again from an intact one (`phalanx data copy FOLDER URL`)"

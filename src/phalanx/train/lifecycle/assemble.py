@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -153,10 +154,12 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Builds everything on this rank and restores the state that training begins with. A collective call."""
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
+    machine_ranks = count_machine_ranks(inputs.device)
     # Only sums in tree order are made machine by machine.
     by_tree = spec.train.reduction == "reproducible"
-    machine_ranks = count_machine_ranks(inputs.device) if by_tree else 0
-    mesh = build_mesh(spec, dist.get_world_size(), inputs.device, machine_ranks=machine_ranks)
+    mesh = build_mesh(
+        spec, dist.get_world_size(), inputs.device, machine_ranks=machine_ranks if by_tree else 0
+    )
     built = build_model(spec, mesh)
     parts, placement = built.model.parts, built.placement
     shards = state_shards(parts, built.optimizer, placement)
@@ -164,11 +167,12 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     ledger.switch(Bucket.START_RESTORE)
     tier = DiskTier(inputs.directory.checkpoints)
     store = ObjectTier(open_store(spec.checkpoint.store)) if spec.checkpoint.store else None
-    restored = inputs.restore([tier, store] if store else [tier], shards, mesh)
+    with store.shared_on_this_machine() if store and machine_ranks != 1 else nullcontext():
+        restored = inputs.restore([tier, store] if store else [tier], shards, mesh)
     if restored is None:
         fill_initial(parts, placement, spec)
         if spec.checkpoint.init_from:
-            restored = take_over(spec.checkpoint, inputs.directory, built, shards)
+            restored = take_over(spec.checkpoint, inputs.directory, built, shards, alone=machine_ranks == 1)
 
     saver = AsyncSaver(
         tier,

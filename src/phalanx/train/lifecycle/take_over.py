@@ -10,12 +10,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.origin import open_origin
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.run.directory.durable import write_atomically
@@ -30,7 +35,12 @@ from phalanx.train.step.weights_hash import weights_sha256
 
 
 def take_over(
-    checkpoint: CheckpointSpec, directory: RunDirectory, built: Built, shards: Sequence[Shard]
+    checkpoint: CheckpointSpec,
+    directory: RunDirectory,
+    built: Built,
+    shards: Sequence[Shard],
+    *,
+    alone: bool = False,
 ) -> RestoredState | None:
     """Fills this rank's shards from ``checkpoint.init_from``; ``None`` if the training itself begins anew. A collective call.
 
@@ -39,6 +49,7 @@ def take_over(
         directory: The run's own, in whose record the origin is noted.
         built: The model, and how it is divided.
         shards: This rank's shards of weights and optimizer state.
+        alone: Each rank has a machine of its own, so that what is fetched is not shared.
 
     Raises:
         CheckpointError: The checkpoint is gone or damaged, or holds another model or another optimizer's state.
@@ -52,7 +63,9 @@ def take_over(
         )
     parts, placement = built.model.parts, built.placement
     wanted = weight_shards(parts, placement) if checkpoint.init_with == "weights" else shards
-    extra = restore(tier, step, wanted, rank=placement.mesh.rank)
+    with _shared_by_ranks(tier, alone):
+        extra = restore(tier, step, wanted, rank=placement.mesh.rank)
+        dist.barrier()
     weights = tier.record(step).weights_sha256 or weights_sha256(parts, placement)
     if placement.mesh.rank == 0:
         _record(directory, start, step, weights, checkpoint.init_with)
@@ -64,6 +77,10 @@ def take_over(
     progress = TrainProgress.from_extra(extra)
     seconds = time.monotonic() - began_s
     return RestoredState(progress.step, extra, (), start, seconds, taken_over=True)
+
+
+def _shared_by_ranks(tier: DiskTier | ObjectTier, alone: bool) -> AbstractContextManager[None]:
+    return tier.shared_on_this_machine() if isinstance(tier, ObjectTier) and not alone else nullcontext()
 
 
 def _record(directory: RunDirectory, start: str, step: int, weights: str, init_with: str) -> None:

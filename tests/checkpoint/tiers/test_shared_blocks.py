@@ -1,0 +1,156 @@
+"""Ranks of one machine that restore together fetch each block once, and what they share can be neither wrong nor left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.worlds import State, box_of, same_bits, save_state
+from phalanx.checkpoint.format.manifest import Manifest, checksum
+from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.tiers import shared_blocks
+from phalanx.checkpoint.tiers.copying import copy_step
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.checkpoint.tiers.restore import restore
+from phalanx.checkpoint.tiers.shared_blocks import SharedBlocks
+from store.memory_store import MemoryStore
+
+BLOCK_BYTES = 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what is shared, for this test alone."""
+    place = tmp_path / "memory"
+    place.mkdir()
+    monkeypatch.setattr(shared_blocks, "memory_folder", lambda: place)
+    return place
+
+
+def stored(folder: Path) -> tuple[MemoryStore, State, Counter[str]]:
+    """A checkpoint in a store, its state, and how often each block is asked for from now on."""
+    disk, state = (
+        DiskTier(folder, block_bytes=BLOCK_BYTES),
+        {f"model/{i}": torch.randn(3000) for i in range(9)},
+    )
+    save_state(disk, 1, state)
+    store, asked = MemoryStore(), Counter[str]()
+    copy_step(disk, 1, ObjectTier(store))
+    ranges = store.ranges
+
+    def counted(key: str, spans: list[tuple[int, int]]) -> list[memoryview]:
+        asked.update(f"{key} {span}" for span in spans)
+        return ranges(key, spans)
+
+    store.ranges = counted  # type: ignore[method-assign,assignment]
+    return store, state, asked
+
+
+def restored(tier: ObjectTier, state: State) -> State:
+    blank = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    restore(tier, 1, [Shard(box_of(name, tensor), tensor) for name, tensor in blank.items()])
+    return blank
+
+
+def test_equal_ranks_that_restore_at_once_fetch_each_block_once(tmp_path: Path, folder: Path) -> None:
+    store, state, asked = stored(tmp_path / "disk")
+    all_have_restored = Barrier(4)
+
+    def rank(_: int) -> State:
+        tier = ObjectTier(store)
+        with tier.shared_on_this_machine():
+            found = restored(tier, state)
+            all_have_restored.wait(60)
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(rank, range(4)):
+            assert all(same_bits(found[name], state[name]) for name in state)
+    assert len(asked) > 20
+    assert set(asked.values()) == {1}
+    assert list(folder.iterdir()) == [], "the last one has removed the file"
+
+
+def test_ranks_that_do_not_restore_together_fetch_for_themselves(tmp_path: Path) -> None:
+    store, state, asked = stored(tmp_path / "disk")
+    for _ in range(2):
+        restored(ObjectTier(store), state)
+    assert set(asked.values()) == {2}
+
+
+def test_what_is_shared_is_believed_by_its_checksum_alone(tmp_path: Path, folder: Path) -> None:
+    store, state, asked = stored(tmp_path / "disk")
+    first, second = ObjectTier(store), ObjectTier(store)
+    with first.shared_on_this_machine(), second.shared_on_this_machine():
+        restored(first, state)
+        (file,) = folder.iterdir()
+        assert file.stat().st_mode & 0o077 == 0
+        with file.open("r+b") as content:
+            content.seek(os.lseek(content.fileno(), 0, os.SEEK_DATA) + 10)
+            content.write(b"other bytes")
+        found = restored(second, state)
+    assert all(same_bits(found[name], state[name]) for name in state)
+    assert sorted(asked.values())[-2:] == [1, 2], "one block was fetched anew"
+
+
+def test_where_there_is_no_room_each_rank_fetches_for_itself(tmp_path: Path, folder: Path) -> None:
+    store, state, asked = stored(tmp_path / "disk")
+    folder.rmdir()
+    with ExitStack() as held:
+        for _ in range(2):
+            tier = ObjectTier(store)
+            held.enter_context(tier.shared_on_this_machine())
+            assert all(same_bits(found, state[name]) for name, found in restored(tier, state).items())
+    assert set(asked.values()) == {2}
+
+
+def test_what_a_killed_rank_has_left_is_removed_by_the_next_restore_and_what_is_held_is_not(
+    tmp_path: Path, folder: Path
+) -> None:
+    held = SharedBlocks("s3://bucket/held", folder)
+    left = folder / f"phalanx-restore-{os.getuid()}-left"
+    left.write_bytes(b"blocks")
+    strange = folder / f"phalanx-restore-{os.getuid()}-strange"
+    strange.symlink_to(tmp_path)
+    SharedBlocks("s3://bucket/other", folder).close()
+    assert sorted(folder.iterdir()) == sorted([held._path, strange])
+    held.close()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_however_few_places_there_are_a_block_is_the_one_that_was_asked_for(seed: int, places: int) -> None:
+    chance = random.Random(seed)
+    images = [chance.randbytes(chance.randrange(1, 8 * 64)) for _ in range(3)]
+    manifests = [
+        Manifest(
+            rank=n,
+            file=f"rank-{n}",
+            nbytes=len(image),
+            block_bytes=64,
+            checksums=tuple(checksum(image[start : start + 64]) for start in range(0, len(image), 64)),
+            entries=(),
+        )
+        for n, image in enumerate(images)
+    ]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
+        readers = [SharedBlocks("s3://bucket", Path(folder), most_bytes=places * 64) for _ in range(2)]
+        for reader in readers:
+            held.callback(reader.close)
+        for _ in range(40):
+            one = chance.randrange(3)
+            number = chance.randrange(len(manifests[one].checksums))
+            wanted = memoryview(images[one])[number * 64 : (number + 1) * 64]
+            assert chance.choice(readers).block(manifests[one], number, partial(memoryview, wanted)) == wanted
