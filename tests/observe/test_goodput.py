@@ -89,6 +89,20 @@ def test_an_event_for_several_steps_is_divided_among_them() -> None:
     assert (result.committed_ns, result.pending_ns) == (s(15), s(5))
 
 
+def test_waiting_for_samples_is_no_step_and_what_was_waited_in_lost_steps_is_lost_with_them() -> None:
+    def until(number: int, waited_s: float) -> Step:
+        return step(number, 9, ledger={"step.compute": float(number), "step.data_wait": waited_s})
+
+    bodies: list[Body] = [until(1, 2.0), until(2, 6.0), CheckpointSaved(2, "2"), until(4, 9.0)]
+    result = goodput(Event(20.0 + t, 0, body) for t, body in enumerate(bodies))
+    assert (result.committed_ns, result.pending_ns, result.waiting_ns) == (s(2), s(2), s(9))
+    assert result.goodput == 2 / 13
+    bodies += [Restored(2, "2"), step(3, 9, ledger={"step.compute": 5.0, "step.data_wait": 9.5})]
+    result = goodput(Event(20.0 + t, 0, body) for t, body in enumerate(bodies))
+    assert (result.committed_ns, result.pending_ns, result.waiting_ns) == (s(2), s(1), s(6.5))
+    assert result.rollback_ns == s(2 + 3)
+
+
 def test_what_came_after_the_last_ledger_is_unattributed() -> None:
     events = [
         Event(10.0, 0, step(1, 9, ledger={"step.compute": 1.0})),
@@ -137,8 +151,9 @@ def histories(draw: st.DrawFn) -> list[Event]:
 def test_every_nanosecond_in_a_step_has_one_outcome(events: list[Event]) -> None:
     result = goodput(events)
     in_steps = sum(value for name, value in result.buckets_ns.items() if name.startswith("step."))
-    assert result.committed_ns + result.pending_ns + result.rollback_ns + result.nonfinite_ns == in_steps
-    assert min(result.committed_ns, result.pending_ns, result.rollback_ns) >= 0
+    outcomes = (result.committed_ns, result.pending_ns, result.rollback_ns, result.nonfinite_ns)
+    assert sum(outcomes) + result.waiting_ns == in_steps
+    assert min(*outcomes, result.waiting_ns) >= 0
 
 
 @given(histories())

@@ -7,6 +7,7 @@ the events say what became of the steps:
 * ``pending``: done, not yet covered; a crash now would cost it.
 * ``discarded.rollback``: done, lost in a crash, done again.
 * ``discarded.nonfinite``: done, then skipped because a number was not finite, or a loss spike.
+* ``waiting``: for samples, in steps that were not lost; it makes nothing, and is no part of the others.
 
 The time between two attempts (queueing, a person asleep) is held by nobody: it is reported as ``gap``.
 Everything is in integer nanoseconds, so that the parts sum to the whole exactly. The definition follows
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from phalanx.observe.events import (
     FROM_OUTSIDE,
@@ -43,7 +45,7 @@ _LONGEST_S = 1e11
 class Goodput:
     """The goodput report of a run: wall time of the rank that wrote the events, in nanoseconds.
 
-    The buckets sum to ``held_ns`` exactly, the four outcomes to the ``step.*`` buckets.
+    The buckets sum to ``held_ns`` exactly, the five outcomes to the ``step.*`` buckets.
     """
 
     buckets_ns: Mapping[str, int]
@@ -53,6 +55,8 @@ class Goodput:
     nonfinite_ns: int
     gap_ns: int
     attempts: int
+    waiting_ns: int = 0
+    """For samples, in steps of all outcomes but ``rollback``, which holds its own."""
 
     @property
     def held_ns(self) -> int:
@@ -60,7 +64,7 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Committed step time over held time, 0 to 1; 0 for a run that has held nothing."""
+        """Committed step time, without waiting for samples, over held time, 0 to 1; 0 for a run that has held nothing."""
         return self.committed_ns / self.held_ns if self.held_ns else 0.0
 
     @property
@@ -85,12 +89,13 @@ def goodput(events: Iterable[Event]) -> Goodput:
     committed, pending = _cut(line.pieces, line.durable_step)
     return Goodput(
         buckets_ns=add(account.buckets_ns for account in accounts),
-        committed_ns=_duration_ns(committed),
-        pending_ns=_duration_ns(pending),
+        committed_ns=sum(piece.duration_ns for piece in committed),
+        pending_ns=sum(piece.duration_ns for piece in pending),
         rollback_ns=line.rollback_ns,
         nonfinite_ns=line.nonfinite_ns,
         gap_ns=sum(max(0, after.start_ns - before.end_ns) for before, after in pairwise(accounts)),
         attempts=len(accounts),
+        waiting_ns=sum(piece.waiting_ns for piece in line.pieces),
     )
 
 
@@ -151,12 +156,19 @@ def _described(account: _Account, reason: str) -> AttemptAccount:
 # --- the time of one attempt --------------------------------------------------------------------
 
 
+class _InSteps(NamedTuple):
+    """The time in the step loop: waiting for samples, and all else."""
+
+    rest_ns: int
+    waiting_ns: int
+
+
 @dataclass(frozen=True)
 class _Account:
     """One attempt: when it began and ended (unix nanoseconds), and where the time between went."""
 
     events: Sequence[Event]
-    step_loop_ns: Sequence[int | None]
+    in_steps: Sequence[_InSteps | None]
     """Beside each event: the time in the step loop so far, where the event tells it."""
     start_ns: int
     end_ns: int
@@ -194,7 +206,7 @@ def _account(events: list[Event]) -> _Account:
     buckets = {name: _ns(seconds) for name, seconds in ledger.items()}
     return _Account(
         events=events,
-        step_loop_ns=[_step_loop_ns(ledger_of(event)) for event in events],
+        in_steps=[_in_steps(ledger_of(event)) for event in events],
         start_ns=at_ns - sum(buckets.values()),
         end_ns=end_ns,
         buckets_ns=_with_rest(buckets, end_ns - at_ns),
@@ -202,7 +214,7 @@ def _account(events: list[Event]) -> _Account:
 
 
 def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
-    step_loop_ns: list[int | None] = []
+    in_steps: list[_InSteps | None] = []
     done_ns, cursor = 0, 0
     for event in events:
         if isinstance(event.body, Restored):
@@ -210,11 +222,11 @@ def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
         if isinstance(event.body, Step):
             done_ns += _ns(event.body.step_s) * max(1, event.body.step - cursor)
             cursor = event.body.step
-        step_loop_ns.append(done_ns if isinstance(event.body, Step) else None)
+        in_steps.append(_InSteps(done_ns, 0) if isinstance(event.body, Step) else None)
     start_ns = min(_ns(event.t) for event in events)
     rest_ns = end_ns - start_ns - done_ns
     return _Account(
-        events, step_loop_ns, start_ns, end_ns, _with_rest({Bucket.STEP_COMPUTE.value: done_ns}, rest_ns)
+        events, in_steps, start_ns, end_ns, _with_rest({Bucket.STEP_COMPUTE.value: done_ns}, rest_ns)
     )
 
 
@@ -223,10 +235,14 @@ def ledger_of(event: Event) -> Mapping[str, float]:
     return event.body.ledger if isinstance(event.body, (Step, Stopped, Finished)) else {}
 
 
-def _step_loop_ns(ledger: Mapping[str, float]) -> int | None:
+def _in_steps(ledger: Mapping[str, float]) -> _InSteps | None:
     if not ledger:
         return None
-    return sum(_ns(seconds) for name, seconds in ledger.items() if name.startswith("step."))
+    waiting_ns = _ns(ledger.get(Bucket.STEP_DATA_WAIT, 0.0))
+    return _InSteps(
+        sum(_ns(seconds) for name, seconds in ledger.items() if name.startswith("step.")) - waiting_ns,
+        waiting_ns,
+    )
 
 
 def _with_rest(buckets: Mapping[str, int], rest_ns: int) -> dict[str, int]:
@@ -244,11 +260,12 @@ def _ns(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Steps ``first`` to ``last`` inclusive, and the time they took."""
+    """Steps ``first`` to ``last`` inclusive, and the time they took, apart from waiting for samples."""
 
     first: int
     last: int
     duration_ns: int
+    waiting_ns: int
 
 
 @dataclass
@@ -262,8 +279,8 @@ class _Line:
 
     def live_through(self, account: _Account) -> None:
         """An attempt goes on from the step it restored, or from 0 if it restored none."""
-        cursor, seen_ns, skipped = 0, 0, 0
-        for event, step_loop_ns in zip(account.events, account.step_loop_ns, strict=True):
+        cursor, seen, skipped = 0, _InSteps(0, 0), 0
+        for event, in_steps in zip(account.events, account.in_steps, strict=True):
             match event.body:
                 case Restored(step=step):
                     self._go_back_to(step)
@@ -274,23 +291,24 @@ class _Line:
                     self.durable_step = max(self.durable_step, step)
                 case Finished():
                     self.durable_step = max(self.durable_step, cursor)
-                case Step(step=step) if step_loop_ns is not None:
+                case Step(step=step) if in_steps is not None:
                     cursor = min(cursor, step - 1)
                     self._go_back_to(cursor)
-                    self._do(cursor + 1, step, step_loop_ns - seen_ns, skipped)
-                    cursor, seen_ns, skipped = step, step_loop_ns, 0
+                    done = _InSteps(in_steps.rest_ns - seen.rest_ns, in_steps.waiting_ns - seen.waiting_ns)
+                    self._do(cursor + 1, step, done, skipped)
+                    cursor, seen, skipped = step, in_steps, 0
 
-    def _do(self, first: int, last: int, duration_ns: int, skipped: int) -> None:
+    def _do(self, first: int, last: int, done: _InSteps, skipped: int) -> None:
         steps = last - first + 1
-        nonfinite_ns = duration_ns * min(skipped, steps) // steps
+        nonfinite_ns = done.rest_ns * min(skipped, steps) // steps
         self.nonfinite_ns += nonfinite_ns
-        self.pieces.append(_Piece(first, last, duration_ns - nonfinite_ns))
+        self.pieces.append(_Piece(first, last, done.rest_ns - nonfinite_ns, done.waiting_ns))
 
     def _go_back_to(self, step: int) -> None:
         if not self.pieces or self.pieces[-1].last <= step:
             return
         self.pieces, lost = _cut(self.pieces, step)
-        self.rollback_ns += _duration_ns(lost)
+        self.rollback_ns += sum(piece.duration_ns + piece.waiting_ns for piece in lost)
         self.durable_step = min(self.durable_step, step)
 
 
@@ -300,15 +318,12 @@ def _cut(pieces: Sequence[_Piece], step: int) -> tuple[list[_Piece], list[_Piece
     after = [piece for piece in pieces if piece.first > step]
     for piece in pieces:
         if piece.first <= step < piece.last:
-            done = step - piece.first + 1
-            done_ns = piece.duration_ns * done // (piece.last - piece.first + 1)
-            before.append(_Piece(piece.first, step, done_ns))
-            after.insert(0, _Piece(step + 1, piece.last, piece.duration_ns - done_ns))
+            done, steps = step - piece.first + 1, piece.last - piece.first + 1
+            done_ns, waiting_ns = piece.duration_ns * done // steps, piece.waiting_ns * done // steps
+            before.append(_Piece(piece.first, step, done_ns, waiting_ns))
+            rest = _Piece(step + 1, piece.last, piece.duration_ns - done_ns, piece.waiting_ns - waiting_ns)
+            after.insert(0, rest)
     return before, after
-
-
-def _duration_ns(pieces: Sequence[_Piece]) -> int:
-    return sum(piece.duration_ns for piece in pieces)
 
 
 # --- for people ---------------------------------------------------------------------------------
@@ -322,6 +337,7 @@ def format_goodput(result: Goodput) -> str:
         "pending": result.pending_ns,
         "discarded.rollback": result.rollback_ns,
         "discarded.nonfinite": result.nonfinite_ns,
+        "waiting": result.waiting_ns,
     }
     lines = [
         f"goodput {100 * result.goodput:.1f} %  ({100 * result.goodput_if_kept:.1f} % with steps that no "

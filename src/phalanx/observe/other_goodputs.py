@@ -81,15 +81,12 @@ class MetaEttr:
 
 def google_goodput(ours: Goodput) -> GoogleGoodput:
     """Our account in Google's terms. Lost steps are waste with all that was in them, so a part of the waiting for data is there."""
-    step_ns = sum(value for name, value in ours.buckets_ns.items() if name.startswith(STEP))
     badput: dict[str, int] = {}
     for name, value in ours.buckets_ns.items():
         kind = BADPUT_OF_BUCKET.get(name, "" if name.startswith(STEP) else "OTHER")
         if kind:
             badput[kind] = badput.get(kind, 0) + value
-    waiting_ns = ours.buckets_ns.get(Bucket.STEP_DATA_WAIT, 0)
-    wasted_waiting_ns = waiting_ns * ours.rollback_ns // step_ns if step_ns else 0
-    badput["DATA_LOADING_SYNC"] = waiting_ns - wasted_waiting_ns
+    badput["DATA_LOADING_SYNC"] = ours.waiting_ns
     badput[WASTED] = ours.rollback_ns
     badput[BETWEEN] = badput.get(BETWEEN, 0) + ours.gap_ns
     elapsed_ns = ours.held_ns + ours.gap_ns

@@ -57,6 +57,7 @@ def _outcomes(facts: RunFacts) -> Found:
         "pending": found.pending_ns,
         "rollback": found.rollback_ns,
         "nonfinite": found.nonfinite_ns,
+        "waiting": found.waiting_ns,
     }
     return _by("outcome", {name: value / 1e9 for name, value in seconds.items()})
 

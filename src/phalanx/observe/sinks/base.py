@@ -101,6 +101,7 @@ def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, fl
         "pending steps": found.pending_ns,
         "rolled back steps": found.rollback_ns,
         "skipped steps": found.nonfinite_ns,
+        "waiting for samples": found.waiting_ns,
     }
     held_ns = found.held_ns or 1
     return [

@@ -55,6 +55,7 @@ def _outcomes(whole: Goodput) -> dict[str, int]:
         "pending": whole.pending_ns,
         "discarded.rollback": whole.rollback_ns,
         "discarded.nonfinite": whole.nonfinite_ns,
+        "waiting": whole.waiting_ns,
     }
 
 
