@@ -11,7 +11,10 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -24,12 +27,34 @@ from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.verify import verify, verify_tier
 from phalanx.store.open_store import open_store
+from phalanx.store.store import Store
 
 RANKS = 2
+COMMIT, SAVE, UPLOAD, DELETION = ((1 << 30) + n for n in range(4))
+DOING = {SAVE: "save", UPLOAD: "upload", DELETION: "deletion"}
+"""What a child says that it begins to do: numbers that no step has."""
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
     return {f"model/w{i}": torch.full((1 << 16,), float(step)) for i in range(4)}
+
+
+class TellingStore:
+    """A store that says what it is about to do; see ``killed_child``."""
+
+    def __init__(self, store: Store, told: int) -> None:
+        self._store, self._told = store, told
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("put", "put_blocks", "create"):
+            os.write(self._told, UPLOAD.to_bytes(4, "little"))
+        return getattr(self._store, name)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        found = list(keys)
+        if found:
+            os.write(self._told, DELETION.to_bytes(4, "little"))
+        self._store.delete(found)
 
 
 def save_forever(root: Path, attempt: int, first: int, told: int, store: str) -> None:
@@ -37,10 +62,18 @@ def save_forever(root: Path, attempt: int, first: int, told: int, store: str) ->
     keep = Retention(keep_last=3)
     savers = [AsyncSaver(tier, r, RANKS, r, RANKS, attempt, retention=keep) for r in range(RANKS)]
     mirrors = [
-        Mirror(tier, ObjectTier(open_store(store)), r, RANKS, attempt, Retention(2))
+        Mirror(
+            tier,
+            ObjectTier(cast(Store, TellingStore(open_store(store), told))),
+            r,
+            RANKS,
+            attempt,
+            Retention(2),
+        )
         for r in range(RANKS if store else 0)
     ]
     for step in range(first, first + 10_000):
+        os.write(told, SAVE.to_bytes(4, "little"))
         for saver in savers:
             saver.save(step, shards_of(state(step)), {"step": step})
         for saver in savers:
@@ -55,21 +88,33 @@ def save_forever(root: Path, attempt: int, first: int, told: int, store: str) ->
             os.write(told, outcome.step.to_bytes(4, "little"))
 
 
-def killed_child(root: Path, attempt: int, first: int, delay_s: float, after_commit: bool, store: str) -> int:
-    """The last step that a child had reported as committed when it was killed, or 0."""
+def killed_child(
+    root: Path, attempt: int, first: int, delay_s: float, after: int, store: str
+) -> tuple[int, str]:
+    """The last step that a child had reported as committed when it was killed, or 0; and what it was at.
+
+    The child says what it begins to do, and what it has committed. It is killed a moment after it has said ``after``, if that is given: on a
+    busy machine too, kills then come at all of these.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         save_forever(root, attempt, first, writer, store)
     os.close(writer)
-    # On a busy machine too, half of the kills come after a commit, in the middle of what follows it.
-    reported = os.read(reader, 4) if after_commit else b""
+    told = list[int]()
+    while after and (data := os.read(reader, 4)):
+        told.append(int.from_bytes(data, "little"))
+        if (told[-1] if told[-1] in DOING else COMMIT) == after:
+            break
     time.sleep(delay_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with os.fdopen(reader, "rb") as pipe:
-        reported += pipe.read()
-    return int.from_bytes(reported[-4:], "little")
+        rest = pipe.read()
+    told += [int.from_bytes(rest[place : place + 4], "little") for place in range(0, len(rest), 4)]
+    steps = [one for one in told if one not in DOING]
+    at = [DOING[one] for one in told if one in DOING]
+    return max([0, *steps]), at[-1] if at else "start"
 
 
 def check(root: Path, last: int, before: list[int]) -> None:
@@ -111,15 +156,22 @@ def main() -> None:
     store = "".join(sys.argv[4:5])
     rng = random.Random(seed)
     torch.set_num_threads(1)
-    committed = 0
+    committed, at = 0, Counter[str]()
+    moments = (COMMIT, 0, UPLOAD, SAVE, DELETION) if store else (COMMIT, 0, COMMIT, SAVE)
     for attempt in range(kills):
         before = candidates(DiskTier(root))
-        last = killed_child(root, attempt, committed + 1, rng.uniform(0.0, 0.1), bool(attempt % 2), store)
+        # Some come long after the moment, whatever is done then.
+        delay_s = rng.uniform(0.0, rng.choice((0.002, 0.02, 0.1)))
+        last, doing = killed_child(
+            root, attempt, committed + 1, delay_s, moments[attempt % len(moments)], store
+        )
+        at[doing] += 1
         check(root, last, before or [0])
         committed = max([0, *candidates(DiskTier(root))])
         if store:
             check_store(store, last, committed)
-    print(f"{kills} kills, {committed} steps committed")
+    where = ", ".join(f"{times} in {doing}" for doing, times in sorted(at.items()))
+    print(f"{kills} kills, {committed} steps committed; {where}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,46 @@
 """A writer killed at any moment leaves the old set of committed steps, or that and one more, all whole."""
 
 import os
+import re
+import secrets
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from store.servers import Server
 
-@pytest.mark.parametrize("store", ["", "store"], ids=["on disk", "copied to a store"])
-def test_a_kill_at_any_moment_leaves_only_whole_steps_and_loses_none(tmp_path: Path, store: str) -> None:
+
+def kill_often(folder: Path, kills: int, store: str, environment: Mapping[str, str]) -> str:
+    """What the program says of so many kills, of a writer in ``folder`` whose checkpoints are copied to ``store``."""
     program = Path(__file__).with_name("crash_program.py")
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, program, tmp_path / "disk", "25", "1", *([tmp_path / store] if store else [])],
-        env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"},
+        [sys.executable, program, folder, str(kills), "1", *([store] if store else [])],
+        env={**os.environ, **environment, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[2]) >= 12, "a kill after a commit lost it"
+    return done.stdout
+
+
+@pytest.mark.parametrize("store", ["", "store"], ids=["on disk", "copied to a store"])
+def test_a_kill_at_any_moment_leaves_only_whole_steps_and_loses_none(tmp_path: Path, store: str) -> None:
+    said = kill_often(tmp_path / "disk", 25, str(tmp_path / store) if store else "", {})
+    assert int(said.split()[2]) >= 12, "a kill after a commit lost it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_kills_in_saves_uploads_and_deletions_leave_no_step_in_a_real_store_that_does_not_load(
+    tmp_path: Path, s3_server: Server
+) -> None:
+    url = s3_server.url(secrets.token_hex(8))
+    said = kill_often(tmp_path / "disk", 200, url, s3_server.environment)
+    assert int(said.split()[2]) >= 100, "a kill after a commit lost it"
+    found = {what: int(times) for times, what in re.findall(r"(\d+) in (\w+)", said)}
+    assert min(found[what] for what in ("save", "upload", "deletion")) >= 5, said
