@@ -76,12 +76,12 @@ def on_layout(spec: RunSpec, sharding: str, shard_ranks: int) -> RunSpec:
 
 
 def train_on_this_rank(
-    spec: RunSpec, stop_before_step: int | None = None, guardian: Any = None
+    spec: RunSpec, stop_before_step: int | None = None, guardian: Any = None, stop: Any = None
 ) -> dict[str, Any] | None:
     """Runs ``spec`` as one rank of the current process group, in its run directory; as a worker process does.
 
     ``stop_before_step`` breaks the run off without saving, as a crash would: whatever is not durable is lost.
-    ``guardian`` watches over this rank, and is told of what was assembled.
+    ``guardian`` watches over this rank, and is told of what was assembled; ``stop`` is its request to save and stop.
     """
     import os
     import time
@@ -115,7 +115,7 @@ def train_on_this_rank(
     device = torch.device("cpu")
     ledger = Ledger(time.monotonic_ns())
     inputs = EpochInputs(
-        spec, directory, opened[0], device, ledger, StopRequest(), guardian=guardian or NoGuardian()
+        spec, directory, opened[0], device, ledger, stop or StopRequest(), guardian=guardian or NoGuardian()
     )
     training = assemble(inputs, reporter)
     inputs.guardian.assembled(training.built, training.saver)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.prefetch import Prefetch
+from phalanx.data.prefetch import Prefetch, WaitEndedError
 
 
 @given(numbers=st.lists(st.integers()), depth=st.integers(1, 5))
@@ -100,6 +100,33 @@ def test_a_consumer_that_fails_leaves_no_thread() -> None:
     with pytest.raises(RuntimeError, match="loss is not finite"):
         train()
     assert threading.active_count() == before
+
+
+def test_a_consumer_that_waits_may_be_told_that_it_is_enough_and_one_that_does_not_wait_has_its_batches() -> (
+    None
+):
+    asked, come, told = threading.Event(), threading.Event(), list[float]()
+
+    def make(number: int) -> int:
+        assert not number or come.wait(60)
+        return number
+
+    with Prefetch(
+        make,
+        range(3),
+        give_up=come.set,
+        on_wait=told.append,
+        told_first_s=0.1,
+        enough=lambda: bool(told) or asked.is_set(),
+    ) as batches:
+        asked.set()
+        assert next(batches) == 0
+        with pytest.raises(WaitEndedError):
+            next(batches)
+        asked.clear()
+        told.clear()
+        come.set()
+        assert list(batches) == [1, 2]
 
 
 def test_a_depth_of_zero_is_refused() -> None:

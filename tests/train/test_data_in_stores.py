@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.copies import copy_dataset
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import Step
+from phalanx.observe.events import Step, Stopped
 from phalanx.run.check import check
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx_process import steps_done
 from ranks import Ranks
 from run.specs import replace_at
 from store.faulty_proxy import Faults, faulty_proxy
@@ -62,6 +67,56 @@ def test_through_faults_a_crash_and_other_ranks_the_bits_are_those_of_the_folder
         ranks.run(2, train_with_environment, spec, s3_server.behind(proxy.port), 5)
         (result, *_) = ranks.run(3, train_with_environment, spec, s3_server.behind(proxy.port))
         assert sum(count for fault, count in proxy.done.items() if fault != "good") > 0
+    assert result["weights_sha256"] == weights
+
+
+def train_until_asked(spec: RunSpec, environment: dict[str, str], asked: Path) -> dict[str, Any] | None:
+    """``train_on_this_rank``, which is asked to stop, as by one Ctrl-C, once the file ``asked`` is there."""
+    os.environ.update(environment)
+    stop = StopRequest()
+
+    def look() -> None:
+        while not asked.exists():
+            time.sleep(0.05)
+        stop.made = True
+
+    threading.Thread(target=look, daemon=True).start()
+    return train_on_this_rank(spec, stop=stop)
+
+
+@pytest.mark.slow
+def test_one_request_to_stop_is_enough_while_a_store_is_away_and_the_step_before_is_saved(
+    ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
+) -> None:
+    spec, weights = undisturbed
+    # A cache that keeps nothing, so that each step asks the store.
+    spec = in_store(spec, url, tmp_path / "cache", cache_gib=1e-9, read_ahead_mib=0.0)
+    spec = dataclasses.replace(
+        spec,
+        run_dir=str(tmp_path / "run"),
+        checkpoint=dataclasses.replace(spec.checkpoint, every_steps=100),
+        observe=dataclasses.replace(spec.observe, log_every_steps=1),
+    )
+    with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
+
+        def lose_the_store_and_ask() -> None:
+            while steps_done(tmp_path / "run") < 1:
+                time.sleep(0.02)
+            proxy.upstream_port = 1  # nothing answers there
+            (tmp_path / "asked").touch()
+
+        thread = threading.Thread(target=lose_the_store_and_ask, daemon=True)
+        thread.start()
+        (result,) = ranks.run(1, train_until_asked, spec, s3_server.behind(proxy.port), tmp_path / "asked")
+        thread.join()
+    assert result is None
+    *_, stopped = (event.body for event in read_events(tmp_path / "run" / "events.jsonl"))
+    assert isinstance(stopped, Stopped)
+    assert stopped.step < 6, "it did not wait until the store was back"
+    assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [stopped.step]
+    # Elsewhere, since the process that has stopped lives on here, and its requests hold what they would write.
+    spec = in_store(spec, url, tmp_path / "another cache")
+    (result,) = ranks.run(1, train_with_environment, spec, dict(s3_server.environment))
     assert result["weights_sha256"] == weights
 
 

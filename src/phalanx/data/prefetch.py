@@ -4,6 +4,7 @@ One background thread makes batches in the order asked for and keeps at most ``d
 thread, it cannot change the order; what it raises is raised in the consumer, at the batch that it belongs to.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -13,8 +14,14 @@ from typing import Generic, Self, TypeVar
 
 _GIVE_UP_AGAIN_S = 0.1
 _TOLD_FIRST_S = 30.0
+_LOOK_S = 0.5
+
 
 Batch = TypeVar("Batch")
+
+
+class WaitEndedError(Exception):
+    """A batch is not waited for any longer; it may still come."""
 
 
 class Prefetch(Generic[Batch]):
@@ -33,11 +40,12 @@ class Prefetch(Generic[Batch]):
         give_up: Callable[[], None] | None = None,
         on_wait: Callable[[float], None] | None = None,
         told_first_s: float = _TOLD_FIRST_S,
+        enough: Callable[[], bool] | None = None,
     ) -> None:
         """``give_up`` has a ``make`` that is under way return or raise soon; it is called when nobody wants the batch any more.
 
         ``on_wait`` is called in the consumer with the seconds for which it has waited for a batch: after ``told_first_s``, and each
-        time that it has waited twice as long.
+        time that it has waited twice as long. ``enough`` is looked at twice a second while the consumer waits; once it is true, ``WaitEndedError`` is raised.
         """
         if depth < 1:
             raise ValueError(f"depth = {depth} is not positive")
@@ -47,6 +55,7 @@ class Prefetch(Generic[Batch]):
         self._give_up = give_up
         self._on_wait = on_wait
         self._told_first_s = told_first_s
+        self._enough = enough
         self._ready: deque[Batch] = deque()
         self._error: BaseException | None = None
         self._finished = False
@@ -74,12 +83,15 @@ class Prefetch(Generic[Batch]):
         began_s, due_s = time.monotonic(), self._told_first_s
         while True:
             left_s = None if self._on_wait is None else began_s + due_s - time.monotonic()
+            look_s = left_s if self._enough is None else min(_LOOK_S, math.inf if left_s is None else left_s)
             with self._changed:
-                if self._changed.wait_for(lambda: self._ready or self._finished or self._closed, left_s):
+                if self._changed.wait_for(lambda: self._ready or self._finished or self._closed, look_s):
                     return
-            if self._on_wait is not None:
+            if self._enough is not None and self._enough():
+                raise WaitEndedError
+            if self._on_wait is not None and time.monotonic() >= began_s + due_s:
                 self._on_wait(due_s)
-            due_s *= 2
+                due_s *= 2
 
     def __enter__(self) -> Self:
         return self

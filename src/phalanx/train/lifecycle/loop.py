@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.prefetch import Prefetch
+from phalanx.data.prefetch import Prefetch, WaitEndedError
 from phalanx.hardware.device import most_memory_bytes, pinned
 from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import (
@@ -92,12 +92,19 @@ def train(training: Training) -> RunResult | None:
             measured = len(recent_s) + 1 == spec.observe.memory_at_step
             recording.turn(progress.step + 1, measured=measured)
             begin, place.step = time.perf_counter(), progress.step + 1
-            if measured:
-                report = _measured_step(training, stepper, progress.step + 1, audit)
-            else:
-                report = stepper.run(
-                    progress.step + 1, training.flags(), before_update=training.fence, audit=audit
-                )
+            try:
+                if measured:
+                    report = _measured_step(training, stepper, progress.step + 1, audit)
+                else:
+                    report = stepper.run(
+                        progress.step + 1, training.flags(), before_update=training.fence, audit=audit
+                    )
+            except WaitEndedError:
+                # The state is that of the step before: only a step's update changes it, and the samples come before that.
+                if progress.step > begun.step:
+                    save(training, progress)
+                _stopped(training, progress)
+                return None
             recent_s.append(time.perf_counter() - begin)
             spike = progress.spike(report, spec.train)
             if spike is not None:
@@ -237,6 +244,10 @@ def _prefetch(training: Training, begun: TrainProgress, samples: Samples) -> Pre
         numbers,
         give_up=data.give_up,
         on_wait=partial(_tell_of_long_wait, training) if data.cached else None,
+        # Of several ranks the others may be in a collective, and cannot save; agents call their workers back themselves.
+        enough=(lambda: training.inputs.stop.made)
+        if data.cached and training.mesh.ranks == 1 and training.inputs.warm is None
+        else None,
     )
 
 
@@ -297,7 +308,7 @@ def _log_step(training: Training, progress: TrainProgress, report: StepReport, r
             tokens_per_s=tokens_per_s,
             step_s=step_s,
             mfu=_mfu(training, tokens_per_s),
-            goodput=in_steps / sum(seconds.values()),
+            goodput=(in_steps - waited) / sum(seconds.values()),
             ledger=seconds,
             peak_memory_bytes=most_memory_bytes(training.mesh.device),
             balance=report.balance,
