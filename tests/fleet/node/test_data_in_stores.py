@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from driven_workers import PATIENCE_S, Driver
+from driven_workers import PATIENCE_S, Driver, Node
 from forked_workers import Zygote
 from phalanx.data.copies import copy_dataset
+from phalanx.fleet.node.worker_link import Warm
 from store.faulty_proxy import Faults, faulty_proxy
 from store.servers import Server
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
@@ -51,6 +53,39 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
             driver.bind([first, spare], driver.resume([first, spare]))
             assert driver.finish() == undisturbed["weights_sha256"]
             assert first.pids == [first.process.pid], "the survivor is the same process"
+        finally:
+            driver.close()
+            zygote.close()
+
+
+@pytest.mark.slow
+def test_a_new_worker_says_that_it_waits_for_a_store_that_does_not_give_it_the_index_and_then_is_warm(
+    tmp_path: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make_dataset(tmp_path / "bytes")
+    spec = tiny_run(dataset, tmp_path / "run")
+    spec = dataclasses.replace(spec, fleet=dataclasses.replace(spec.fleet, worker_lease_s=2.0))
+    with faulty_proxy(s3_server.port, Faults(), seed=7) as proxy:
+        for name, value in s3_server.behind(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        url = s3_server.url(secrets.token_hex(8))
+        copy_dataset(str(dataset), url)
+        data = dataclasses.replace(spec.data, path=url, cache=str(tmp_path / "cache"))
+        zygote = Zygote()
+        driver = Driver(dataclasses.replace(spec, data=data), 1, zygote)
+        try:
+            shutil.rmtree(tmp_path / "cache")  # a machine that never read it
+            port, proxy.upstream_port = proxy.upstream_port, 1  # nothing answers there
+            newcomer = Node(driver.spec, 1, zygote)
+            driver.nodes.append(newcomer)
+            until_s = time.monotonic() + PATIENCE_S
+            while (
+                not newcomer.waiting_s > 0.5
+            ):  # else its agent takes it for one that hangs, after ten minutes
+                assert time.monotonic() < until_s
+                time.sleep(0.1)
+            proxy.upstream_port = port
+            newcomer.hear(Warm)
         finally:
             driver.close()
             zygote.close()

@@ -42,8 +42,8 @@ _GROUP_TIMEOUT_S = 3600.0
 """So long that collectives are aborted by the agent's order, never by their own timeout."""
 _TOLD_BYTES, _TOLD_BY_ALL_BYTES = 32 << 20, 512 << 20
 """Limits of what one rank tells the others of snapshots, and of what all tell: each rank holds all of it for a moment."""
-_OVERTIME_S = 60.0
-"""Time that a request may take to end after its time was over."""
+OVERTIME_S = 60.0
+"""Time that a request to an object store may take to end after its time was over."""
 _MOST_FAILURES = 3
 """The number of attempts to restore a step from memory before all ranks turn to the disk."""
 
@@ -235,7 +235,7 @@ class RankGuardian(Guardian):
         """
         data = self._data
         waited_s = 0.0 if data is None else data.waiting_s()
-        return waited_s if waited_s < self._spec.data.timeout_s + _OVERTIME_S else 0.0
+        return waited_s if waited_s < self._spec.data.timeout_s + OVERTIME_S else 0.0
 
     def safe(self) -> bool:
         return may_begin(self._newest, self._orders.safe_step(self.epoch))

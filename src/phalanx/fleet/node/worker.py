@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,14 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import segments_from
+from phalanx.data.dataset import RunData
 from phalanx.fleet.control.hang import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.quick import complaints, of_device
 from phalanx.fleet.node.hooks import Hooks, NoHooks
-from phalanx.fleet.node.rank_guardian import NonFiniteStepError, RankGuardian
+from phalanx.fleet.node.rank_guardian import OVERTIME_S, NonFiniteStepError, RankGuardian
 from phalanx.fleet.node.worker_link import (
     Alive,
     Doubted,
@@ -62,12 +64,14 @@ from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
+from phalanx.run.data_folders import addresses
 from phalanx.run.degrees.smaller import divided_over
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import load_factory
 from phalanx.run.fencing import fencing_token
 from phalanx.run.spec import RunSpec
+from phalanx.store.open_store import is_remote
 from phalanx.train.lifecycle.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.interrupt import StopRequest
@@ -130,7 +134,9 @@ class Worker:
         self._meeting = MeetingPoint(args.host)
         self._began_ns, self._began_s = time.time_ns(), time.monotonic()
         make_deterministic(self._spec, self._device)
-        self._warm = warm_up(self._spec, self._device)
+        with self._waiting_for_data():
+            data = RunData.of_run(self._spec)
+        self._warm = warm_up(self._spec, self._device, data)
         # What would end an epoch of which this worker is a rank shows now, while nobody counts on it.
         _check_machine(self._spec, self._directory, self._warm, args.node)
         if args.local_rank == 0:
@@ -169,6 +175,26 @@ class Worker:
         with suppress(LinkError, ValueError):
             if epoch == self._guardian.epoch:
                 self._link.send(FlightRecordSent(epoch, shortened(flight_record(self._began_ns))))
+
+    @contextmanager
+    def _waiting_for_data(self) -> Iterator[None]:
+        """Sends heartbeats, for as long as datasets in object stores may keep this worker from becoming warm: it does not hang."""
+        began_s, over = time.monotonic(), threading.Event()
+
+        def pulse() -> None:
+            while not over.wait(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE):
+                waited_s = time.monotonic() - began_s
+                if waited_s > self._spec.data.timeout_s + OVERTIME_S:
+                    return
+                with suppress(LinkError):
+                    self._link.send(Alive(NO_EPOCH, NO_STEP, "opening the data", waited_s, waited_s))
+
+        if any(map(is_remote, addresses(self._spec.data).values())):
+            _in_thread("opening", pulse)
+        try:
+            yield
+        finally:
+            over.set()
 
     def _pulse(self) -> None:
         """Sends heartbeats with the main thread's step and phase, for ever."""

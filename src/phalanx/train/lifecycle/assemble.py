@@ -235,9 +235,8 @@ def _mirror(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) 
     )
 
 
-def warm_up(spec: RunSpec, device: torch.device) -> WarmState:
-    """Opens the data, measures this machine's peak rate and probes its arithmetic, without any other rank."""
-    data = RunData.of_run(spec)
+def warm_up(spec: RunSpec, device: torch.device, data: RunData) -> WarmState:
+    """Measures this machine's peak rate and probes its arithmetic, without any other rank."""
     return WarmState(data, _peak(spec, device), probe(spec, device))
 
 
@@ -246,7 +245,7 @@ def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
     ledger.switch(Bucket.START_DATA_SEEK)
     dist.barrier()
     ledger.switch(Bucket.START_WARMUP)
-    warm = warm_up(spec, mesh.device)
+    warm = warm_up(spec, mesh.device, RunData.of_run(spec))
     if not spec.runtime.mixed_machines:
         require_equal(warm.numerics, mesh.device)
     rate = torch.tensor([warm.peak_of_rank.flops_per_s], dtype=torch.float64, device=mesh.device)
