@@ -9,6 +9,7 @@ the first batch; beside it a range of one block by the store's client, and Mosai
     python bench/data_in_stores.py waiting [--turns 3]
     python bench/data_in_stores.py outage [--outage-s 30]
     python bench/data_in_stores.py first [--shards 1024] [--mosaic PYTHON]
+    python bench/data_in_stores.py first --shards 65536 --index-alone
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,15 @@ import numpy as np
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from phalanx.data.block_sums import sums_file
 from phalanx.data.copies import copy_dataset
-from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
+from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, read_index
+from phalanx.data.order import SampleOrder
 from phalanx.data.shards import ShardWriter, commit
 from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store
+from phalanx.store.store import Store
 from store.faulty_proxy import Faults, FaultyProxy, faulty_proxy
 from store.servers import Server, ministack
 
@@ -82,6 +88,7 @@ def main() -> None:
     first = commands.add_parser("first")
     first.add_argument("--shards", type=int, default=1024)
     first.add_argument("--shard-kib", type=int, default=1024)
+    first.add_argument("--index-alone", action="store_true", help="only the shards that are read are there")
     first.add_argument("--latency-s", type=float, default=0.05)
     first.add_argument("--mib-s", type=float, default=0.0, help="MiB/s of each connection; 0 is no limit")
     first.add_argument("--turns", type=int, default=5)
@@ -220,9 +227,14 @@ with MDSWriter(out=folder, columns={"tokens": "ndarray:uint16"}, size_limit=limi
 def first_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str, object]:
     """Seconds from a process that has imported its libraries to its first batch, and of one range of one block."""
     per_shard = (args.shard_kib << 10) // (2 * SEQ_LEN)
-    data = write_dataset(folder / "data", tokens=args.shards * per_shard * SEQ_LEN, shards=args.shards)
     url = server.url(secrets.token_hex(4))
-    copy_dataset(str(data), url)
+    if args.index_alone:
+        one = write_dataset(folder / "data", tokens=per_shard * SEQ_LEN, shards=1)
+        put_what_is_touched(one, open_store(url), args.shards)
+    else:
+        copy_dataset(
+            str(write_dataset(folder / "data", args.shards * per_shard * SEQ_LEN, shards=args.shards)), url
+        )
     mosaic_url = server.url(secrets.token_hex(4))
     if args.mosaic:
         copied = folder / "mds"
@@ -257,7 +269,7 @@ def in_new_process(python: str, code: str, url: str, folder: Path, *more: str) -
     return float(seconds)
 
 
-def one_range(store: Any) -> float:
+def one_range(store: Store) -> float:
     """Median seconds of a range of one block, over a connection that is there."""
     times = []
     for number in range(20):
@@ -265,6 +277,23 @@ def one_range(store: Any) -> float:
         store.ranges("train-00000.bin", [(number << 13, (number + 1) << 13)])
         times.append(time.perf_counter() - begun)
     return statistics.median(times)
+
+
+def put_what_is_touched(one: Path, store: Store, shards: int) -> None:
+    """A dataset of so many shards, each a copy of the one in ``one``, of which only those are in the store that a first batch touches."""
+    index = read_index(one)
+    (shard,) = index.train.shards
+    names = [f"train-{number:05d}.bin" for number in range(shards)]
+    copies = tuple(replace(shard, file=name) for name in names)
+    whole = replace(index, train=replace(index.train, shards=copies))
+    seed = RunSpec().runtime.seed
+    first = SampleOrder(whole.samples(TRAIN, SEQ_LEN), seed).dataset_indices(0, BATCH) * SEQ_LEN
+    for number in {0, *(first // shard.tokens).tolist(), *((first + SEQ_LEN) // shard.tokens).tolist()}:
+        store.put(names[number], (one / shard.file).read_bytes())
+        store.put(sums_file(Path(names[number])).name, sums_file(one / shard.file).read_bytes())
+    for file in one.glob("tokenizer*"):
+        store.put(file.name, file.read_bytes())
+    store.put("index.json", whole.to_json().encode())
 
 
 @contextmanager

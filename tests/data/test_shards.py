@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from data.making import gather, write_dataset
 from phalanx.data import shards
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import HELD_OUT, TRAIN, read_index
+from phalanx.data.index import HELD_OUT, TRAIN, parse_index, read_index
 from phalanx.data.shards import TokenShards, verify
+from tiny_runs import make_dataset
 
 STREAM = np.random.default_rng(0).integers(0, 257, 1034)
 
@@ -208,3 +210,26 @@ def test_an_unknown_split_is_told_the_known_ones(dataset: Path) -> None:
 def edit_index(dataset: Path, **changes: object) -> None:
     content = json.loads((dataset / "index.json").read_text())
     (dataset / "index.json").write_text(json.dumps({**content, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"tokens": "9"}, "tokens"),
+        ({"tokens": True}, "tokens"),
+        ({"file": None}, "file"),
+        ({"md5": "0"}, "md5"),
+    ],
+)
+def test_an_index_of_many_shards_is_read_at_once_and_what_is_wrong_with_one_of_them_is_named(
+    tmp_path: Path, change: dict[str, object], told: str
+) -> None:
+    index = read_index(make_dataset(tmp_path / "words"))
+    (shard,) = index.train.shards
+    many = replace(shard, tokens=1), *(replace(shard, file=f"{n}.bin") for n in range(2000))
+    large = replace(index, train=replace(index.train, shards=many))
+    assert parse_index(large.to_json(), tmp_path) == large
+    content = json.loads(large.to_json())
+    content["train"]["shards"][1000] |= change
+    with pytest.raises(DatasetError, match=told):
+        parse_index(json.dumps(content), tmp_path)

@@ -9,8 +9,11 @@ each is cut into shards.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
+
+import msgspec
 
 from phalanx.data.errors import DatasetError
 from phalanx.run.problems import Problem
@@ -235,9 +238,9 @@ def read_index(directory: Path) -> DatasetIndex:
 def parse_index(text: str, path: Path) -> DatasetIndex:
     """The index whose JSON ``text`` is; ``path`` is for messages. Raises ``DatasetError``."""
     try:
-        content: dict[str, object] = json.loads(text)
+        content: dict[str, object] = msgspec.json.decode(text)
         version = content["version"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise _damaged(path, repr(error)) from error
     if version not in VERSIONS:
         raise DatasetError(
@@ -246,7 +249,16 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
         )
     problems: list[Problem] = []
     fields = {name: value for name, value in content.items() if name not in ("version", "fingerprint")}
+    shards = {name: _many_shards(fields.get(name)) for name in (TRAIN, HELD_OUT)}
+    for name, found in shards.items():
+        if found is not None:
+            fields[name] = {**fields[name], "shards": []}  # type: ignore[dict-item]
     index = read_section(DatasetIndex, fields, problems)
+    if index is not None:
+        found = {
+            name: replace(index.split(name), shards=some) for name, some in shards.items() if some is not None
+        }
+        index = replace(index, **found)
     if index is not None and index.dtype not in _ITEM_BYTES:
         problems.append(unknown_value("dtype", index.dtype, _ITEM_BYTES))
     if index is None or problems:
@@ -261,6 +273,22 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
             "; copy the dataset again, or prepare it again"
         )
     return index
+
+
+def _many_shards(split: object) -> tuple[ShardFile, ...] | None:
+    """The shards of a split, all at once; ``None`` if something about them is wrong, which is then found one by one, and named.
+
+    A dataset may have a hundred thousand, and nothing is trained before they are read.
+    """
+    found = split.get("shards") if isinstance(split, dict) else None
+    known = {part.name for part in dataclass_fields(ShardFile)}
+    try:
+        shards = msgspec.convert(found, tuple[ShardFile, ...])
+        if all(type(one["tokens"]) is int and known.issuperset(one) for one in found or ()):
+            return shards
+    except msgspec.ValidationError:
+        pass
+    return None
 
 
 def _damaged(path: Path, reason: str) -> DatasetError:
