@@ -197,9 +197,9 @@ from phalanx.data.dataset import RunData
 from phalanx.run.spec import DataSpec, RunSpec, TrainSpec
 url, cache, batch, seq_len = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 spec = RunSpec(data=DataSpec(path=url, cache=cache), train=TrainSpec(batch_size=batch, seq_len=seq_len))
-begun = time.perf_counter()
+begun, begun_cpu = time.perf_counter(), time.process_time()
 samples = RunData.of_run(spec).train_samples(0, batch)
-print(json.dumps([time.perf_counter() - begun, int(samples.size)]))
+print(json.dumps([time.perf_counter() - begun, int(samples.size), time.process_time() - begun_cpu]))
 """
 MOSAIC = """
 import json, sys, time
@@ -248,9 +248,11 @@ def first_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str
         store = open_store(url)
         for _ in range(args.turns):
             turn = {"one_range": one_range(store)}
-            turn["ours"] = in_new_process(sys.executable, FIRST, url, folder, str(BATCH), str(SEQ_LEN))
+            turn["ours"], turn["ours_processor"] = in_new_process(
+                sys.executable, FIRST, url, folder, str(BATCH), str(SEQ_LEN)
+            )
             if args.mosaic:
-                turn["mosaic"] = in_new_process(args.mosaic, MOSAIC, mosaic_url, folder, str(BATCH))
+                turn["mosaic"], _ = in_new_process(args.mosaic, MOSAIC, mosaic_url, folder, str(BATCH))
             turns.append(turn)
     report: dict[str, object] = {name: statistics.median(t[name] for t in turns) for name in turns[0]}
     if args.mosaic:
@@ -258,15 +260,16 @@ def first_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str
     return report | {"turns": turns}
 
 
-def in_new_process(python: str, code: str, url: str, folder: Path, *more: str) -> float:
+def in_new_process(python: str, code: str, url: str, folder: Path, *more: str) -> tuple[float, float]:
+    """Seconds to the first batch, and of the processor, if the code tells them."""
     cache = folder / secrets.token_hex(4)
     environment = os.environ | {"S3_ENDPOINT_URL": os.environ["AWS_ENDPOINT_URL"]}
     done = subprocess.run(
         [python, "-c", code, url, str(cache), *more], env=environment, check=True, capture_output=True
     )
-    seconds, size = json.loads(done.stdout.splitlines()[-1])
+    seconds, size, *processor = json.loads(done.stdout.splitlines()[-1])
     assert size >= BATCH * SEQ_LEN
-    return float(seconds)
+    return float(seconds), float(sum(processor))
 
 
 def one_range(store: Store) -> float:

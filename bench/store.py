@@ -4,7 +4,7 @@ All in one run against one server on this machine (ministack, started here, or w
 rounds of which the medians of ratios are told: other work on the machine moves all of a round together. Processor time is this
 process's own; the server's is not in it. botocore is what boto3 stands on, without its managed transfers.
 
-    python bench/store.py [--json] [--rounds 5] [--mib 64] [--url s3://bucket/prefix]
+    python -m bench.store [--json] [--rounds 5] [--mib 64] [--url s3://bucket/prefix]
 """
 
 import argparse
