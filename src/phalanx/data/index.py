@@ -255,10 +255,10 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
             fields[name] = {**fields[name], "shards": []}  # type: ignore[dict-item]
     index = read_section(DatasetIndex, fields, problems)
     if index is not None:
-        found = {
+        splits = {
             name: replace(index.split(name), shards=some) for name, some in shards.items() if some is not None
         }
-        index = replace(index, **found)
+        index = replace(index, **splits)  # type: ignore[arg-type]
     if index is not None and index.dtype not in _ITEM_BYTES:
         problems.append(unknown_value("dtype", index.dtype, _ITEM_BYTES))
     if index is None or problems:
