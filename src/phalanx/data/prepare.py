@@ -48,6 +48,8 @@ from phalanx.data.tokenizer import (
 
 DEFAULT_BPE_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 1 << 28
+PREPARATION_FOLDER = "preparation"
+"""Lies beside a dataset that was prepared in portions (``phalanx.data.portions``)."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 OnProgress = Callable[[str, int, int], None]
@@ -347,6 +349,11 @@ def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
         raise DatasetExistsError(
             f"{out} already holds another dataset ({_differences(index.recipe, recipe)}); choose another directory, "
             "or remove that one"
+            + (
+                "; it was prepared in portions, and is found again with --workers"
+                if (out / PREPARATION_FOLDER).is_dir()
+                else ""
+            )
         )
     try:
         load_tokenizer(out)

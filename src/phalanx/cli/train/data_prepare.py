@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.train.data_named import prepare_in_portions, say_array
 from phalanx.cli.train.data_recipe import PrepareCommand
+from phalanx.cli.train.data_workers import ChosenWorkers, worker_options
 from phalanx.cli.train.prepare_progress import PrepareProgress
 from phalanx.data.errors import DataError, TokenizerError
+from phalanx.data.portions.recipe import OutputRecipe
+from phalanx.store.open_store import is_remote
 
 if TYPE_CHECKING:
     from phalanx.data.chat.encode import ChatLayout
@@ -22,7 +26,9 @@ if TYPE_CHECKING:
 
 @click.command("prepare", short_help="Turn text into token shards.", cls=PrepareCommand)
 @click.argument("text", nargs=-1, required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option(
+    "--out", metavar="FOLDER_OR_URL", required=True, help="Where to write: a folder, s3://, gs:// or az://."
+)
 @click.option(
     "--tokenizer",
     default="bpe",
@@ -78,10 +84,11 @@ if TYPE_CHECKING:
     help="What to do with files, lines and rows that hold no UTF-8 text: stop at the first, or leave them out and name them.",
 )
 @click.option("--skip-bad", is_flag=True, hidden=True, help="As --on-bad skip.")
+@worker_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def prepare_command(
     text: tuple[str, ...],
-    out: Path,
+    out: str,
     tokenizer: str,
     vocab_size: int,
     held_out: float,
@@ -94,12 +101,20 @@ def prepare_command(
     as_text: bool,
     on_bad: Literal["stop", "skip"],
     skip_bad: bool,
+    workers: int | None,
+    dask: str | None,
+    spark: str | None,
+    ray: str | None,
+    slurm: bool,
     as_json: bool,
 ) -> None:
     """Turn TEXT (files, folders, globs, or a known corpus) into token shards in --out.
 
     Files are UTF-8 text, JSON lines, Parquet or Arrow, as their content says, the first two also compressed by gzip, zstd, xz or
     bzip2; folders may be those that Hugging Face datasets saved.
+
+    With --workers, a cluster, or URLs of object stores, the text is prepared in portions as a recipe's is: by any number of workers, and, whatever ends
+    it, the same command goes on.
 
     \b
       phalanx data prepare books/ notes/*.md --out data/books
@@ -109,30 +124,42 @@ def prepare_command(
       phalanx data prepare books/ --out data/books --tokenizer llama-2/tokenizer.model
       phalanx data prepare books/ --out data/books-8k --pack --seq-len 8192
       phalanx data prepare chats.jsonl --layout chat --tokenizer models/llama-3-instruct --seq-len 8192 --out data/chats
+      phalanx data prepare s3://raw/web/*.jsonl.zst --out s3://bucket/web --workers 8
       phalanx data prepare recipe.toml --out s3://bucket/web     # by a recipe, on many workers: phalanx data prepare recipe.toml --help
     """
     chats = layout == "chat"
     _require_options_of_layout(chats, pack, seq_len, tokenizer, chat_template, as_text, too_long)
+    chosen = ChosenWorkers(workers, dask, spark, ray, slurm)
+    chosen.require_one_kind()
+    bad = "skip" if skip_bad else on_bad
+    if chosen.said or any(map(is_remote, (out, *text))):
+        output = OutputRecipe(
+            layout,
+            str(chat_template or ""),
+            too_long,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            held_out=held_out,
+            seq_len=seq_len or 0,
+        )
+        prepare_in_portions(
+            text, out, output, chosen, text_field=text_field, on_bad=bad, as_text=as_text, as_json=as_json
+        )
+        return
     from phalanx.data.files import Files
     from phalanx.data.formats.document import ReadOptions
     from phalanx.data.prepare import prepare
     from phalanx.train.start.prepare import documents_of
 
     with explained(DataError):
-        documents = documents_of(
-            text, ReadOptions(text_field, chats), on_bad="skip" if skip_bad else on_bad, json_as_text=as_text
-        )
-        chat = (
-            _chat_layout(Path(tokenizer), chat_template, too_long, "skip" if skip_bad else on_bad)
-            if chats
-            else None
-        )
+        documents = documents_of(text, ReadOptions(text_field, chats), on_bad=bad, json_as_text=as_text)
+        chat = _chat_layout(Path(tokenizer), chat_template, too_long, bad) if chats else None
         files = documents if isinstance(documents, Files) else None
         progress = None if as_json else PrepareProgress(files)
         try:
             info = prepare(
                 documents,
-                out,
+                Path(out),
                 tokenizer=tokenizer,
                 vocab_size=vocab_size if tokenizer == "bpe" else None,
                 held_out_fraction=held_out,
@@ -149,12 +176,9 @@ def prepare_command(
     if files is not None:
         _show_left_out(files)
         for path in files.arrays():
-            click.echo(
-                f"note: {path} is one JSON array, read as the text that it is; for its rows: jq -c '.[]' {path} > rows.jsonl",
-                err=True,
-            )
+            say_array(path)
     facts = {
-        "path": str(out),
+        "path": out,
         "reused": info.reused,
         "vocab_size": info.vocab_size,
         "train_tokens": info.index.train.tokens,
@@ -191,7 +215,7 @@ def prepare_command(
         train = info.index.train
         click.echo(
             f"  {_count(train.documents, 'conversation')} to train on, {train.learned / max(1, train.tokens):.1%} of their tokens learned; "
-            f"left out, being {'bad or ' if on_bad == 'skip' or skip_bad else ''}longer than a record: {train.left_out + info.index.held_out.left_out:,}"
+            f"left out, being {'bad or ' if bad == 'skip' else ''}longer than a record: {train.left_out + info.index.held_out.left_out:,}"
         )
     if files is not None and files.report.bad_count:
         click.echo(f"  left out as bad: {files.report.bad_count:,}, named above")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.train.data_workers import ChosenWorkers, resumable, worker_options
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
     OnStage,
@@ -24,11 +22,6 @@ from phalanx.data.portions.drive import (
     sealed_index,
     work_share,
 )
-from phalanx.data.portions.executors.dask import DaskCluster
-from phalanx.data.portions.executors.executor import Executor, InOrder
-from phalanx.data.portions.executors.processes import Processes
-from phalanx.data.portions.executors.ray import RayCluster
-from phalanx.data.portions.executors.spark import SparkCluster
 from phalanx.data.portions.recipe import read_recipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
@@ -61,16 +54,7 @@ class PrepareCommand(click.Command):
     metavar="FOLDER_OR_URL",
     help="Where the dataset is to be: a folder, s3://, gs:// or az://.",
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    help="Processes of this machine; as many as it has cores if not given.",
-)
-@click.option(
-    "--dask", metavar="ADDRESS", help="Have it done by a Dask cluster instead: the address of its scheduler."
-)
-@click.option("--spark", metavar="MASTER", help="Or by a Spark cluster: spark://HOST:7077, yarn, local[8].")
-@click.option("--ray", metavar="ADDRESS", help="Or by a Ray cluster: auto, HOST:6379, or local.")
+@worker_options
 @_JSON
 def recipe_command(
     recipe: Path,
@@ -79,6 +63,7 @@ def recipe_command(
     dask: str | None,
     spark: str | None,
     ray: str | None,
+    slurm: bool,
     as_json: bool,
 ) -> None:
     """Prepare the dataset that RECIPE describes: plan it in portions, have each done once, and seal it.
@@ -91,17 +76,20 @@ def recipe_command(
       phalanx data prepare recipe.toml --out s3://bucket/web
       phalanx data prepare recipe.toml --out s3://bucket/web --dask tcp://10.0.0.1:8786
       phalanx data prepare recipe.toml --out s3://bucket/web --spark spark://10.0.0.1:7077
+      phalanx data prepare recipe.toml --out /shared/web --slurm --workers 16
     """
-    clusters = [name for name, place in (("dask", dask), ("spark", spark), ("ray", ray)) if place]
-    if clusters and workers:
-        raise click.UsageError(f"--workers are processes of this machine; with --{clusters[0]}, leave it out")
-    if len(clusters) > 1:
-        raise click.UsageError(f"--{clusters[0]} and --{clusters[1]} are two clusters; leave one out")
+    chosen = ChosenWorkers(workers, dask, spark, ray, slurm)
+    chosen.require_one_kind()
     with explained(DataError, StoreError):
         place = place_plan(read_recipe(recipe), recipe.parent, out)
-        with _executor(workers or len(os.sched_getaffinity(0)), dask, spark, ray) as executor, _resumable():
-            prepared = carry_out(place, executor, _progress(as_json))
-    _report(out, prepared, as_json)
+        prepared = carried_out(place, chosen, quiet=as_json)
+    report(out, prepared, as_json=as_json)
+
+
+def carried_out(place: Workplace, workers: ChosenWorkers, *, quiet: bool) -> PreparedDataset:
+    """Do what is not yet done at a place, and say how far it is unless ``quiet``. Raises ``DataError`` and ``StoreError``."""
+    with workers.executor() as executor, resumable():
+        return carry_out(place, executor, _progress(quiet))
 
 
 @click.command("plan", short_help="What a recipe's dataset would be made of, and at what cost.")
@@ -169,39 +157,10 @@ def work_command(plan: str, task: str, patience_s: float) -> None:
         raise click.UsageError(f"--task {task!r} is not I/N with I from 1 to N, such as 3/16")
     with explained(DataError, StoreError):
         place = Workplace(plan)
-        with _resumable():
+        with resumable():
             work_share(place, int(number), int(of), _progress(False), patience_s)
         index = sealed_index(place)
     click.echo(f"{plan}: sealed; fingerprint {index.fingerprint[:16]}" if index else f"{plan}: not sealed")
-
-
-@contextmanager
-def _executor(workers: int, dask: str | None, spark: str | None, ray: str | None) -> Iterator[Executor]:
-    executor: Executor
-    if dask:
-        executor = DaskCluster(dask)
-    elif spark:
-        executor = SparkCluster(spark)
-    elif ray:
-        executor = RayCluster(ray)
-    else:
-        executor = Processes(workers) if workers > 1 else InOrder()
-    try:
-        yield executor
-    finally:
-        executor.close()
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    try:
-        yield
-    except (DataError, StoreError):
-        click.echo("what is done is kept: once that is mended, the same command goes on from there", err=True)
-        raise
-    except KeyboardInterrupt:
-        click.echo("\nstopped; what is done is kept, and the same command goes on from there", err=True)
-        sys.exit(130)
 
 
 def _progress(quiet: bool) -> OnStage:
@@ -230,7 +189,10 @@ def _duration(seconds: float) -> str:
     )
 
 
-def _report(out: str, prepared: PreparedDataset, as_json: bool) -> None:
+def report(
+    out: str, prepared: PreparedDataset, more: Mapping[str, object] | None = None, *, as_json: bool
+) -> None:
+    """Say what a prepared dataset holds, with ``more`` facts in JSON."""
     index = prepared.index
     facts = {
         "path": out,
@@ -241,6 +203,7 @@ def _report(out: str, prepared: PreparedDataset, as_json: bool) -> None:
         "fingerprint": index.fingerprint,
         "padding": index.train.padding / max(1, index.train.tokens),
         "counts": prepared.counts,
+        **(more or {}),
     }
     if as_json:
         click.echo(json.dumps(facts))

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.data.errors import PreparationError
 from phalanx.data.index import DatasetIndex, parse_index
 from phalanx.data.portions.executors.executor import Executor, outcome_of
+from phalanx.data.portions.named_files import NamedFilesPlan, plan_named_files
 from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, PreparationPlan, commit_plan, make_plan
 from phalanx.data.portions.recipe import PreparationRecipe
 from phalanx.data.portions.seal import sweep
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.store.errors import MissingObjectError
 from phalanx.store.open_store import is_remote, is_url
 from phalanx.store.store import require_create
@@ -44,10 +46,27 @@ class PreparedDataset:
 
 def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
     """Plan a recipe whose file lies in ``folder``, and write the plan to ``out``, or find the same there. Raises as ``make_plan`` and ``commit_plan``."""
-    place = Workplace(out if is_url(out) else str(Path(out).expanduser().absolute()))
+    _require_place(out)
+    return put_plan(out, *make_plan(recipe, folder))
+
+
+def place_named_files(
+    named: Sequence[str], recipe: PreparationRecipe, out: str
+) -> tuple[Workplace, NamedFilesPlan]:
+    """Likewise of files that are named, with what of them is left out. Raises as ``plan_named_files`` and ``commit_plan``."""
+    _require_place(out)
+    found = plan_named_files(named, recipe)
+    return put_plan(out, found.plan, found.tokenizer), found
+
+
+def _require_place(out: str) -> None:
     if not is_url(out) and Path(out).exists() and not Path(out).is_dir():
         raise PreparationError(f"{out} is a file; choose another --out")
-    plan, tokenizer = make_plan(recipe, folder)
+
+
+def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Workplace:
+    """Write a plan, with its tokenizer if that is not to be trained, to ``out``, or find the same there. Raises as ``commit_plan``."""
+    place = Workplace(out if is_url(out) else str(Path(out).expanduser().absolute()))
     if is_remote(out) and not any(place.store.list(PREPARATION)):
         require_create(place.store, f"{PREPARATION}/probe-{time.time_ns():x}")
     commit_plan(place.store, plan, tokenizer)

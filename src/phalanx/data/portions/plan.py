@@ -12,7 +12,7 @@ import tempfile
 import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -34,6 +34,7 @@ from phalanx.data.portions.recipe import (
     recipe_table,
     sha256_hex,
 )
+from phalanx.data.prepare import PREPARATION_FOLDER
 from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
 from phalanx.run.problems import Problem
@@ -42,7 +43,7 @@ from phalanx.store.errors import ExistsError, MissingObjectError
 from phalanx.store.store import Store
 from phalanx.version import __version__
 
-PREPARATION = "preparation"
+PREPARATION = PREPARATION_FOLDER
 """Everything of a dataset's preparation lies below this key, beside the dataset."""
 PLAN_KEY = f"{PREPARATION}/plan.json"
 INDEX_KEY = "index.json"
@@ -63,6 +64,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class HeldOutEnd:
+    """Of so few documents that a split would be empty: whose end is held out (``phalanx.data.portions.named_files``)."""
+
+    portion: int
+    document: int
+    """Its number among the documents with text of the portion."""
+    characters: int
+    """How many of its last characters are held out; 0 moves it whole to the split that is empty."""
+    to_train_on: bool = False
+    """With 0 characters: the split that it is moved to is the one to train on."""
+
+
+@dataclass(frozen=True)
 class PreparationPlan:
     """What is to be done, in which portions."""
 
@@ -76,6 +90,8 @@ class PreparationPlan:
     portions: tuple[tuple[Piece, ...], ...]
     software: dict[str, str]
     """Versions of whatever decides bytes of the output."""
+    held_out_end: HeldOutEnd | None = None
+    """``None``: names alone decide which split a document is in."""
 
     @cached_property
     def pieces_object(self) -> bytes:
@@ -105,6 +121,7 @@ class PreparationPlan:
             "bytes": sum(file.nbytes for file in self.files),
             "portions": len(self.portions),
             "pieces_sha256": sha256_hex(zlib.decompress(self.pieces_object)),
+            **({"held_out_end": asdict(self.held_out_end)} if self.held_out_end is not None else {}),
         }
 
     @cached_property
@@ -122,10 +139,13 @@ class PreparationPlan:
         return sum(piece.span.file_bytes for piece in self.portions[portion])
 
 
-def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan, Tokenizer | None]:
+def make_plan(
+    recipe: PreparationRecipe, folder: Path, files: Sequence[RawFile] | None = None
+) -> tuple[PreparationPlan, Tokenizer | None]:
     """The plan of a recipe whose file lies in ``folder``, and the tokenizer that it names, if that is there already.
 
-    Lists the sources and looks into each file's beginning. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``.
+    Lists the sources, unless their ``files`` are given in the order that they are to have, and looks into each file's beginning. Raises
+    ``CorpusError``, ``TokenizerError`` and ``StoreError``.
     """
     recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
     wanted = recipe.output.tokenizer
@@ -139,14 +159,16 @@ def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan,
     named = {"bpe": "bpe", "bytes": "bytes"}.get(
         wanted
     ) or f"file:{tokenizer.fingerprint if tokenizer else ''}"
-    files = list_raw_files(recipe.source, folder)
+    if files is None:
+        files = list_raw_files(recipe.source, folder)
     portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
     formats: list[Format] = []
     pieces: list[Piece] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-plan-") as scratch:
         for number, file in enumerate(files):
             options = read_options(recipe, file.source)
-            form, found = _looked_into(file, portion_bytes, options, Path(scratch))
+            as_text = recipe.source[file.source].as_text
+            form, found = _looked_into(file, portion_bytes, options, Path(scratch), as_text=as_text)
             formats.append(form)
             pieces += [Piece(number, span) for span in found]
     if not pieces:
@@ -194,7 +216,7 @@ def default_portion_bytes(total_bytes: int) -> int:
 
 
 def _looked_into(
-    file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path
+    file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, *, as_text: bool
 ) -> tuple[Format, list[Span]]:
     local = LocalBytes(file, scratch)
     try:
@@ -202,6 +224,8 @@ def _looked_into(
         if file.nbytes > _HEAD_BYTES:
             local.bring(max(_HEAD_BYTES, file.nbytes - _TAIL_BYTES), file.nbytes)
         form = recognize(local.path)
+        if as_text and form.kind is Kind.JSONL:
+            form = replace(form, kind=Kind.TEXT)
         if form.kind is Kind.PARQUET and local.is_copy:
             bring_parquet_footer(local, file.nbytes)
         if local.is_copy and form.kind is Kind.ARROW:
@@ -248,8 +272,9 @@ def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None
     if found is None:
         other = next((info.key for info in store.list() if not info.key.startswith(f"{PREPARATION}/")), None)
         if other is not None:
+            what = "a dataset that was not prepared in portions" if _is_there(store, INDEX_KEY) else other
             raise PreparationError(
-                f"{store.url} holds something else ({other}); choose another --out, or remove it"
+                f"{store.url} holds something else ({what}); choose another --out, or remove it"
             )
         store.put(_pieces_key(str(plan.head["pieces_sha256"])), plan.pieces_object)
         if tokenizer is not None:
@@ -268,6 +293,8 @@ def _how_it_differs(store: Store, found: bytes, plan: PreparationPlan) -> str:
     names = differences(there, plan.head)
     remedy = "choose another --out, or remove that one"
     listing = {"pieces_sha256", "files", "bytes", "portions", "portion_bytes"}
+    # What follows from the listing and from what is in the files.
+    listing |= {name for name in names if name.startswith("held_out_end")}
     if names and set(names) <= listing:
         before = {file.url: file for file in read_plan(store).files}
         now = {file.url: file for file in plan.files}
@@ -323,6 +350,7 @@ def read_plan(store: Store) -> PreparationPlan:
             tuple(Format(Kind(row[5]), Compression(row[6])) for row in rows["files"]),
             tuple(tuple(Piece(row[0], Span(*row[1:])) for row in portion) for portion in rows["portions"]),
             head["software"],
+            HeldOutEnd(**head["held_out_end"]) if "held_out_end" in head else None,
         )
         # What was written is what is read back, whatever zlib made of it.
         if plan.text != text:
@@ -332,6 +360,14 @@ def read_plan(store: Store) -> PreparationPlan:
             f"{store.url}/{PLAN_KEY} is damaged ({error}); prepare again with another --out"
         ) from error
     return plan
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.info(key)
+    except MissingObjectError:
+        return False
+    return True
 
 
 def _plan_bytes(store: Store) -> bytes | None:

@@ -30,6 +30,8 @@ class RawSource:
     """Field of JSON lines, or column of tables, that holds the text; of conversations "messages", unless it is another one."""
     on_bad: Literal["stop", "skip"] = "stop"
     """What a line or file that holds no text does: end the preparation with its name, or be left out and counted."""
+    as_text: bool = False
+    """Read JSON lines as the text that they are, with their braces."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,15 @@ def read_options(recipe: PreparationRecipe, source: int) -> ReadOptions:
 
 
 def recipe_table(recipe: PreparationRecipe) -> JsonObject:
-    """The recipe as plain values, which ``recipe_of`` reads back."""
-    return asdict(recipe)
+    """The recipe as plain values, which ``recipe_of`` reads back.
+
+    A field that plans of earlier releases did not have is left out at its default: their text, which is their identity, stays what it is.
+    """
+    table = asdict(recipe)
+    for source in table["source"]:
+        if not source["as_text"]:
+            del source["as_text"]
+    return table
 
 
 def differences(found: object, wanted: object, path: str = "") -> list[str]:

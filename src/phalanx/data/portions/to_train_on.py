@@ -1,12 +1,15 @@
-"""The documents of a portion that become tokens: after its steps, and without the copies that were found."""
+"""The documents of a portion that become tokens, after its steps and without the copies that were found, and the split of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from phalanx.data.index import HELD_OUT, TRAIN
 from phalanx.data.portions.find_duplicates import without_duplicates
 from phalanx.data.portions.kept import KeptDocument, stepped_documents
 from phalanx.data.portions.tasks import TaskManifest, Workplace
+from phalanx.data.prepare import cut_end, split_of
 
 
 def kept_documents(
@@ -16,3 +19,19 @@ def kept_documents(
     if place.plan.recipe.dedup is not None:
         return without_duplicates(place, number, manifest)
     return stepped_documents(place, number, manifest)
+
+
+def split_documents(
+    place: Workplace, number: int, manifest: TaskManifest | None = None
+) -> Iterator[tuple[str, KeptDocument]]:
+    """(split, document) of what is kept of a portion, in order: by the hash of the name, but for the one whose end is held out."""
+    share, end = place.plan.recipe.output.held_out, place.plan.held_out_end
+    for ordinal, document in enumerate(kept_documents(place, number, manifest)):
+        if end is None or (end.portion, end.document) != (number, ordinal):
+            yield split_of(document.name, share), document
+        elif not end.characters:
+            yield TRAIN if end.to_train_on else HELD_OUT, document
+        else:
+            begin, rest = cut_end(document.text, end.characters)
+            yield TRAIN, replace(document, text=begin)
+            yield HELD_OUT, replace(document, text=rest)

@@ -12,8 +12,7 @@ import xxhash
 from phalanx.data.index import TRAIN
 from phalanx.data.portions.plan import PreparationPlan, put_tokenizer
 from phalanx.data.portions.tasks import StoredObject, Workplace
-from phalanx.data.portions.to_train_on import kept_documents
-from phalanx.data.prepare import split_of
+from phalanx.data.portions.to_train_on import split_documents
 from phalanx.data.tokenizer import train_bpe
 
 
@@ -41,8 +40,8 @@ def _sample(place: Workplace) -> Iterator[str]:
     chosen = sampled_portions(place.plan)
     for portion in chosen:
         left = max(1, output.tokenizer_bytes // len(chosen))
-        for document in kept_documents(place, portion):
-            if split_of(document.name, output.held_out) == TRAIN:
+        for split, document in split_documents(place, portion):
+            if split == TRAIN:
                 yield document.text
                 left -= len(document.text.encode())
             if left <= 0:

@@ -24,8 +24,7 @@ from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, ShardFile, dtype_for, lo
 from phalanx.data.packing import Packer
 from phalanx.data.portions.plan import PREPARATION
 from phalanx.data.portions.tasks import TaskManifest, Workplace
-from phalanx.data.portions.to_train_on import kept_documents
-from phalanx.data.prepare import split_of
+from phalanx.data.portions.to_train_on import split_documents
 from phalanx.data.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 21
@@ -41,14 +40,14 @@ def shard_tokens(shard_mib: int, dtype: str, seq_len: int) -> int:
 def write_portion(place: Workplace, number: int) -> None:
     """Do the task ``number`` of the stage ``write``."""
     manifest = place.new_manifest("write", number)
-    output = place.plan.recipe.output
     splits = {name: _SplitWriter(place, manifest, name, number) for name in SPLITS}
-    for document in kept_documents(place, number, manifest):
-        split = split_of(document.name, output.held_out)
+    for split, document in split_documents(place, number, manifest):
         splits[split].add(document.piece, document.name, document.text)
     for name, writer in splits.items():
         manifest.facts[name] = writer.close()
-    manifest.counts["documents kept"] = sum(manifest.facts[name]["documents"] for name in SPLITS)
+    end = place.plan.held_out_end
+    in_both = int(end is not None and end.portion == number and end.characters > 0)
+    manifest.counts["documents kept"] = sum(manifest.facts[name]["documents"] for name in SPLITS) - in_both
     manifest.counts["text bytes"] = sum(manifest.facts[name]["text_bytes"] for name in SPLITS)
     manifest.counts["tokens to train on"] = sum(shard["tokens"] for shard in manifest.facts[TRAIN]["shards"])
     manifest.counts["tokens held out"] = sum(shard["tokens"] for shard in manifest.facts[HELD_OUT]["shards"])
