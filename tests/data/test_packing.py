@@ -18,7 +18,7 @@ from phalanx.data.dataset import NO_TARGET, RunData
 from phalanx.data.errors import DatasetError
 from phalanx.data.formats.document import Document
 from phalanx.data.index import HELD_OUT, TRAIN, read_index
-from phalanx.data.packing import Packer, best_fit, pieces_of
+from phalanx.data.packing import Packer, PackerByLength, best_fit, pieces_of
 from phalanx.data.prepare import prepare
 from phalanx.data.shards import TokenShards
 from phalanx.data.sources import epoch_problems, mixture_of, read_data_index
@@ -56,6 +56,26 @@ def test_each_item_goes_into_the_fullest_bin_that_has_room(lengths: list[int], r
         rooms.append((min(fitting) if fitting else room) - length)
     packed = [room - sum(lengths[item] for item in items) for items in best_fit(lengths, room)]
     assert sorted(packed) == sorted(rooms)
+
+
+@given(st.lists(st.integers(1, 90), max_size=60), st.sets(st.integers(2, 60), max_size=3))
+def test_classes_of_lengths_share_no_record_and_lose_no_token(lengths: list[int], chosen: set[int]) -> None:
+    classes, room = sorted(chosen), 40
+    packer = PackerByLength(room, 0, classes)
+    for number, length in enumerate(lengths, start=1):
+        assert packer.add(np.full(length, number, dtype=np.uint32)) is None
+    records = packer.flush()
+    assert (records is None) == (not lengths)
+    found: Counter[int] = Counter()
+    for record in [] if records is None else records.tolist():
+        there = {number for number in record if number}
+        kinds = {sum(lengths[number - 1] > least for least in classes) for number in there}
+        assert len(kinds) == 1
+        found += Counter(record)
+    assert found.pop(0, 0) == packer.padding_tokens
+    # Each piece after the first repeats a token.
+    wanted = {n: length + len(pieces_of(length, room)) - 1 for n, length in enumerate(lengths, start=1)}
+    assert dict(found) == wanted
 
 
 def test_lengths_like_those_of_the_web_leave_hardly_any_padding() -> None:

@@ -47,6 +47,8 @@ def another(kind: Any, value: Any) -> Any:
         return next(option for option in get_args(kind) if option != value)
     if get_origin(kind) is tuple:
         return (*value, "another")
+    if kind == bool | None:  # what is left to the data counts as false
+        return not value
     return {
         bool: lambda v: not v,
         int: lambda v: v + 1,

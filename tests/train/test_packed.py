@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.data.formats.document import Document
+from phalanx.data.index import read_index
 from phalanx.data.places import open_places
 from phalanx.data.prepare import prepare
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.run.identity import identity
+from phalanx.run.kinds import whole_model
 from phalanx.run.problems import RunFileError
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import ModelSpec, RunSpec, TrainSpec
+from phalanx.train.start.checks import start_notes
 from phalanx.train.start.prepare import prepare_run, resolve
+from phalanx.train.step.slot import Losses
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -34,7 +44,9 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {seq_len: root / str(seq_len) for seq_len in (64, 96)}
 
 
-def packed_run(dataset: Path, run_dir: Path, seq_len: int, *, mask: bool = True, lr: float = 1e-2) -> RunSpec:
+def packed_run(
+    dataset: Path, run_dir: Path, seq_len: int, *, mask: bool | None = True, lr: float = 1e-2
+) -> RunSpec:
     spec = tiny_run(dataset, run_dir, steps=3, document_mask=mask)
     spec = replace(
         spec,
@@ -82,20 +94,100 @@ def test_held_out_documents_have_the_loss_that_they_have_in_any_other_packing(
     assert trained(ranks, 1, across)["held_out_loss"] != pytest.approx(wide["held_out_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "path"), [({"seq_len": 32}, "train.seq_len"), ({"mtp_depth": 1}, "model.mtp_depth")]
-)
-def test_what_does_not_go_with_packed_records_is_refused_by_name(
-    change: dict[str, int], path: str, datasets: dict[int, Path], tmp_path: Path
+def test_another_sequence_length_than_that_of_the_records_is_refused_by_name(
+    datasets: dict[int, Path], tmp_path: Path
 ) -> None:
     spec = packed_run(datasets[64], tmp_path / "run", 64)
-    if "seq_len" in change:
-        spec = replace(spec, train=replace(spec.train, **change))
-    else:
-        spec = replace(spec, model=replace(spec.model, **change))
+    spec = replace(spec, train=replace(spec.train, seq_len=32))
     with pytest.raises(RunFileError) as refused:
         prepare_run(spec, Path("packed.toml"), lambda _what, _done, _total: None)
-    assert [problem.path for problem in refused.value.problems] == [path]
+    assert [problem.path for problem in refused.value.problems] == ["train.seq_len"]
+
+
+def losses_ahead(depth: int) -> tuple[list[float], list[float]]:
+    """The main loss and those of all depths, added over documents that are packed, and over each by itself."""
+    end, lengths = 60, (9, 2, 14, 5, 1, 7)
+    edges = list(itertools.accumulate(lengths, initial=0))
+    tokens = torch.randint(0, end, (edges[-1] + 10 + 1,), generator=torch.Generator().manual_seed(3))
+    tokens[[edge - 1 for edge in edges[1:]]] = end
+    tokens[edges[-1] :] = end  # what fills up a record
+    spec = RunSpec(
+        model=ModelSpec(vocab_size=64, layers=1, dim=16, heads=2, kv_heads=2, ffn_dim=16, mtp_depth=depth),
+        train=TrainSpec(document_mask=True, targets_within_documents=True, end_of_document=end),
+    )
+    torch.manual_seed(0)
+    model = Transformer(whole_model.resolve(spec.model))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    losses = Losses(spec, build_mesh(spec, 1, torch.device("cpu")), None, None)
+
+    def loss(part: torch.Tensor) -> torch.Tensor:
+        samples = part[None]
+        batch = losses.cut(samples, samples[:, 1:])
+        return losses.call(model, batch.tokens, batch, ahead=True).detach()
+
+    # Behind a document by itself comes a token that must not matter.
+    alone = [
+        loss(torch.cat((tokens[a:b], torch.tensor([7]))))
+        for a, b in itertools.pairwise(edges)
+        if b - a > depth
+    ]
+    short = [
+        loss(torch.cat((tokens[a:b], tokens[-depth:])))
+        for a, b in itertools.pairwise(edges)
+        if b - a <= depth
+    ]
+    return loss(tokens).tolist(), torch.stack([*alone, *short]).sum(0).tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_predictions_ahead_lose_on_packed_documents_what_they_lose_on_each_alone(
+    ranks: Ranks, depth: int
+) -> None:
+    packed, alone = ranks.run(1, losses_ahead, depth)[0]
+    assert len(packed) == 1 + depth
+    assert packed == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "marked", "found"),
+    [
+        (None, True, True),
+        (False, True, False),
+        (None, False, False),  # prepared before datasets said so: runs on it stay what they are
+        (True, False, True),
+    ],
+)
+def test_attention_stays_within_documents_by_default_if_the_dataset_says_so(
+    datasets: dict[int, Path], tmp_path: Path, asked: bool | None, marked: bool, found: bool
+) -> None:
+    dataset = tmp_path / "dataset"
+    shutil.copytree(datasets[64], dataset)
+    index = read_index(dataset)
+    assert index.document_mask
+    if not marked:
+        old = replace(index, document_mask=False)
+        assert "document_mask" not in old.to_json()
+        assert old.fingerprint == index.fingerprint
+        (dataset / "index.json").write_text(old.to_json())
+    spec = packed_run(dataset, tmp_path / "run", 64, mask=asked)
+    assert spec.train.document_mask is found
+    assert identity(spec) == identity(packed_run(datasets[64], tmp_path / "run", 64, mask=found))
+    notes = [note for note in start_notes(spec, read_index(dataset)) if "attention crosses" in note]
+    assert bool(notes) is not found
+
+
+def test_a_joined_dataset_and_a_file_that_says_nothing_have_no_mask_and_the_identity_that_they_had(
+    tmp_path: Path,
+) -> None:
+    dataset = tmp_path / "joined"
+    prepare(DOCUMENTS, dataset, tokenizer="bytes", held_out_fraction=0.2)
+    assert "document_mask" not in (dataset / "index.json").read_text()
+    spec = tiny_run(dataset, tmp_path / "run")
+    resolved = resolve(spec, open_places(spec.data), Path("joined.toml"))
+    assert resolved.train.document_mask is False
+    without = replace(resolved, train=replace(resolved.train, document_mask=None))
+    assert identity(without) == identity(resolved)
 
 
 def test_targets_within_documents_of_a_joined_stream_are_asked_for_by_the_field(

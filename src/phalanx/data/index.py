@@ -114,6 +114,9 @@ class DatasetIndex:
     held_out_xz_bits_per_byte: float | None
     """Bits per byte that ``xz -9`` needs for the held-out text; None where there is none."""
     recipe: Recipe
+    document_mask: bool = False
+    """Runs keep attention within documents unless they say otherwise. So it is of all packed datasets, but for those prepared before this was said: runs on
+    these go on as they began. The fingerprint does not cover it: the tokens are the same."""
 
     @property
     def item_bytes(self) -> int:
@@ -184,6 +187,8 @@ class DatasetIndex:
     def to_json(self) -> str:
         """The text of ``index.json``."""
         content = asdict(self)
+        if not self.document_mask:
+            del content["document_mask"]
         if not self.packed_seq_len:  # as version 1 always was
             del content["recipe"]["packed_seq_len"]
             for name in SPLITS:

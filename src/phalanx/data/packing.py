@@ -12,6 +12,7 @@ the same records.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,3 +96,30 @@ class Packer:
             self.padding_tokens += self.seq_len - len(joined)
         self._pieces, self._tokens = [], 0
         return records
+
+
+class PackerByLength:
+    """Packs documents of each class of lengths with their like alone, so that long ones do not share a record with many short ones.
+
+    A run whose sequences are long is to see long documents; filled up with short ones, a record of 131,072 tokens would teach it little beyond
+    a few thousand. Each class has windows, and so its last records, of its own.
+    """
+
+    def __init__(self, seq_len: int, padding: int, classes: Sequence[int]) -> None:
+        """``classes``: The most tokens of a document of each class, in rising order; longer documents are a class of their own."""
+        self._classes = tuple(classes)
+        self._packers = [Packer(seq_len, padding) for _ in range(len(self._classes) + 1)]
+
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens that were added so far."""
+        return sum(packer.padding_tokens for packer in self._packers)
+
+    def add(self, document: NDArray[Any]) -> NDArray[Any] | None:
+        """Takes the tokens of a document, its end included; returns the records of its class's window, when that is full."""
+        return self._packers[bisect_left(self._classes, len(document))].add(document)
+
+    def flush(self) -> NDArray[Any] | None:
+        """The records of what was added since the last windows, class after class; ``None`` if that is nothing."""
+        records = [found for packer in self._packers if (found := packer.flush()) is not None]
+        return np.concatenate(records) if records else None

@@ -318,6 +318,7 @@ def _encode(
         held_out=splits[HELD_OUT],
         held_out_xz_bits_per_byte=8 * xz_bytes / held_out_bytes if held_out_bytes and chat is None else None,
         recipe=recipe,
+        document_mask=bool(recipe.packed_seq_len),
     )
 
 

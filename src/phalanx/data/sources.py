@@ -42,6 +42,8 @@ class DataIndex(Protocol):
     def packed_seq_len(self) -> int: ...
     @property
     def document_end(self) -> int | None: ...
+    @property
+    def document_mask(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class MixtureIndex:
     def document_end(self) -> int | None:
         """The token that ends documents, if it is not the tokenizer's; the same in all sources."""
         return next(iter(self.sources.values())).document_end
+
+    @property
+    def document_mask(self) -> bool:
+        """True if any source asks for it."""
+        return any(index.document_mask for index in self.sources.values())
 
     @property
     def held_out_xz_bits_per_byte(self) -> float | None:

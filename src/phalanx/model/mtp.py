@@ -54,10 +54,17 @@ def tokens_ahead(tokens: Tensor, depth: int) -> Tensor:
     return tokens.roll(-depth, dims=1)
 
 
-def targets_ahead(targets: Tensor, depth: int, ignored: int) -> Tensor:
-    """The targets ``(b, s)`` of a depth from those of the main model; the last ``depth`` are ``ignored``."""
+def targets_ahead(targets: Tensor, depth: int, ignored: int, ends: Tensor | None = None) -> Tensor:
+    """The targets ``(b, s)`` of a depth from those of the main model; the last ``depth`` are ``ignored``.
+
+    With ``ends`` ``(b, s)``, bool, which tokens end a document, so are targets beyond an end: they are another document's. (Those right behind
+    one, the main model ignores already.)
+    """
     ahead = tokens_ahead(targets, depth)
     ahead[:, targets.shape[1] - depth :] = ignored
+    if ends is not None:
+        for nearer in range(depth):
+            ahead = ahead.masked_fill(tokens_ahead(ends, nearer), ignored)
     return ahead
 
 

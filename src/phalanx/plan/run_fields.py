@@ -235,7 +235,8 @@ _TRAINING = {
             ),
             "document_mask": _noted(
                 "attention that stops at the ends of documents computes fewer scores; the plan counts those of "
-                "whole sequences"
+                "whole sequences",
+                lambda spec, _: bool(spec.train.document_mask),
             ),
             "end_of_document": _irrelevant("a token's number"),
             "targets_within_documents": _irrelevant("which targets count; logits are computed for all"),

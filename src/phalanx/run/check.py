@@ -28,7 +28,6 @@ def check(spec: RunSpec) -> list[Problem]:
         *portable.problems(spec),
         *mixture_rules.problems(spec.data),
         *_train(spec.train),
-        *target_problems(spec),
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint),
         *_interval(spec.checkpoint, spec.fleet),
@@ -55,17 +54,6 @@ def _run_dir(run_dir: str) -> Iterator[Problem]:
             f"{run_dir} is a URL, and a run directory is a folder",
             "give a folder, which may be empty, and name the store in checkpoint.store: the run goes on from the newest checkpoint there",
             ("checkpoint.store",),
-        )
-
-
-def target_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Predictions further ahead take a target from beyond the next token, which may be another document's."""
-    if spec.train.targets_within_documents and spec.model.mtp_depth:
-        yield Problem(
-            "model.mtp_depth",
-            f"{spec.model.mtp_depth} further predictions would cross the ends of documents",
-            "set it to 0, or train on a dataset that is not packed, with train.targets_within_documents = false",
-            ("train.targets_within_documents",),
         )
 
 

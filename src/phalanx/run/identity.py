@@ -31,6 +31,8 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
         {"model.preset"} if spec.model.factory else {"model.preset", "model.factory", "model.factory_sha256"}
     )
     owned = {path: value for path, value in _walk(spec, "") if path not in silent}
+    # What is left to the data is settled before a run begins; without data it says what it always said.
+    owned["train.document_mask"] = bool(spec.train.document_mask)
     if spec.model.lanes:
         owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_LANES}
     if spec.model.context_tiles:

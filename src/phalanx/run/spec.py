@@ -288,8 +288,9 @@ class TrainSpec:
     """Steps that say which loss and gradient norm are usual; half of them must be done before any step can be a spike."""
     spike_deviations: Annotated[float, LATER, ValueRange(above=0)] = 8.0
     """Deviations above the window's median (1.4826 times its median absolute deviation) from which a step is a spike."""
-    document_mask: bool = False
-    """If true, attention does not cross the ends of documents; positions are not reset there."""
+    document_mask: bool | None = None
+    """If true, attention does not cross the ends of documents; positions are not reset there. Left out, it is true of packed datasets whose index
+    asks for it, as all do that are prepared now, and else false; models of a user's own do without."""
     targets_within_documents: Annotated[bool, LATER] = False
     """If true, the token after the end of a document, the first of another one or padding, is no target. Always true of packed datasets."""
     end_of_document: Annotated[int, ValueRange(at_least=-1)] = -1

@@ -75,6 +75,22 @@ def test_packed_records_hold_every_token_of_every_document_once(tmp_path: Path) 
     assert verify_dataset(out) == 0
 
 
+def test_long_documents_share_records_with_long_ones_alone_if_there_are_classes(tmp_path: Path) -> None:
+    lengths = (30, 900, 40, 700, 20, 650, 35, 800, 10, 50)
+    lines = [chr(97 + number) * length for number, length in enumerate(lengths)]
+    write_lines(tmp_path / "raw" / "a.jsonl", lines)
+    output = "seq_len = 1000\nheld_out = 0.0\nlength_classes = [100]"
+    prepared(recipe_file(tmp_path, output=output), tmp_path / "out")
+    shards = TokenShards.open(tmp_path / "out", TRAIN)
+    records = shards.read(0, shards.tokens).reshape(-1, 1000)
+    held = [{chr(token) for token in record.tolist() if token < 256} for record in records]
+    assert sorted(map(sorted, held)) == [["a", "c", "e", "g", "i", "j"], ["b"], ["d"], ["f"], ["h"]]
+    # A plan without classes is written as it was before there were any.
+    place = place_plan(read_recipe(recipe_file(tmp_path)), tmp_path, str(tmp_path / "other"))
+    assert b"length_classes" not in place.plan.text
+    assert b"as_text" not in place.plan.text
+
+
 def test_a_flipped_bit_of_a_shard_is_found_by_verify(tmp_path: Path) -> None:
     raw_folder(tmp_path)
     out = tmp_path / "out"

@@ -35,6 +35,14 @@ def test_every_typo_is_named_with_the_word_that_was_meant(tmp_path: Path) -> Non
         ('[[source]]\nurl = "a"\n[output]\nseq_len = 1', "output.seq_len: 1 holds no token"),
         ('[[source]]\nurl = "a"\n[output]\nheld_out = 1.0', "output.held_out: 1.0 is out of range"),
         ("[[source", "not valid TOML"),
+        (
+            '[[source]]\nurl = "a"\n[output]\nlength_classes = [64]',
+            "output.length_classes: is about documents",
+        ),
+        (
+            '[[source]]\nurl = "a"\n[output]\nseq_len = 64\nlength_classes = [32, 16]',
+            "output.length_classes: [32, 16] are not rising",
+        ),
     ],
 )
 def test_what_cannot_be_prepared_is_refused_by_its_field(tmp_path: Path, text: str, said: str) -> None:

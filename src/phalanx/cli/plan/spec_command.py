@@ -8,6 +8,7 @@ import json
 import textwrap
 import typing
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 
 import click
 import tomli_w
@@ -87,7 +88,7 @@ def _type_name(declared: FieldType) -> str:
     elif _is_tables(declared):
         name = "list of tables, or absent"
     elif type(None) in options:
-        name = "table, or absent"
+        name = f"{'table' if is_dataclass(options[0]) else options[0].__name__}, or absent"
     else:
         name = "list" if typing.get_origin(plain) is tuple else getattr(plain, "__name__", str(plain))
     return f"{name}, {declared.bound}" if declared.bound else name
@@ -106,7 +107,9 @@ def _as_toml(name: str, kind: type) -> str:
     for field, kind_name, default, owner, meaning in _rows(kind):
         lines += textwrap.wrap(meaning, 110, initial_indent="# ", subsequent_indent="# ")
         if default == "absent":
-            lines.append(f"# {_heading(f'{name}.{field}')}   # {kind_name}; {owner}")
+            plain = typing.get_args(field_types(kind)[field].plain)[0]
+            shown = _heading(f"{name}.{field}") if is_dataclass(plain) else f"{field} = ..."
+            lines.append(f"# {shown}   # {kind_name}; {owner}")
         else:
             lines.append(f"{field} = {default}   # {kind_name}; {owner}")
     return "\n".join(lines) + "\n"

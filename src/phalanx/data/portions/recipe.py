@@ -55,6 +55,8 @@ class OutputRecipe:
     """Bytes of text that a BPE is trained on, at most: taken from portions that are spread evenly."""
     seq_len: Annotated[int, ValueRange(at_least=0)] = 0
     """Tokens of a record that documents are packed into whole; 0 joins them end to end."""
+    length_classes: tuple[int, ...] = ()
+    """Lengths in tokens, rising, up to which documents are packed with each other alone; longer ones likewise. Empty packs all together."""
     held_out: Annotated[float, ValueRange(at_least=0, below=1)] = 0.001
     """Share of documents held out, by a hash of their names."""
     shard_mib: Annotated[int, ValueRange(at_least=1, at_most=1 << 14)] = 256
@@ -130,6 +132,7 @@ def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> Preparati
             problems.append(
                 Problem("output.seq_len", "1 holds no token and its target", "2 or more, or 0 to join")
             )
+        problems += _class_problems(recipe.output)
     return recipe
 
 
@@ -148,6 +151,23 @@ def _chat_problems(output: OutputRecipe) -> Iterator[Problem]:
             yield Problem(f"output.{name}", "is about conversations", 'layout = "chat", or leave it out')
 
 
+def _class_problems(output: OutputRecipe) -> Iterator[Problem]:
+    """Classes of lengths are of packed documents, and rise."""
+    classes = output.length_classes
+    if classes and not output.seq_len:
+        yield Problem(
+            "output.length_classes",
+            "is about documents that are packed, and output.seq_len joins them",
+            "set output.seq_len to the tokens of a record, or leave it out",
+        )
+    if list(classes) != sorted(set(classes)) or any(length < 2 for length in classes):
+        yield Problem(
+            "output.length_classes",
+            f"{list(classes)} are not rising numbers of tokens",
+            "such as [4096, 32768], each 2 or more",
+        )
+
+
 def read_options(recipe: PreparationRecipe, source: int) -> ReadOptions:
     """How documents are taken from the files of a source."""
     chats, name = recipe.output.layout == "chat", recipe.source[source].text_field
@@ -163,6 +183,8 @@ def recipe_table(recipe: PreparationRecipe) -> JsonObject:
     for source in table["source"]:
         if not source["as_text"]:
             del source["as_text"]
+    if not recipe.output.length_classes:
+        del table["output"]["length_classes"]
     return table
 
 

@@ -74,6 +74,7 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
         splits[HELD_OUT],
         None,
         recipe,
+        document_mask=bool(output.seq_len),
     )
 
 

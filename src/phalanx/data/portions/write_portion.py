@@ -21,7 +21,7 @@ from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayo
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.errors import PreparationError
 from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, ShardFile, dtype_for, loss_bit
-from phalanx.data.packing import Packer
+from phalanx.data.packing import PackerByLength
 from phalanx.data.portions.plan import PREPARATION
 from phalanx.data.portions.tasks import TaskManifest, Workplace
 from phalanx.data.portions.to_train_on import split_documents
@@ -63,7 +63,7 @@ class _SplitWriter:
         self._tokenizer: Tokenizer = place.tokenizer
         self._chat = chat_encoder(place)
         end = self._tokenizer.end_of_document if self._chat is None else self._chat.end
-        self._packer = Packer(output.seq_len, end) if output.seq_len else None
+        self._packer = PackerByLength(output.seq_len, end, output.length_classes) if output.seq_len else None
         self._dtype = np.dtype(stored_dtype(place)).newbyteorder("<")
         self._learned = 0
         self._full_bytes = (

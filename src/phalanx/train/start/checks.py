@@ -93,7 +93,12 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
     if not spec.model.factory and (missing := unsayable(model := resolve(spec.model), family_for(model))):
         yield f"this model cannot be exported as a Hugging Face model: {'; '.join(missing)}"
     if index.packed_seq_len and not spec.train.document_mask:
-        yield "documents are packed whole, and attention crosses their ends: train.document_mask = true keeps them apart"
+        why = (
+            "a model of your own is not told where they end"
+            if spec.model.factory
+            else "train.document_mask = true keeps them apart"
+        )
+        yield f"documents are packed whole, and attention crosses their ends: {why}"
     if index.held_out_tokens <= spec.train.seq_len:
         yield (
             f"there will be no held-out loss: {index.held_out_tokens:,} tokens are held out, less than one sequence and its last "

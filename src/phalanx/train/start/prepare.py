@@ -22,7 +22,6 @@ from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.sources import MixtureIndex, index_of_places
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
-from phalanx.run.check import target_problems
 from phalanx.run.data_folders import ONLY, addresses, field_of, found_again
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import (
@@ -112,6 +111,9 @@ def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> Ru
     device = device_of(spec.runtime, has_gpu=gpu_count() > 0)
     start = pinned_checkpoint(spec.checkpoint.init_from, path)
     train = spec.train
+    if train.document_mask is None:
+        # A user's own blocks are called with hidden states alone, and know of no documents.
+        train = dataclasses.replace(train, document_mask=index.document_mask and not spec.model.factory)
     if index.packed_seq_len:
         train = dataclasses.replace(train, targets_within_documents=True)
     if (train.document_mask or train.targets_within_documents) and train.end_of_document < 0:
@@ -127,8 +129,7 @@ def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> Ru
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
     )
-    # Some sizes are known only now, and whether the data are packed.
-    problems = [*problems_on(resolved, spec.parallel.ranks), *target_problems(resolved)]
+    problems = list(problems_on(resolved, spec.parallel.ranks))  # some sizes are known only now
     if problems:
         raise RunFileError(path, problems)
     return resolved

@@ -95,12 +95,14 @@ class Losses:
         Returns hidden states, or from the last stage the summed loss: 0-dim, or with multi-token prediction, if ``ahead`` asks
         for it, ``(1 + depths,)``.
         """
+        train = self.spec.train
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             return self._sum(hidden, weight, batch.targets)
 
         def readout_ahead(hidden: Tensor, weight: Tensor, depth: int) -> Tensor:
-            return self._sum(hidden, weight, targets_ahead(batch.targets, depth, IGNORE))
+            ends = batch.tokens == train.end_of_document if train.targets_within_documents else None
+            return self._sum(hidden, weight, targets_ahead(batch.targets, depth, IGNORE, ends))
 
         result: Tensor = stage(
             x,
