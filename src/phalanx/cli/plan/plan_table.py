@@ -253,6 +253,8 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
         "checkpoints",
         f"every {run.interval_s:,.4g} s into {run.tier.name}, every {run.durable_interval_s:,.4g} s to storage",
     )
+    if run.data is not None:
+        yield "data", run.data.sentence
     yield "spares", f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators)"
     yield (
         "energy",

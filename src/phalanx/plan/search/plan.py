@@ -32,12 +32,15 @@ from phalanx.plan.search.search import NothingFitsError, SearchResult, search
 from phalanx.plan.search.space import Options
 from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
+from phalanx.plan.whole_run.data_reading import DataNeed, stored_sample_bytes
 from phalanx.plan.whole_run.energy import Activity
 from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run
 from phalanx.plan.whole_run.lost_node import lost_node_notes
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
+from phalanx.run.data_folders import addresses
 from phalanx.run.spec import RunSpec
+from phalanx.store.open_store import is_remote
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def make_plan(
     if chosen is None:
         raise RequestError("neither a layout nor a search was asked for")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
-    inputs = run_inputs(job, chosen, tokens)
+    inputs = replace(run_inputs(job, chosen, tokens), data=data_need(spec))
     described = spec if _describes_fleet(stated) else None
     steps = round(tokens / job.workload.tokens)
     evidence = evidence_of(job)
@@ -228,4 +231,14 @@ def run_inputs(job: Job, found: Estimate, tokens: float) -> RunInputs:
         accelerators=found.ranks,
         replicas=found.layout.data,
         activities=activities(found),
+    )
+
+
+def data_need(spec: RunSpec) -> DataNeed:
+    """What a step of the run reads."""
+    vocabulary = spec.model.vocab_size or spec.data.vocab_size
+    return DataNeed(
+        spec.train.batch_size,
+        stored_sample_bytes(spec.train.seq_len, vocabulary),
+        remote=any(map(is_remote, addresses(spec.data).values())),
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from phalanx.hardware.overrides import with_value
 from phalanx.hardware.profiles import Profile
 from phalanx.plan.search.network import UPLINKS
-from phalanx.plan.search.plan import Plan, run_inputs
+from phalanx.plan.search.plan import Plan
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.whole_run.estimate import LEVELS, estimate_run
 from phalanx.plan.workload.stacks import Job, Stack
@@ -83,6 +83,6 @@ def days_changes(plan: Plan) -> dict[str, float]:
     found = {name: estimate_run(plan.inputs, one).days for name, one in changed.items()}
     for name, ratio in (("P5", plan.band.p5), ("P95", plan.band.p95)):
         step_s = plan.chosen.step_s * ratio
-        inputs = replace(run_inputs(plan.job, plan.chosen, plan.tokens), step_s=step_s)
+        inputs = replace(plan.inputs, step_s=step_s)
         found[f"step time at its {name}, {ratio - 1:+.0%}"] = estimate_run(inputs, given).days
     return found

@@ -13,6 +13,7 @@ import msgspec
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.evidence.band import EXACT, Band
 from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH
+from phalanx.plan.whole_run.data_reading import STORE_LATENCY_S, STORE_REQUESTS_PER_S, DataNeed
 from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, Activity
 from phalanx.plan.whole_run.failures import CLASSES, DAY_S, FailureClass, RateLevel, classes_at_node_rate
 from phalanx.plan.whole_run.recovery import RecoveryMethod
@@ -72,6 +73,12 @@ class RunAssumptions:
     grid_kg_per_kwh: float = GRID_KG_PER_KWH.value
     checkpoints_kept: int = 5
     usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH.value
+    data_bytes_per_s: float | None = None
+    """What the place of the data gives in all; the cluster's storage bandwidth if None."""
+    data_latency_s: float = STORE_LATENCY_S
+    """Of data in object stores: mean seconds of one request."""
+    data_requests_per_s: float = STORE_REQUESTS_PER_S
+    """Of data in object stores: requests that are answered in a second, in all."""
     draws: int = 1000
     """Simulated runs."""
     seed: int = 0
@@ -84,6 +91,9 @@ class RunAssumptions:
             value = getattr(self, one.name)
             if isinstance(value, int | float) and not value >= 0:
                 raise RunEstimateError(f"{one.name} must not be negative, is {value}")
+        for name in ("data_bytes_per_s", "data_latency_s", "data_requests_per_s"):
+            if getattr(self, name) == 0:
+                raise RunEstimateError(f"{name} must be above 0, is 0: nothing would ever be read")
         if not 1 <= self.draws <= MOST_DRAWS:
             raise RunEstimateError(
                 f"draws must be 1 to {MOST_DRAWS:,}, is {self.draws:,}; 1000 gives percentiles to about a tenth of their spread"
@@ -182,6 +192,8 @@ class RunInputs:
     """Data-parallel replicas: what joins and leaves as one."""
     activities: Mapping[Activity, float] = field(default_factory=lambda: {"compute": 1.0})
     """Shares of a step by what an accelerator does; they sum to 1."""
+    data: DataNeed | None = None
+    """What a step reads; ``None`` if nothing is known of it."""
 
     def __post_init__(self) -> None:
         for name in ("step_s", "tokens_per_step", "tokens", "accelerators", "replicas"):

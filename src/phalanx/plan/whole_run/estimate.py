@@ -20,6 +20,7 @@ from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs
 from phalanx.plan.whole_run.checkpoint_tiers import TierCost, tiers
 from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH, Cost, cost
+from phalanx.plan.whole_run.data_reading import DataReading, data_reading, waiting_note
 from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, J_PER_KWH, Energy, energy
 from phalanx.plan.whole_run.failures import (
     CORRELATED_DOMAINS,
@@ -95,6 +96,8 @@ class RunEstimate:
     usd: Percentiles
     """The same of the cost."""
     usd_per_million_tokens: float
+    data: DataReading | None
+    """What is needed of the place where the data lie, and what it gives; ``None`` if nothing is known of the data."""
     warnings: tuple[str, ...]
     """Conditions under which the figures are not to be trusted."""
     assumptions: RunAssumptions
@@ -104,6 +107,8 @@ class RunEstimate:
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON: infinities become null, totals are added."""
         values: dict[str, Any] = _plain(asdict(self))
+        if self.data is not None:
+            values["data"]["binds"] = self.data.binds
         values["energy"]["total_kwh"] = _plain(self.energy.total_kwh)
         values["cost"]["total_usd"] = _plain(self.cost.total_usd)
         return values
@@ -132,6 +137,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
     kwh = {name: _energy(inputs, given, at, shares, spares).total_kwh for name, at in vars(finish).items()}
     usd = {name: _cost(inputs, given, at, kwh[name], spares).total_usd for name, at in vars(finish).items()}
     per_s = failures_per_s(inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes)
+    reading = _reading(inputs, given)
     return RunEstimate(
         steps=steps,
         tokens_per_day=inputs.tokens_per_step / inputs.step_s * goodput * DAY_S,
@@ -164,7 +170,15 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
         energy_kwh=Percentiles(**kwh),
         usd=Percentiles(**usd),
         usd_per_million_tokens=spent.total_usd / (inputs.tokens / 1e6),
-        warnings=tuple(_warnings(inputs, given, tier, durable, plan)),
+        data=reading,
+        warnings=tuple(
+            note
+            for note in (
+                *_warnings(inputs, given, tier, durable, plan),
+                "" if reading is None else waiting_note(reading),
+            )
+            if note
+        ),
         assumptions=given,
         sources=_sources(inputs, given, plan),
     )
@@ -201,6 +215,23 @@ def _risk(
 ) -> Risk:
     return Risk(
         1 / per_s if per_s else math.inf, stall_s, recovery_phases(method, tier, given.recovery_level)
+    )
+
+
+def _reading(inputs: RunInputs, given: RunAssumptions) -> DataReading | None:
+    if inputs.data is None:
+        return None
+    bandwidth = inputs.cluster.storage_bytes_per_s.value
+    if given.data_bytes_per_s is not None:
+        bandwidth = given.data_bytes_per_s
+    return data_reading(
+        inputs.data,
+        inputs.step_s,
+        _nodes(inputs),
+        inputs.replicas,
+        bytes_per_s=bandwidth,
+        latency_s=given.data_latency_s,
+        requests_per_s=given.data_requests_per_s,
     )
 
 
@@ -345,6 +376,9 @@ def _sources(inputs: RunInputs, given: RunAssumptions, plan: CheckpointPlan) -> 
         "node power": cluster.node_power_w.source,
         "pue": of("pue", cluster.pue.source),
         "storage bandwidth": cluster.storage_bytes_per_s.source,
+        "data bandwidth": of("data_bytes_per_s", cluster.storage_bytes_per_s.source),
+        "data latency": of("data_latency_s", "assumption, Amazon's guide to S3's performance: 100 to 200 ms"),
+        "data requests": of("data_requests_per_s", "Amazon's guide to S3's performance, of one prefix"),
         "host link": cluster.accelerator.host_bytes_per_s.source,
         "grid": of("grid_kg_per_kwh", GRID_KG_PER_KWH.source),
         "electricity price": of("usd_per_kwh", ELECTRICITY_USD_PER_KWH.source),
