@@ -51,6 +51,13 @@ def test_a_plan_that_is_written_is_worked_on_by_jobs(tmp_path: Path, recipe: Pat
     assert "is not I/N" in said("work", out, "--task", "2/1", code=2)
 
 
+def test_more_padding_than_a_hundredth_is_said_with_what_helps(tmp_path: Path, recipe: Path) -> None:
+    few = "a larger output.portion_bytes, with another --out, helps"
+    assert few in said("prepare", str(recipe), "--out", str(tmp_path / "out"), "--workers", "1")
+    recipe.write_text(recipe.read_text().replace("portion_bytes = 4096", "portion_bytes = 10_000_000"))
+    assert few not in said("prepare", str(recipe), "--out", str(tmp_path / "other"), "--workers", "1")
+
+
 def test_a_typo_is_named_and_nothing_is_written(tmp_path: Path, recipe: Path) -> None:
     recipe.write_text(recipe.read_text().replace("min_words", "min_word"))
     output = said("prepare", str(recipe), "--out", str(tmp_path / "out"), code=1)

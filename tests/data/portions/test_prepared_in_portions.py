@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from phalanx.data.errors import DatasetError, PreparationError
 from phalanx.data.files import files_of
 from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, read_index
 from phalanx.data.portions.drive import carry_out, place_plan, work_share
-from phalanx.data.portions.executors.executor import InOrder
+from phalanx.data.portions.executors.executor import InOrder, TaskOutcome, outcome_of
 from phalanx.data.portions.executors.processes import Processes
 from phalanx.data.portions.plan import PREPARATION
 from phalanx.data.portions.read_portion import read_portion
@@ -314,6 +315,58 @@ def test_a_file_that_changes_while_it_is_read_ends_the_task_before_its_manifest(
         PreparationError, match=r"a.jsonl changed since the plan was made \(time of modification 5"
     ):
         list(documents)
+
+
+def test_an_object_that_changes_after_it_was_planned_ends_the_preparation_with_its_etags(
+    tmp_path: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3_server.url(secrets.token_hex(8))
+    write_lines(tmp_path / "a.jsonl", texts(20))
+    written = (tmp_path / "a.jsonl").read_bytes()
+    open_store(url).put("raw/a.jsonl", written)
+    recipe = recipe_file(tmp_path, source=f'url = "{url}/raw"')
+    place = place_plan(read_recipe(recipe), tmp_path, f"{url}/out")
+    planned = place.plan.files[0].mark
+    open_store(url).put("raw/a.jsonl", written.replace(b"word1", b"word2"))  # as long as before
+    with pytest.raises(
+        PreparationError, match=r"raw/a\.jsonl changed since the plan was made \(etag "
+    ) as caught:
+        carry_out(place, InOrder())
+    assert planned in str(caught.value)
+    assert "plan again, with another --out" in str(caught.value)
+
+
+class Losing:
+    """Loses every task of one portion, and does the others."""
+
+    def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
+        for task in tasks:
+            lost = (stage, task) == ("write", 1)
+            yield (
+                TaskOutcome(task, lost="killed by signal 9; out of memory?")
+                if lost
+                else outcome_of(Workplace(url), stage, task)
+            )
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_portion_that_loses_its_worker_three_times_ends_the_preparation_and_is_named(
+    tmp_path: Path,
+) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path)
+    with pytest.raises(
+        PreparationError,
+        match=r"worker lost 3 times on portion 1 \(killed by signal 9; out of memory\?\): fewer --workers, or a smaller output.portion_bytes",
+    ):
+        prepared(recipe, tmp_path / "out", Losing())
+    prepared(recipe, tmp_path / "out")
+    prepared(recipe, tmp_path / "alone")
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 
 def test_a_bad_line_ends_the_preparation_with_its_portion_and_number_or_is_counted(tmp_path: Path) -> None:

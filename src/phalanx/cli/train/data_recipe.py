@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from click import Context
 
 _PAUSE_S = 1.0
+_MUCH_PADDING = 0.01
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 
@@ -216,8 +217,13 @@ def report(
             click.echo(f"    {name}: {count:,}")
     click.echo(f"  {index.train.tokens:,} tokens to train on, {index.held_out.tokens:,} held out")
     if index.packed_seq_len:
+        few = (
+            "; a portion has too few documents to fill them better: a larger output.portion_bytes, with another --out, helps"
+            if index.train.padding > _MUCH_PADDING * index.train.tokens
+            else ""
+        )
         click.echo(
-            f"  packed whole into records of {index.packed_seq_len:,} tokens, {facts['padding']:.3%} of them padding"
+            f"  packed whole into records of {index.packed_seq_len:,} tokens, {facts['padding']:.3%} of them padding{few}"
         )
     if not index.held_out.tokens:
         click.echo(
