@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from phalanx.watch.why.reason import CODES
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "rules"
 MINUTES = 130
@@ -41,6 +43,7 @@ def names_in(expression: str) -> set[str]:
 
 _COORDINATOR = 'job="phalanx",instance="h:9400",run="r"'
 _NODES = tuple(f'job="phalanx",instance="h:940{n + 1}",run="r",node="n{n}"' for n in range(2))
+_UI = 'job="phalanx-ui",instance="h:7425"'
 _SOFTWARE = 'phalanx="0.1.0",python="3.11.7",torch="2.13.0",numpy="2.4.6"'
 
 HEALTHY: dict[str, str] = {
@@ -70,6 +73,12 @@ HEALTHY: dict[str, str] = {
     f'phalanx_fleet_node_straggler{{{_COORDINATOR},node="n0"}}': f"0x{MINUTES}",
     f'phalanx_fleet_node_quarantined{{{_COORDINATOR},node="n0"}}': f"0x{MINUTES}",
 }
+HEALTHY |= {
+    f"up{{{_UI}}}": f"1x{MINUTES}",
+    f'phalanx_reasons_timestamp_seconds{{{_UI},run="r"}}': f"0+60x{MINUTES}",
+    f'phalanx_ledger_seconds_total{{{_COORDINATOR},bucket="step.data_wait"}}': f"0+0.1x{MINUTES}",
+    **{f'phalanx_reason{{{_UI},run="r",code="{code}"}}': f"0x{MINUTES}" for code in CODES},
+}
 for _node in _NODES:
     HEALTHY |= {
         f"up{{{_node}}}": f"1x{MINUTES}",
@@ -83,6 +92,7 @@ for _node in _NODES:
         f'DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{{{_node},gpu="0"}}': f"0x{MINUTES}",
         f'DCGM_FI_DEV_ROW_REMAP_FAILURE{{{_node},gpu="0"}}': f"0x{MINUTES}",
         f'DCGM_FI_DEV_ROW_REMAP_PENDING{{{_node},gpu="0"}}': f"0x{MINUTES}",
+        f'DCGM_FI_DEV_CLOCK_THROTTLE_REASONS{{{_node},gpu="0"}}': f"1x{MINUTES}",  # idle, which is well
         f'DCGM_FI_DEV_XID_ERRORS{{{_node},gpu="0"}}': f"0x{MINUTES}",
     }
 _LATE = MINUTES - 15
@@ -121,6 +131,18 @@ TROUBLES: dict[str, dict[str, str]] = {
     "PhalanxCoordinatorStuck": {"phalanx_fleet_state_timestamp_seconds": _till(_LATE, "0+60", f"{60 * _LATE}")},
     "PhalanxAgentGone": {f"up{{{_NODES[1]}}}": _till(_LATE, "1", "0")},
     "PhalanxMixedSoftware": {f"phalanx_node_software_info{{{_NODES[1]},{_SOFTWARE}}}": "_x1", f'phalanx_node_software_info{{{_NODES[1]},{_SOFTWARE},driver="570"}}': f"1x{MINUTES}"},
+    "PhalanxGone": {'phalanx_reason{code="gone"}': _till(MINUTES - 1, "0", "3")},
+    "PhalanxGone (it said why)": {'phalanx_reason{code="failed"}': _till(MINUTES - 1, "0", "3")},
+    "PhalanxGone (elsewhere)": {'phalanx_reason{code="silent"}': _till(MINUTES - 1, "0", "2")},
+    "PhalanxOtherData": {'phalanx_reason{code="other-data"}': _till(MINUTES - 1, "0", "3")},
+    "PhalanxOtherData (gone)": {'phalanx_reason{code="data-gone"}': _till(MINUTES - 1, "0", "2")},
+    "PhalanxCritical": {'phalanx_reason{code="stalled"}': _till(MINUTES - 1, "0", "3")},
+    "PhalanxWarning": {'phalanx_reason{code="changed-libraries"}': _till(_LATE, "0", "2")},
+    "PhalanxUnwatched": {f"up{{{_UI}}}": _till(_LATE, "1", "0")},
+    "PhalanxUnwatched (hung)": {"phalanx_reasons_timestamp_seconds": _till(_LATE - 15, "0+60", f"{60 * (_LATE - 15)}")},
+    "PhalanxSlowData": {'phalanx_ledger_seconds_total{bucket="step.data_wait"}': f"0+10x{MINUTES}"},
+    "PhalanxThrottled": {"DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": _till(_LATE, "1", "64")},
+    "PhalanxThrottled (brake)": {"DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": _till(_LATE, "4", "196")},
     "PhalanxMetricsFailing": {"phalanx_exporter_failures_total": f"0+1x{MINUTES}"},
 }  # fmt: skip
 """Alert -> the series that are otherwise, by their whole names or by what is enough to know them."""

@@ -24,11 +24,13 @@ from deploy.prometheus_rules import (  # fmt: skip
 )
 from phalanx.cli.main import _COMMANDS
 from phalanx.fleet.control.fleet_metrics import FLEET_METRICS, NODE_METRICS
-from phalanx.fleet.health.gpu import FATAL_XIDS
+from phalanx.fleet.health.gpu import FATAL_XIDS, THROTTLED
 from phalanx.fleet.health.gpu_metrics import GPU_METRICS, XID
 from phalanx.fleet.node.node_metrics import AGENT_METRICS, MACHINE_METRICS, SOFTWARE
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
+from phalanx.watch.metrics.reason_metric import WATCHED_METRICS
+from phalanx.watch.why.reason import CODES
 
 ALL_METRICS = {
     metric.name
@@ -37,7 +39,7 @@ ALL_METRICS = {
             one.metric
             for one in (*RUN_METRICS, *FLEET_METRICS, *AGENT_METRICS, *MACHINE_METRICS, *GPU_METRICS)
         ),
-        *(*NODE_METRICS, SOFTWARE, XID, *EXPORTER_METRICS),
+        *(*NODE_METRICS, SOFTWARE, XID, *EXPORTER_METRICS, *WATCHED_METRICS),
     )
 }
 
@@ -45,7 +47,7 @@ ALL_METRICS = {
 def test_the_rules_and_configurations_are_valid_for_prometheus_and_alertmanager() -> None:
     promtool, amtool = require("promtool"), require("amtool")
     configurations = sorted((DEPLOY / "prometheus").glob("*.yml"))
-    assert len(configurations) == 3
+    assert len(configurations) == 4
     commands = [
         [promtool, "check", "rules", *map(str, sorted(RULES.glob("*.yml")))],
         *([promtool, "check", "config", str(path)] for path in configurations),
@@ -91,3 +93,23 @@ def test_the_xids_that_raise_an_alert_are_those_that_speak_against_the_hardware(
     (rule,) = (rule for rule in alerts() if rule["alert"] == "PhalanxGpuErrors")
     named = re.findall(r'DCGM_FI_DEV_XID_ERRORS\{run!=""\}\) == (\d+)', str(rule["expr"]))
     assert {int(number) for number in named} == set(FATAL_XIDS)
+
+
+def test_the_throttle_reasons_that_raise_an_alert_are_those_of_the_health_checks() -> None:
+    (rule,) = (rule for rule in alerts() if rule["alert"] == "PhalanxThrottled")
+    assert {int(bit) for bit in re.findall(r"/ (\d+)\) % 2", str(rule["expr"]))} == set(THROTTLED)
+
+
+def test_what_an_alert_of_its_own_tells_is_not_told_again_as_a_reason() -> None:
+    rules = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text())["inhibit_rules"]
+    pairs = [
+        (match[1], code)
+        for rule in rules
+        for match in [re.fullmatch(r'alertname=~"(.*)"', rule["source_matchers"][0])]
+        for code in re.findall(r'code=~"(.*)"', " ".join(rule["target_matchers"]))
+        if match
+    ]
+    named = {str(rule["alert"]) for rule in alerts()}
+    assert {one for sources, _ in pairs for one in sources.split("|")} <= named
+    assert {code for _, codes in pairs for code in codes.split("|")} <= set(CODES)
+    assert len(pairs) > 10

@@ -11,6 +11,7 @@ from phalanx.fleet.node import node_metrics
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.observe.metrics.samples import Metric
+from phalanx.watch.metrics.reason_metric import WATCHED_METRICS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -29,6 +30,7 @@ def metrics() -> list[tuple[str, Metric]]:
             for one in (*fleet_metrics.NODE_METRICS, *node, node_metrics.SOFTWARE, *gpu, gpu_metrics.XID)
         ),
         *(("run, node", one) for one in EXPORTER_METRICS),
+        *(("run", one) for one in WATCHED_METRICS),
     ]
 
 

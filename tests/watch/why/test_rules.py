@@ -398,3 +398,14 @@ def test_the_worst_reason_comes_first(run: Watched) -> None:
     run.write([*steps(31, 60, lambda _: {"data_wait_s": 0.6})])
     found = run.reasons(data_fingerprint="a" * 64, data_now="b" * 64)
     assert [one.severity for one in found] == ["critical", "warning"]
+
+
+def test_steps_that_the_fleet_does_and_nobody_writes_down_are_told_apart_from_a_standstill(
+    run: Watched,
+) -> None:
+    run.fleet(118, step=90, unsaved_steps=60)
+    found = only(run.reasons(120, spec=FLEET))
+    assert (found.code, found.severity) == ("events-unwritten", "critical")
+    assert "step 90" in found.evidence[0]
+    run.fleet(118, step=30)
+    assert run.codes(120, spec=FLEET) == ["stalled"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.fleet.health.checks import ANY_RATE, CheckResult, HealthLimits
 
-_THROTTLED = {
+THROTTLED = {
     0x08: "hardware slowdown",
     0x40: "thermal slowdown by hardware",
     0x20: "thermal slowdown by software",
@@ -78,7 +78,7 @@ def xids(log: str) -> tuple[Xid, ...]:
 def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits = ANY_RATE) -> CheckResult:
     """Judges a GPU by its report and the kernel's log."""
     limit_c = limits.temperature_c or reading.limit_c
-    throttled = [text for bit, text in _THROTTLED.items() if reading.throttle_reasons & bit]
+    throttled = [text for bit, text in THROTTLED.items() if reading.throttle_reasons & bit]
     fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and same_bus(x.bus, reading.bus)})
     bad = [
         *(f"{n} uncorrected memory errors" for n in [reading.uncorrected_errors] if n),

@@ -26,6 +26,7 @@ from phalanx.watch.page.export import ExportError, exported
 from phalanx.watch.page.guard import Access, Guard
 from phalanx.watch.page.kept import KEPT_S, KeptAnswers
 from phalanx.watch.page.live import Live
+from phalanx.watch.page.metrics import MetricsOfRuns
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views import (
     checkpoints,
@@ -50,6 +51,7 @@ def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
     """The application over ``runs``, for those whom ``access`` lets in; an answer is given again for ``kept_s`` seconds."""
     kept = KeptAnswers(kept_s)
     live = Live(runs.news, lambda place: kept.changed(place.id))
+    metrics = MetricsOfRuns(runs.folders)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -60,12 +62,15 @@ def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
+            metrics.close()
 
     routes = [
         Route("/", _index),
         Route("/api/runs", partial(_list, runs, kept)),
         Route("/api/compare", partial(_compare, runs, kept)),
         Route("/api/events", _events(runs, live)),
+        Route("/metrics", metrics.text),
+        Route("/targets", metrics.targets),
         Route("/api/run/{id}/profile/{name}/trace", partial(_trace, runs)),
         Route("/export/{id}.html", partial(_export, runs)),
         *(

@@ -1,8 +1,39 @@
 """What a reason is: one thing that is wrong with a run, with its evidence and the way out."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+Code = Literal[
+    "stalled",
+    "waiting-for-nodes",
+    "waiting-for-data",
+    "events-unwritten",
+    "gone",
+    "silent",
+    "failed",
+    "not-finite",
+    "loss-spike",
+    "other-data",
+    "data-gone",
+    "checkpoint-failed",
+    "checkpoint-old",
+    "disk-full",
+    "disk-filling",
+    "no-coordinator",
+    "lost-node",
+    "no-spares",
+    "hardware",
+    "straggler",
+    "slow-data",
+    "slower",
+    "low-goodput",
+    "expert-imbalance",
+    "changed-libraries",
+    "mixed-machines",
+    "clock-skew",
+]
+CODES: tuple[Code, ...] = get_args(Code)
+"""Every word by which a rule names what it has found; metrics have a series of each."""
 Severity = Literal["critical", "warning", "info"]
 """Critical: training stands still or its result is in danger. Warning: it goes on, at a cost. Info: worth knowing, nothing to do."""
 
@@ -11,7 +42,7 @@ Severity = Literal["critical", "warning", "info"]
 class Reason:
     """One thing that is wrong with a run."""
 
-    code: str
+    code: Code
     """The rule that found it, such as ``stalled``: a word for programs."""
     severity: Severity
     title: str

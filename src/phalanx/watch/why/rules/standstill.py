@@ -9,7 +9,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, Message
 from phalanx.observe.throughput import format_duration
 from phalanx.watch.why.observed import Observed
-from phalanx.watch.why.reason import Reason
+from phalanx.watch.why.reason import Code, Reason
 from phalanx.watch.why.thresholds import (
     FLEET_PATIENCE_S,
     STALL_LEAST_S,
@@ -28,7 +28,7 @@ class _Doing:
 
     what: str
     patience_s: float
-    code: str = "stalled"
+    code: Code = "stalled"
     next: str = ""
 
 
@@ -42,6 +42,9 @@ def standstill(seen: Observed) -> Iterator[Reason]:
     if silent_s <= doing.patience_s:
         return
     last = seen.last_step
+    if (ahead := _ahead(seen)) is not None:
+        yield ahead
+        return
     evidence = [
         f"the newest step is {last[1].step:,} of {last[1].steps:,}, {format_duration(seen.now - last[0])} ago"
         if last
@@ -69,6 +72,28 @@ def standstill(seen: Observed) -> Iterator[Reason]:
             if fleet
             else f"look at {seen.run}/logs; then end its process (kill) and start again: phalanx train {seen.run}"
         ),
+    )
+
+
+def _ahead(seen: Observed) -> Reason | None:
+    """Training goes on, by the heartbeats of the fleet's nodes, and the event stream does not tell of it."""
+    fleet, last = seen.fleet, seen.last_step
+    if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
+        return None
+    silent_s = seen.now - seen.last_t
+    return Reason(
+        code="events-unwritten",
+        severity="critical",
+        title=f"Steps are trained and not written down, since step {last[1].step:,}",
+        where=f"{seen.run}/events.jsonl",
+        since=seen.last_t,
+        evidence=(
+            f"the fleet has reached step {fleet.step:,}; the newest event is step {last[1].step:,}, and {format_duration(silent_s)} old",
+            f"{fleet.unsaved_steps:,} completed steps are on no disk",
+        ),
+        doing="training goes on in memory; each write is tried again",
+        next=f"the disk is full, or the first rank may not write there (df -h {seen.run}; phalanx logs {seen.run} --level warning): make room. "
+        "Steps that are on no disk are lost when the run ends",
     )
 
 

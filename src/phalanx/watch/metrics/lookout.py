@@ -1,0 +1,104 @@
+"""Looks at all runs below some folders again and again, as long as somebody scrapes, and keeps what was seen.
+
+A run without a fleet has no process that serves metrics, and of one that was killed none is left: so ``phalanx ui`` serves the numbers of the event streams, and
+what ``phalanx why`` says, of every run that it shows. One thread looks, in rounds, and rests nine times as long as it has worked; a scrape takes what the last round
+has found and waits for nothing. Nobody who scrapes: no round.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from phalanx.observe.metrics.run_samples import RunSampler
+from phalanx.observe.metrics.samples import Labels, Sample
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.metrics.reason_metric import reason_samples
+from phalanx.watch.runs.row import RunRow
+from phalanx.watch.why.reasons import reasons
+
+MOST_RUNS = 64
+"""The newest; each has some hundred series."""
+OVER_S, OLD_S = 600.0, 86_400.0
+"""A run that has ended is left out after ten minutes, and one of which nothing was heard for a day."""
+_SHARE = 0.1
+_LEAST_REST_S = 1.0
+_READING_S = 0.5
+"""A long stream is read over several rounds, so that it holds up no other run."""
+_FIRST_S = 1.5
+_UNASKED_S = 300.0
+
+
+class Lookout:
+    """The samples of the runs that ``rows`` lists. Threads may share it."""
+
+    def __init__(self, rows: Callable[[], Sequence[RunRow]], clock: Callable[[], float] = time.time) -> None:
+        self._rows, self._clock = rows, clock
+        self._samplers: dict[str, RunSampler] = {}
+        self._seen: list[Sample] = []
+        self._trouble: Exception | None = None
+        self._asked_s = 0.0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._first = threading.Event()
+
+    def samples(self) -> list[Sample]:
+        """What the last round has found; nothing while the first one takes longer than a moment. Raises what the round did."""
+        with self._lock:
+            self._asked_s = time.monotonic()
+            if self._thread is None:
+                self._first.clear()
+                self._thread = threading.Thread(target=self._watch, name="metrics-lookout", daemon=True)
+                self._thread.start()
+        self._first.wait(_FIRST_S)
+        if self._trouble is not None:
+            raise self._trouble
+        return self._seen
+
+    def _watch(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                self._seen, self._trouble = self.look(), None
+            except Exception as error:  # told to who scrapes, and the next round may do
+                self._seen, self._trouble = [], error
+            self._first.set()
+            took_s = time.monotonic() - began_s
+            time.sleep(max(_LEAST_REST_S, took_s * (1 / _SHARE - 1)))
+            with self._lock:
+                if time.monotonic() - self._asked_s > _UNASKED_S:
+                    self._thread, self._seen, self._samplers = None, [], {}
+                    return
+
+    def look(self) -> list[Sample]:
+        """One round over all runs that count."""
+        now = self._clock()
+        found: list[Sample] = []
+        samplers: dict[str, RunSampler] = {}
+        for path, label in _labelled(watched(self._rows(), now)):
+            sampler = samplers[path] = self._samplers.get(path) or RunSampler(Path(path), label)
+            # Half a stream says that the newest step is days old: a run is told of when all of it was read.
+            if sampler.catch_up(_READING_S):
+                found += sampler.samples(0.0)
+            found += reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)
+        self._samplers = samplers
+        return found
+
+
+def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
+    """The runs that an alert may be about, the newest first."""
+    heard = [(row, now - row.updated) for row in rows if row.updated is not None]
+    over = ("finished", "stopped")
+    kept = [row for row, age_s in heard if age_s < (OVER_S if row.state in over else OLD_S)]
+    return sorted(kept, key=lambda row: -(row.updated or 0.0))[:MOST_RUNS]
+
+
+def _labelled(rows: Iterable[RunRow]) -> list[tuple[str, str]]:
+    """Path and label of each run: its folder's name, as its own endpoint says it; of several of one name, the newest has it."""
+    found: dict[str, str] = {}
+    for row in rows:
+        name = Path(row.path).resolve().name
+        found[name if name not in found else row.id] = row.path
+    return [(path, label) for label, path in found.items()]

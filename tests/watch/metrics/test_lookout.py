@@ -1,0 +1,137 @@
+"""All runs of a folder as metrics, seen from outside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from observe.recorded import step
+from phalanx.observe.events import Event, Finished, RunStarted
+from phalanx.observe.metrics.exposition import render
+from phalanx.observe.metrics.samples import Labels
+from phalanx.observe.metrics.targets import Target, announce
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.metrics.lookout import MOST_RUNS, OLD_S, OVER_S, Lookout, watched
+from phalanx.watch.metrics.reason_metric import reason_samples
+from phalanx.watch.page.app import application
+from phalanx.watch.page.guard import access_for
+from phalanx.watch.page.views.runs import Runs
+from phalanx.watch.runs.index import RunIndex
+from phalanx.watch.runs.row import RunRow
+from phalanx.watch.why.reason import CODES, Reason
+from watch.made_runs import write_events
+
+T0 = 1_900_000_000.0
+
+
+def _broken_off(run: Path, loss: float = 2.0) -> Path:
+    """A run of which no process is left, and which tells no end."""
+    write_events(
+        run,
+        [
+            Event(T0, 0, RunStarted(str(run), 100)),
+            *(Event(T0 + n, 0, step(n, 100, loss=loss)) for n in (1, 2, 3)),
+        ],
+    )
+    return run
+
+
+def _series(lookout: Lookout) -> dict[tuple[str, str, str], float]:
+    """Name, run and what else tells the series apart -> value."""
+    found = {}
+    for family in text_string_to_metric_families(render(lookout.look()).decode()):
+        for one in family.samples:
+            more = [value for name, value in one.labels.items() if name != "run"]
+            found[one.name, one.labels["run"], ",".join(more)] = one.value
+    return found
+
+
+def _lookout(tmp_path: Path, *folders: Path, at: float = T0 + 4) -> Lookout:
+    return Lookout(RunIndex(folders, tmp_path / "cache").rows, lambda: at)
+
+
+def test_a_run_without_any_process_has_its_numbers_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    _broken_off(tmp_path / "runs" / "a")
+    found = _series(_lookout(tmp_path, tmp_path / "runs"))
+    assert found["phalanx_loss", "a", ""] == 2.0
+    assert found["phalanx_reason", "a", "gone"] == 3
+    assert found["phalanx_reason", "a", "loss-spike"] == 0
+    assert found["phalanx_reasons_timestamp_seconds", "a", ""] == T0 + 4
+    assert {key[2] for key in found if key[0] == "phalanx_reason"} == set(CODES)
+
+
+def test_two_runs_whose_folders_are_called_alike_have_series_of_their_own(tmp_path: Path) -> None:
+    for place, loss in (("one", 2.0), ("other", 3.0)):
+        _broken_off(tmp_path / place / "a", loss)
+    found = _series(_lookout(tmp_path, tmp_path / "one", tmp_path / "other"))
+    assert sorted(value for key, value in found.items() if key[0] == "phalanx_loss") == [2.0, 3.0]
+
+
+def test_half_a_stream_is_not_told_of_since_its_newest_step_would_be_an_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _broken_off(tmp_path / "runs" / "a")
+    write_events(run, [Event(T0 + 3 + n / 1e3, 0, step(n, 100)) for n in range(4, 1000)])
+    monkeypatch.setattr("phalanx.watch.metrics.lookout._READING_S", 0.0)
+    lookout = _lookout(tmp_path, tmp_path / "runs")
+    assert ("phalanx_step", "a", "") not in (first := _series(lookout))
+    assert first["phalanx_reason", "a", "gone"] == 3
+    for _ in range(20):
+        found = _series(lookout)
+    assert found["phalanx_step", "a", ""] == 999
+
+
+def test_what_has_ended_or_fallen_silent_long_ago_is_left_out_and_of_the_rest_the_newest_are_kept(
+    tmp_path: Path,
+) -> None:
+    _broken_off(tmp_path / "runs" / "a")
+    write_events(
+        tmp_path / "runs" / "b",
+        [Event(T0, 0, RunStarted("b", 3)), Event(T0 + 3, 0, Finished({"step": 3}))],
+    )
+    rows = RunIndex([tmp_path / "runs"], tmp_path / "cache").rows()
+
+    def names(age_s: float) -> list[str]:
+        return [row.name for row in watched(rows, T0 + 3 + age_s)]
+
+    assert names(OVER_S - 1) == ["a", "b"]
+    assert names(OVER_S + 1) == ["a"]
+    assert names(OLD_S + 1) == []
+    many = [replace(rows[0], path=str(n), updated=T0 + n) for n in range(100)]
+    assert [row.path for row in watched(many, T0 + 100)] == [str(99 - n) for n in range(MOST_RUNS)]
+
+
+def test_of_several_reasons_of_a_kind_the_worst_counts() -> None:
+    mild = Reason("not-finite", "warning", "", "", None, (), "", "")
+    samples = reason_samples([mild, replace(mild, severity="critical"), mild], Labels(run="r"), T0)
+    assert {one.labels.pairs["code"]: one.value for one in samples[:-1] if one.value} == {"not-finite": 3}
+
+
+def test_the_page_serves_them_and_lists_the_endpoints_of_the_runs_own_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.watch.metrics.lookout.OLD_S", float("inf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = _broken_off(tmp_path / "runs" / "a")
+    announce(RunDirectory(run), Target("h:9400", "a", "", 0))
+    app = application(Runs([tmp_path / "runs"]), access_for("127.0.0.1", ""))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        answer = client.get("/metrics", headers={"accept-encoding": "gzip"})
+        assert 'phalanx_reason{run="a",code="gone"}' in answer.text
+        assert "phalanx_exporter_failures_total{" in answer.text
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        asked = {"accept": "application/openmetrics-text; version=1.0.0", "accept-encoding": "identity"}
+        assert client.get("/metrics", headers=asked).text.endswith("# EOF\n")
+        assert client.get("/targets").json()[0]["targets"] == ["h:9400"]
+
+
+def test_a_round_that_fails_is_told_to_who_scrapes() -> None:
+    def rows() -> list[RunRow]:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        Lookout(rows).samples()
