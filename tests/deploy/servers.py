@@ -91,7 +91,11 @@ def _process(command: list[str], log: Path) -> Iterator[None]:
 
 @contextmanager
 def prometheus(
-    folder: Path, targets: str, alertmanager: str = "", shorten: Callable[[str], str] = lambda rules: rules
+    folder: Path,
+    targets: str,
+    alertmanager: str = "",
+    shorten: Callable[[str], str] = lambda rules: rules,
+    ui: str = "",
 ) -> Iterator[Prometheus]:
     """The shipped configuration for HTTP service discovery and the shipped rules, at short intervals.
 
@@ -100,15 +104,18 @@ def prometheus(
         targets: The URL that lists the targets.
         alertmanager: "host:port".
         shorten: Changes the text of each file of rules.
+        ui: The URL of a ``phalanx ui`` that is asked too; then the configuration is the one for it.
     """
     program = require("prometheus")
-    settings = yaml.safe_load((DEPLOY / "prometheus" / "http-sd.yml").read_text())
+    settings = yaml.safe_load((DEPLOY / "prometheus" / ("ui.yml" if ui else "http-sd.yml")).read_text())
     settings["global"] = {
         "scrape_interval": "500ms",
         "evaluation_interval": "500ms",
         "scrape_timeout": "500ms",
     }
-    (job,) = settings["scrape_configs"]
+    job, *more = settings["scrape_configs"]
+    for one in more:
+        one["static_configs"] = [{"targets": [urllib.parse.urlsplit(ui).netloc]}]
     job["http_sd_configs"] = [{"url": targets, "refresh_interval": "1s"}]
     managers = [alertmanager] if alertmanager else []
     settings["alerting"]["alertmanagers"] = [{"static_configs": [{"targets": managers}]}]

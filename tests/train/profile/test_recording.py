@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,17 @@ def test_a_request_for_a_rank_that_there_is_not_is_refused_aloud(
         if isinstance(event.body, Message)
     ]
     assert any("there is no rank 7" in text for text in said)
+
+
+def test_a_request_that_comes_in_the_last_step_is_refused_aloud_and_leaves_no_empty_profile(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    ask(tmp_path / "run")
+    spec = profiled_run(dataset, tmp_path / "run")
+    record(ranks, 1, replace(spec, train=replace(spec.train, steps=1)))
+    directory = RunDirectory(tmp_path / "run")
+    said = [event.body.text for event in read_events(directory.events) if isinstance(event.body, Message)]
+    assert any(
+        f"the request for profile {NAME} is not followed: it came in the last step" in text for text in said
+    )
+    assert not (directory.profiles / NAME).exists()

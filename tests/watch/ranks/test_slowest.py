@@ -82,3 +82,12 @@ def test_windows_are_the_newest_of_one_attempt_with_equally_many_ranks(tmp_path:
         assert values_of(stream, "compute_s", newest_windows(stream, 9, attempt=0)).shape == (3, 3)
     with RankStream(tmp_path / "none") as stream:
         assert list(newest_windows(stream, 2)) == []
+
+
+def test_fewer_windows_than_a_fleet_needs_to_replace_a_straggler_call_no_rank_slow() -> None:
+    values = noise(5, 4, 8)
+    values[:, 3] *= 3
+    for windows, slow in ((1, []), (3, []), (4, [3])):
+        found = slowest("compute_s", values[:windows], Layout(replicate=8), 8)
+        assert [one.rank for one in found if one.slow] == slow
+        assert found[0].rank == 3

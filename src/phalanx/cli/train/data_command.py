@@ -13,7 +13,14 @@ from phalanx.cli.train.data_recipe import plan_command, work_command
 
 @click.group("data")
 def command() -> None:
-    """Prepare and check token shards, and see what a run reads of them and when."""
+    """Prepare and check token shards, and see what a run reads of them and when.
+
+    \b
+      phalanx data prepare texts/*.txt --out data/mine --tokenizer bytes
+      phalanx data show data/mine
+      phalanx data verify data/mine
+      phalanx data show runs/quickstart-1f3a9c04 --step 12    # what a run was trained on in a step
+    """
 
 
 command.add_command(copy_command)

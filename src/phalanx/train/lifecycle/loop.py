@@ -127,7 +127,7 @@ def train(training: Training) -> RunResult | None:
                 settle(training)
             guardian.ended(progress.step, training.shards, extra_of(training, progress), report)
             if report.flags.profile:
-                recording.asked()
+                recording.asked(ending=ending)
             if not last and due(progress.step, spec.evaluation.every_steps):
                 _evaluate(training, progress.step, spec.evaluation.sequences)
             if not last and (report.flags.stop or report.flags.save or save_due(spec, progress.step)):

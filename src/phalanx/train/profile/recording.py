@@ -93,14 +93,14 @@ class Recording:
         for writer in self._writers:
             writer.join(_WRITE_TIMEOUT_S if error is None else 0.0)
 
-    def asked(self) -> None:
-        """Hears from rank 0 what is to be recorded. A collective call, in a step in which some rank's flag was up."""
+    def asked(self, *, ending: bool = False) -> None:
+        """Hears from rank 0 what is to be recorded, if training is not ``ending`` with this step. A collective call, in a step in which some rank's flag was up."""
         training = self._training
         order = RecordingOrder("", 0, {})
         if training.profiles is not None:
             request = training.profiles.take()
             if request is not None:
-                order = self._decided(request)
+                order = self._decided(request, ending)
         order = broadcast_typed(order, RecordingOrder)
         if order.ranks and not self._left:
             self._order = order
@@ -130,11 +130,13 @@ class Recording:
                 self._camera.step(None)
             self._end()
 
-    def _decided(self, request: ProfileRequest) -> RecordingOrder:
+    def _decided(self, request: ProfileRequest, ending: bool) -> RecordingOrder:
         """What becomes of a request, on rank 0."""
         training, none = self._training, RecordingOrder("", 0, {})
         folder = training.inputs.directory.profiles / request.name
         try:
+            if ending:
+                raise ProfileRequestError("it came in the last step of this start, and no other follows")
             if self._left or self._order is not None:
                 raise ProfileRequestError("another one is being recorded: ask again when it is done")
             ranks = chosen_ranks(request.ranks, training.mesh.layout, self._slowest())

@@ -29,6 +29,10 @@ TRACE_FILE = "trace.json.gz"
 _MOST_SUMMARY_BYTES = 32 << 20
 
 
+_MOST_NAMED = 8
+"""Profiles that an error names, the newest."""
+
+
 class ProfileError(ValueError):
     """A profile that cannot be read or made; the message says why and what to do."""
 
@@ -85,7 +89,9 @@ def _listed(directory: RunDirectory, name: str) -> ProfileSummary:
 def folder_of(directory: RunDirectory, name: str) -> Path:
     """The folder of a profile. Raises ``ProfileError`` if that cannot be the name of one."""
     if not is_profile_name(name):
-        raise ProfileError(f"{name!r} is not the name of a profile: phalanx profile RUN --show lists them")
+        raise ProfileError(
+            f"{name!r} cannot be the name of a profile; phalanx profile {directory.path} --show lists those that there are"
+        )
     return directory.profiles / name
 
 
@@ -109,12 +115,29 @@ def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     try:
         found = plain_json(read_small(path, most_bytes))
     except FileNotFoundError as error:
-        raise ProfileError(f"there is no {path}") from error
+        raise ProfileError(_missing(path)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ProfileError(f"{path} is no JSON object")
     return found
+
+
+def _missing(path: Path) -> str:
+    """Why a profile's file is not there: the profile is not, or it is not done; and which are."""
+    folder, run = path.parent, path.parent.parent.parent
+    if folder.is_dir():
+        return f"profile {folder.name} of {run} has no {path.name}: it was not recorded to its end"
+    try:
+        known = sorted(one.name for one in folder.parent.iterdir() if is_profile_name(one.name))
+    except OSError:
+        known = []
+    recorded = (
+        f"there are {', '.join(known[-_MOST_NAMED:])}"
+        if known
+        else f"none was recorded: phalanx profile {run} does"
+    )
+    return f"{run} has no profile {folder.name}; {recorded}"
 
 
 def ordered_ranks(order: Mapping[str, Any]) -> list[int]:

@@ -2,7 +2,7 @@
 
 A fleet judges its ranks while it runs, window by window, and a run without one has nobody who does. Here the newest frames of one attempt
 are judged together, for people: a rank is slow if it was slower than its peers in most of the windows, and its median over all of them
-stands out from theirs. That sees more than one window does, where few ranks share a noisy machine. Peers are the ranks of one pipeline
+stands out from theirs; as long as there are fewer windows than that rule asks for, none is. That sees more than one window does, where few ranks share a noisy machine. Peers are the ranks of one pipeline
 stage, which do the same work.
 """
 
@@ -95,7 +95,8 @@ def _latest(
     usual = np.median(mine, axis=0)
     slowdown, deviations = lateness(usual, rule)
     mostly = slower * rule.windows >= rule.needed * len(mine)
-    slow = mostly & (slowdown >= rule.slowdown) & (deviations >= rule.deviations)
+    # One window is the noise of a moment: as many are needed as a fleet needs to replace a straggler.
+    slow = (len(mine) >= rule.needed) & mostly & (slowdown >= rule.slowdown) & (deviations >= rule.deviations)
     order = np.lexsort((peers, -slowdown, ~slow))[:most]
     return [
         RankLateness(
