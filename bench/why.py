@@ -77,6 +77,7 @@ def measure(problem: Problem) -> Row:
         )
         began = await_step(run, problem.from_step)
         if scene.plant is not None:
+            await_none(lambda: of_page(address), problem.code)
             began = time.time()
             scene.plant(process.pid)
         with ThreadPoolExecutor(3) as pool:
@@ -170,6 +171,15 @@ def await_reason(ask: Callable[[], list[dict[str, Any]]], code: str, began: floa
             return Named(time.time() - began, f"{found[0]['title']} ({found[0]['evidence'][0]})")
         time.sleep(POLL_S)
     return Named()
+
+
+def await_none(ask: Callable[[], list[dict[str, Any]]], code: str) -> None:
+    """Waits until nothing of the kind is wrong, as while a run on a busy machine gets under way: what is named then was planted."""
+    deadline = time.time() + PATIENCE_S
+    while any(one["code"] == code for one in ask()):
+        if time.time() > deadline:
+            raise TimeoutError(f"{code} is given before anything was planted")
+        time.sleep(POLL_S)
 
 
 def await_alert(client: Prometheus, problem: Problem, began: float) -> Named:

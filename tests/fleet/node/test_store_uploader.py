@@ -37,12 +37,18 @@ def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def save(directory: RunDirectory, step: int, value: float | None = None, ranks: int = RANKS) -> None:
+def save(
+    directory: RunDirectory,
+    step: int,
+    value: float | None = None,
+    ranks: int = RANKS,
+    extra: dict[str, object] | None = None,
+) -> None:
     """A checkpoint of ``ranks`` ranks, each with its part of one tensor."""
     state = {"model/w": torch.full((12, 4), float(step if value is None else value))}
     box, each = box_of("model/w", state["model/w"]), 12 // ranks
     parts = [shards_from(state, [box.rows(each * rank, each * (rank + 1))]) for rank in range(ranks)]
-    save_by_all(DiskTier(directory.checkpoints), step, parts)
+    save_by_all(DiskTier(directory.checkpoints), step, parts, extra=extra)
 
 
 @contextmanager
@@ -209,6 +215,15 @@ def test_only_the_steps_that_the_run_file_names_are_copied_and_kept(directory: R
             save(directory, step)
             agent.settle()
     assert stored(store) == [12, 1000]
+
+
+def test_the_copy_before_a_spike_is_kept_as_the_checkpoint_on_disk_is(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    with uploaders(directory, store, (0, 1, 2, 3), store_keep_last=1) as (agent,):
+        for step, spikes in ((2, []), (4, []), (6, [[5, 5]]), (8, [[5, 5]]), (10, [[5, 5], [9, 9]])):
+            save(directory, step, extra={"spikes": spikes})
+            agent.settle()
+    assert stored(store) == [4, 8, 10]
 
 
 def test_a_step_that_was_deleted_before_it_was_copied_is_named(directory: RunDirectory) -> None:

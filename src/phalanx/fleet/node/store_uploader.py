@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
@@ -192,7 +192,9 @@ class StoreUploader:
             self._tidy(tier)
         elif distrusted_after(self._directory) is not None:
             return False  # the node that commits sets aside first
-        on_disk = [step for step in self._disk.steps() if self._due(step)]
+        there = self._disk.steps()
+        self._retention = replace(self._retention, before=self._spikes(there))
+        on_disk = [step for step in there if self._due(step)]
         stored = tier.steps()
         wanted = [step for step in on_disk if step not in stored]
         expired = set(self._retention.expired([*stored, *on_disk, *self._missing]))
@@ -216,6 +218,17 @@ class StoreUploader:
 
     def _due(self, step: int) -> bool:
         return is_copied(step, self._checkpoint.store_every_steps, self._last_step)
+
+    def _spikes(self, on_disk: Sequence[int]) -> tuple[int, ...]:
+        """First steps of the newest spikes, as the newest checkpoint that can be read tells them: the copies before these are kept, as those on disk are."""
+        for step in reversed(on_disk):
+            with suppress(CheckpointError):
+                found = self._disk.extra(step).get("spikes", [])
+                stretches = found if isinstance(found, list) else []
+                return tuple(
+                    one[0] for one in stretches if isinstance(one, list) and one and type(one[0]) is int
+                )
+        return ()
 
     def _same(self, tier: ObjectTier, step: int) -> bool:
         """True if the copy is of what is on disk now."""
