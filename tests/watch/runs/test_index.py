@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -211,3 +212,25 @@ def test_a_run_vanishing_while_it_is_looked_at_is_no_error(tmp_path: Path) -> No
     assert read_facts(tmp_path / "gone").row.problems
     assert RunDirectory(tmp_path / "gone").path.exists() is False
     assert rows(tmp_path / "nowhere", tmp_path / "cache") == []
+
+
+def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / "runs" / name)
+    cache, now = tmp_path / "cache", time.time()
+
+    def known() -> list[str]:
+        with sqlite3.connect(cache) as base:
+            return [Path(path).name for (path,) in base.execute("SELECT path FROM runs ORDER BY path")]
+
+    rows(tmp_path / "runs", cache)
+    shutil.rmtree(tmp_path / "runs" / "a")
+    write_labels(tmp_path / "runs" / "b", Labels(("new",), ""))
+    rows(tmp_path / "runs", cache)
+    assert known() == ["a", "b"]  # the look at every path it knows is made once a day
+    monkeypatch.setattr("phalanx.watch.runs.index.time.time", lambda: now + 86_400)
+    write_labels(tmp_path / "runs" / "b", Labels(("newer",), ""))
+    rows(tmp_path / "runs", cache)
+    assert known() == ["b"]

@@ -206,7 +206,9 @@ def spike(number: int, action: Any = "continue") -> LossSpike:
     return LossSpike(number, 7.5, 30.0, 2.0, 40.0, action, 16 * (number - 1), 16, 0.5, "loss", 3, 9.1)
 
 
-def test_a_spike_is_named_with_its_batch_and_slot_until_a_window_has_passed(run: Watched) -> None:
+def test_a_spike_is_named_with_its_batch_and_slot_until_a_window_and_ten_minutes_have_passed(
+    run: Watched,
+) -> None:
     run.write([spike(31), *steps(31, 60)])
     found = only(run.reasons())
     assert (found.code, found.severity, found.where) == ("loss-spike", "warning", "step 31, slot 3")
@@ -214,6 +216,8 @@ def test_a_spike_is_named_with_its_batch_and_slot_until_a_window_has_passed(run:
     assert "the loss is back" in found.evidence[2]
     assert found.next == f"phalanx data show {run.directory.path} --step 31 --slot 3"
     run.write(steps(61, 31 + 128))
+    assert run.codes() == ["loss-spike"]
+    run.write(steps(32 + 128, 31 + 300))
     assert run.codes() == []
 
 
@@ -334,14 +338,24 @@ def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watche
     assert codes(run, members=members) == ["hardware"]
 
 
-def test_a_node_that_was_put_aside_for_a_nan_is_told_by_its_nan_and_not_as_lost(run: Watched) -> None:
-    why = "step 12 is not finite: not finite are loss of slot 1; the others compute it again"
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        "step 12 is not finite: not finite are loss of slot 1; the others compute it again",
+        "step 12 is finite where other nodes compute it: this one was at fault",
+    ],
+)
+def test_a_node_that_was_put_aside_for_a_nan_is_told_by_its_nan_and_not_as_lost(
+    run: Watched, verdict: str
+) -> None:
+    first = "step 12 is not finite: not finite are loss of slot 1; the others compute it again"
+    why = verdict
     sick = Member("node-1", "quarantined", "host-1", why=why)
     members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
-    told = (happening(run.t - 5, "node-1", why),)
+    told = (happening(run.t - 5, "node-1", first), happening(run.t - 2, "node-1", why))
     found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told)))
     assert (found.code, found.where, found.since) == ("not-finite", "node node-1 (host-1)", run.t - 5)
-    assert why in found.evidence
+    assert {first, why} == set(found.evidence)
 
 
 def test_a_coordinator_that_writes_no_more_is_missed(run: Watched) -> None:

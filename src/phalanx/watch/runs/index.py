@@ -28,6 +28,7 @@ __all__ = ["RunIndex", "RunRow"]
 REMOVED = ".removed-"
 """The name of a run directory begins so while its files are being removed."""
 _BUSY_S = 0.2
+_DAY_S = 86_400
 _MOST_NAMED = 500
 """More runs are not looked for by name: SQLite bounds the values of a query."""
 _SHAPE = f"{__version__}/1"
@@ -154,6 +155,7 @@ class _Cache:
             with closing(self._open()) as base, base:
                 base.execute(_MADE)
                 base.executemany("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?)", rows)
+                _sweep(base, int(time.time() // _DAY_S))
         except sqlite3.OperationalError:
             return
         except sqlite3.DatabaseError:
@@ -172,3 +174,13 @@ class _Cache:
         for name in (self._path.name, f"{self._path.name}-wal", f"{self._path.name}-shm"):
             with suppress(OSError):
                 self._path.with_name(name).unlink()
+
+
+def _sweep(base: sqlite3.Connection, day: int) -> None:
+    """Once a day: forgets runs that are no more, and what other versions have kept. The base's own ``user_version`` has the day of the last time."""
+    if base.execute("PRAGMA user_version").fetchone()[0] == day:
+        return
+    known = base.execute("SELECT path, shape FROM runs").fetchall()
+    gone = [(path,) for path, shape in known if shape != _SHAPE or not os.path.isdir(path)]
+    base.executemany("DELETE FROM runs WHERE path = ?", gone)
+    base.execute(f"PRAGMA user_version = {day}")

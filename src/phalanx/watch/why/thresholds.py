@@ -50,6 +50,8 @@ CHECKPOINT_LEAST_S = 120.0
 """For checkpoints that are due every few seconds and written to a slow disk."""
 SPIKE_WINDOWS = 1
 """A spike is news until as many windows (``train.spike_window``) of steps have been trained since."""
+NEWS_S = 600.0
+"""... and for ten minutes at least: a window of a small model is over in seconds, and nobody looks as soon as that. The alert lasts as long."""
 BACK = 0.1
 """The loss is back if it is at most this part above what was usual before the spike."""
 SKEW_S = 5.0

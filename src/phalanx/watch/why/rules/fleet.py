@@ -13,7 +13,8 @@ from phalanx.watch.why.reason import Reason
 from phalanx.watch.why.thresholds import COORDINATOR_SILENT_S, FLEET_PATIENCE_S, RECOVERING_S, SLOW_RANK
 
 _HARDWARE = re.compile(r"\bXid\b|\bECC\b|throttl|remapped rows|\bhealth:", re.IGNORECASE)
-_NOT_FINITE = re.compile(r"step (\d+) is not finite")
+_NOT_FINITE = re.compile(r"step (\d+) is (?:not finite|finite where other nodes compute it)")
+"""What a fleet says of such a node at first, and once others have computed the step."""
 _SLOW = re.compile(r"^(straggler: |slow, and no spare)")
 _AWAY = ("lost", "quarantined")
 
@@ -110,7 +111,7 @@ def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
             title=f"Step {int(found[1]):,} was NaN or infinite on node {member.name}",
             where=f"node {member.name} ({member.host})",
             since=first[0].unix_s if first else None,
-            evidence=(member.why,),
+            evidence=tuple(dict.fromkeys((*(one.what for one in first[:1]), member.why))),
             doing="it is quarantined, and the other nodes compute the step again: the bits stay the same",
             next=f"check that machine (there: phalanx health); when it is well: phalanx fleet admit {seen.run} {member.name}",
         )

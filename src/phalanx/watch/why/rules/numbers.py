@@ -10,7 +10,14 @@ from statistics import median
 from phalanx.observe.events import Event, LossSpike, NonFinite, Step
 from phalanx.watch.why.observed import Observed
 from phalanx.watch.why.reason import Reason
-from phalanx.watch.why.thresholds import BACK, IMBALANCE, IMBALANCE_AFTER_STEPS, RECENT_STEPS, SPIKE_WINDOWS
+from phalanx.watch.why.thresholds import (
+    BACK,
+    IMBALANCE,
+    IMBALANCE_AFTER_STEPS,
+    NEWS_S,
+    RECENT_STEPS,
+    SPIKE_WINDOWS,
+)
 
 _SLOT = re.compile(r"loss of slot (\d+)")
 _PARAMETER = re.compile(r"gradient of (\S+)")
@@ -25,7 +32,9 @@ def spike(seen: Observed) -> Iterator[Reason]:
     reached = seen.last_step[1].step
     found = [event for event in seen.events if isinstance(event.body, LossSpike)]
     fresh = {
-        _spike(event).step: event for event in found if _spike(event).step + SPIKE_WINDOWS * window > reached
+        _spike(event).step: event
+        for event in found
+        if _spike(event).step + SPIKE_WINDOWS * window > reached or seen.now - event.t < NEWS_S
     }
     if not fresh:
         return
@@ -100,7 +109,7 @@ def not_finite(seen: Observed) -> Iterator[Reason]:
     assert isinstance(last, NonFinite)
     reached = seen.last_step[1].step if seen.last_step else 0
     window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
-    if last.skipped and reached >= last.step + window:
+    if last.skipped and reached >= last.step + window and seen.now - event.t >= NEWS_S:
         return
     if not last.skipped and any(
         isinstance(one.body, Step) and one.t > event.t and one.body.step >= last.step for one in seen.events
