@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -432,6 +436,46 @@ def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
         expect(page.locator(".live")).to_have_attribute("data-state", "live")
         expect(page.locator("tbody .c-step")).to_contain_text("6 / 100")
         page.close()
+
+
+def test_compared_runs_of_one_name_are_told_apart_by_their_folders(open_page: Open, tmp_path: Path) -> None:
+    for folder in ("first", "second"):
+        RecordedRun(tmp_path / folder, "twin", 10).train(3)
+    with serving(tmp_path) as port:
+        page = open_page(f"http://127.0.0.1:{port}/").page
+        rows = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
+        page.goto(f"http://127.0.0.1:{port}/#/compare?ids={','.join(row['id'] for row in rows)}")
+        expect(page.locator(".legendbox b")).to_have_text(["first", "second"])
+        page.close()
+
+
+def test_a_server_that_stands_still_with_its_connections_open_is_told_from_one_that_lives(
+    open_page: Open, tmp_path: Path
+) -> None:
+    RecordedRun(tmp_path / "runs" / "live", "live", 100).train(5)
+    command = [sys.executable, "-m", "phalanx", "ui", str(tmp_path / "runs"), "--port", "0", "--no-open"]
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    )
+    try:
+        assert server.stdout is not None
+        page = open_page(server.stdout.readline().split()[0], quiet=False).page
+        sign = page.locator(".live")
+        expect(sign).to_have_attribute("data-state", "live")
+        page.clock.install()
+        page.reload()
+        expect(sign).to_have_attribute("data-state", "live")
+        server.send_signal(signal.SIGSTOP)
+        page.clock.fast_forward(39_000)
+        expect(sign).to_have_attribute("data-state", "live")
+        page.clock.fast_forward(2_000)
+        expect(sign).to_have_attribute("data-state", "reconnecting")
+        server.send_signal(signal.SIGCONT)
+        expect(sign).to_have_attribute("data-state", "live")
+        page.close()
+    finally:
+        server.kill()
+        server.wait()
 
 
 def lists(watched: Watched) -> int:

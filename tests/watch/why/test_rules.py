@@ -312,6 +312,17 @@ def test_a_lost_node_is_named_and_so_are_spares_that_are_used_up(run: Watched) -
     assert "a spare has taken its place" in found[0].doing
 
 
+@pytest.mark.parametrize("what", ["its connection and a collective broke", "worker 0 exited with code -9"])
+def test_a_node_that_was_lost_and_is_back_is_told_for_some_minutes_as_nothing_to_act_on(
+    run: Watched, what: str
+) -> None:
+    told = (happening(run.t - 5, "node-1", what),)
+    found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=told)))
+    assert (found.code, found.severity, found.since) == ("lost-node", "info", run.t - 5)
+    long_ago = (happening(run.t - 400, "node-1", what),)
+    assert run.codes(spec=FLEET, fleet=fleet_file(run.t, happenings=long_ago)) == []
+
+
 @pytest.mark.parametrize(
     ("what", "severity"),
     [

@@ -25,6 +25,8 @@ STALLED_S = 30.0
 LOOK_S = 1.0
 _VIEWERS_A_LOOK = 25
 _FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json")
+_HEARTBEAT = b'data: {"kind":"heartbeat"}\n\n'
+"""Scripts see messages, and not comments: a page that hears nothing for longer knows that its server is gone, or stands still."""
 News = dict[str, object]
 Describe = Callable[[Place], News]
 """What to tell of a run that has changed."""
@@ -53,7 +55,7 @@ class Viewer:
         due, missed = self._due, self._missed
         self._due, self._missed = {}, 0
         if not due:
-            return b": still here\n\n"
+            return _HEARTBEAT
         told = [*due.values(), *([{"kind": "dropped", "count": missed}] if missed else [])]
         return b"".join(b"data: " + msgspec.json.encode(news) + b"\n\n" for news in told)
 

@@ -13,6 +13,7 @@ from phalanx.watch.why.rules.fleet import (
     lost_nodes,
     no_coordinator,
     no_spares,
+    nodes_back,
     not_finite_nodes,
     straggler,
 )
@@ -27,7 +28,7 @@ RULES: tuple[Rule, ...] = (
     *(failed, gone, standstill),
     *(not_finite, spike, other_data, no_coordinator),
     *(failed_checkpoints, full_disk, old_checkpoint),
-    *(not_finite_nodes, lost_nodes, no_spares, hardware, straggler),
+    *(not_finite_nodes, lost_nodes, nodes_back, no_spares, hardware, straggler),
     *(slow_data, slower_than_before, low_goodput, imbalance),
     *(other_libraries, clock_skew),
 )

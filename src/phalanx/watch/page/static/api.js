@@ -152,9 +152,11 @@ export class Loader {
 }
 
 /** @typedef {"live" | "reconnecting" | "paused" | "file"} FeedState */
-/** @typedef {{id: string, kind: "changed", step: number, updated: number} | {kind: "dropped"}} Change */
+/** @typedef {{id: string, kind: "changed", step: number, updated: number} | {kind: "dropped"} | {kind: "heartbeat"}} Change */
 
 const RETRY_MS = 3000;
+/** The server says something every 15 seconds at least: one that is silent for longer than two of them stands still, though its connection is open. */
+const SILENT_MS = 40000;
 
 /** The server's events about some runs (all, if `ids` is empty). */
 export class Feed {
@@ -167,6 +169,7 @@ export class Feed {
     /** @type {EventSource | null} */
     this.source = null;
     this.retry = 0;
+    this.silence = 0;
     this.lost = false;
     if (exported) onState("file");
     else document.addEventListener("visibilitychange", () => (document.hidden ? this.close("paused") : this.open()));
@@ -186,14 +189,17 @@ export class Feed {
     this.source?.close();
     const source = new EventSource(url("/api/events", { ids: this.ids.join(",") }));
     this.source = source;
+    this.heard();
     source.onopen = () => {
+      this.heard();
       this.onState("live");
       if (this.lost) this.onChange(null);
       this.lost = false;
     };
     source.onmessage = (message) => {
       const change = /** @type {Change} */ (JSON.parse(message.data));
-      this.onChange(change.kind === "changed" ? change.id : null);
+      this.heard();
+      if (change.kind !== "heartbeat") this.onChange(change.kind === "changed" ? change.id : null);
     };
     source.onerror = () => {
       this.lost = true;
@@ -203,9 +209,20 @@ export class Feed {
     };
   }
 
+  /** Something came: it may be silent for a while again, and then it is asked anew. */
+  heard() {
+    clearTimeout(this.silence);
+    this.silence = window.setTimeout(() => {
+      this.lost = true;
+      this.onState("reconnecting");
+      this.open();
+    }, SILENT_MS);
+  }
+
   /** @param {FeedState} state */
   close(state) {
     clearTimeout(this.retry);
+    clearTimeout(this.silence);
     this.source?.close();
     this.source = null;
     this.lost = true;

@@ -97,10 +97,18 @@ export function compareView(host, page) {
     draw();
   }
 
-  /** Runs may share a name. @param {string} id @param {number} index */
+  /** Runs may share a name, and then their folders tell them apart; where these are called alike too, their identifiers do. @param {string} id @param {number} index */
   function labelOf(id, index) {
     const name = rows[index]?.name ?? id;
-    return rows.filter((row) => row.name === name).length > 1 ? `${name} (${index + 1})` : name;
+    const alike = rows.filter((row) => row.name === name);
+    if (alike.length < 2) return name;
+    const folder = folderOf(rows[index]);
+    return alike.filter((row) => folderOf(row) === folder).length > 1 ? id : folder;
+  }
+
+  /** @param {any} row @returns {string} */
+  function folderOf(row) {
+    return String(row.path ?? row.id).split("/").filter(Boolean).at(-1) ?? row.id;
   }
 
   function draw() {
@@ -130,13 +138,13 @@ export function compareView(host, page) {
       const asked = ids.map((id) => get(ofRun(id, "curves"), { names, x, ...range, points: POINTS }, signal));
       const [comparison, all, ...found] = await Promise.all([get("/api/compare", { ids: ids.join(",") }, signal).catch((/** @type {Error} */ error) => ({ missing: true, error })), get("/api/runs", {}, signal), ...asked]);
       curves = found;
-      const before = rows.map((row) => row?.name).join();
+      const before = rows.map((row, index) => labelOf(row.id, index)).join();
       rows = ids.map((id) => all.runs.find((/** @type {any} */ row) => row.id === id) ?? { id, name: id, state: "unknown" });
       put(legend, rows.map((row, index) => el("a", { class: "entry", href: runAddress(row.id) }, el("i", { style: { background: `var(${COLORS[index % COLORS.length]})` } }), el("b", { text: labelOf(row.id, index) }), stateChip(row.state), el("span", { class: "muted", text: `loss ${fixed(row.loss)}` }))));
       drawBits(bits, comparison.same_bits, rows);
       if (comparison.missing) put(tables, comparison.error && el("p", { class: "muted" }, `The runs' settings cannot be compared: ${comparison.error.message}`));
       else drawTables(tables, comparison, rows.map((row, index) => labelOf(row.id, index)));
-      if (!charts.length || before !== rows.map((row) => row.name).join()) rebuild();
+      if (!charts.length || before !== rows.map((row, index) => labelOf(row.id, index)).join()) rebuild();
       else draw();
     },
     keys: [["a", "show all", () => zoom(null, null)]],

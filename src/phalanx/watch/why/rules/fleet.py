@@ -16,6 +16,10 @@ _HARDWARE = re.compile(r"\bXid\b|\bECC\b|throttl|remapped rows|\bhealth:", re.IG
 _NOT_FINITE = re.compile(r"step (\d+) is (?:not finite|finite where other nodes compute it)")
 """What a fleet says of such a node at first, and once others have computed the step."""
 _SLOW = re.compile(r"^(straggler: |slow, and no spare)")
+_LOST = re.compile(
+    r"a collective broke|its agent began anew|\bs ago$|did not leave epoch|exited with code|hung, silent"
+)
+"""What a fleet says of a node that it has lost, or that has lost its workers."""
 _AWAY = ("lost", "quarantined")
 
 
@@ -159,6 +163,27 @@ def lost_nodes(seen: Observed) -> Iterator[Reason]:
         next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet admit {seen.run} NODE, "
         "a new one: phalanx agent there",
     )
+
+
+def nodes_back(seen: Observed) -> Iterator[Reason]:
+    """Nodes were lost minutes ago and have come back: nothing to do, and what has interrupted training."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    there = {one.name: one for one in fleet.members if one.role not in _AWAY}
+    for name, told in _by_node(fleet.happenings, _LOST).items():
+        if name not in there or seen.now - told[-1].unix_s > RECOVERING_S:
+            continue
+        yield Reason(
+            code="lost-node",
+            severity="info",
+            title=f"Node {name} was lost and is back",
+            where=f"node {name} ({there[name].host})",
+            since=told[-1].unix_s,
+            evidence=(told[-1].what, f"it is {there[name].role} now"),
+            doing="it was started again, or has come back by itself",
+            next=f"if it happens again, look at that machine: phalanx logs {seen.run} --node {name}",
+        )
 
 
 def no_spares(seen: Observed) -> Iterator[Reason]:
