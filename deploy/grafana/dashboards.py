@@ -126,6 +126,8 @@ class Dashboard:
     rows: Sequence[Row] = field(default_factory=tuple)
     nodes: bool = False
     """It has the variable ``$node``."""
+    models: bool = False
+    """It is about servers: it has the variable ``$model`` in the place of ``$run``."""
 
     @property
     def expressions(self) -> list[str]:
@@ -146,7 +148,7 @@ class Dashboard:
             "time": {"from": "now-6h", "to": "now"},
             "timezone": "browser",
             "templating": {"list": self._variables()},
-            "annotations": {"list": [_annotation()]},
+            "annotations": {"list": [] if self.models else [_annotation()]},
             "links": [
                 {
                     "type": "dashboards",
@@ -164,6 +166,8 @@ class Dashboard:
         found: list[Json] = [
             {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
         ]
+        if self.models:
+            return [*found, _variable("model", "label_values(vllm:num_requests_running, model_name)")]
         found.append(_variable("run", "label_values(phalanx_run_state, run)"))
         if self.nodes:
             found.append(_variable("node", 'label_values(phalanx_node_attached{run=~"$run"}, node)'))
@@ -340,7 +344,53 @@ NODES = Dashboard(
     ],
     nodes=True,
 )  # fmt: skip
-DASHBOARDS = (RUN, FLEET, NODES)
+_SERVER = "{{model_name}} {{instance}}"
+
+
+def _served(metric: str, more: str = "") -> str:
+    by = f"model_name, instance, {more}" if more else "model_name, instance"
+    return f'max by ({by}) ({metric}{{model_name=~"$model"}})'
+
+
+def _served_rate(metric: str, more: str = "") -> str:
+    by = f"model_name, instance, {more}" if more else "model_name, instance"
+    return f'sum by ({by}) (rate({metric}{{model_name=~"$model"}}[$__rate_interval]))'
+
+
+def _quantiles(metric: str) -> list[Query]:
+    return [
+        Query(f"histogram_quantile({part}, {_served_rate(f'{metric}_bucket', 'le')})", f"{_SERVER} {name}")
+        for part, name in ((0.5, "median"), (0.99, "99 %"))
+    ]
+
+
+SERVE = Dashboard(
+    "phalanx-serve",
+    "Phalanx: serving",
+    [
+        Row("Now", [
+            Panel("Texts that are computed", [Query(_served("vllm:num_requests_running"), _SERVER)], "none", kind="stat", width=6),
+            Panel("Texts that wait", [Query(_served("vllm:num_requests_waiting"), _SERVER)], "none", kind="stat", width=6, thresholds=((None, "green"), (1, "orange"))),
+            Panel("Pages in use", [Query(_served("vllm:kv_cache_usage_perc"), _SERVER)], "percentunit", kind="stat", width=6, thresholds=((None, "green"), (0.95, "red"))),
+            Panel("Tokens a second", [Query(_served_rate("vllm:generation_tokens_total"), _SERVER)], "none", kind="stat", width=6),
+        ], height=4),
+        Row("What a user waits for", [
+            Panel("To the first token", _quantiles("vllm:time_to_first_token_seconds"), "s"),
+            Panel("Between two tokens", _quantiles("vllm:inter_token_latency_seconds"), "s"),
+            Panel("To the end", _quantiles("vllm:e2e_request_latency_seconds"), "s"),
+        ]),
+        Row("Work", [
+            Panel("Texts", [Query(_served("vllm:num_requests_running"), f"{_SERVER} computed"), Query(_served("vllm:num_requests_waiting"), f"{_SERVER} waiting")], "none"),
+            Panel("Tokens a second", [Query(_served_rate("vllm:prompt_tokens_total"), f"{_SERVER} prompts"), Query(_served_rate("vllm:generation_tokens_total"), f"{_SERVER} generated")], "none"),
+            Panel("Pages in use", [Query(_served("vllm:kv_cache_usage_perc"), _SERVER)], "percentunit"),
+            Panel("Texts that ended", [Query(_served_rate("vllm:request_success_total", "finished_reason"), f"{_SERVER} {{{{finished_reason}}}}")], "ops"),
+            Panel("Refused, and left by clients", [Query(_served_rate("phalanx_requests_refused_total", "status"), f"{_SERVER} {{{{status}}}}"), Query(_served_rate("phalanx_requests_cancelled_total"), f"{_SERVER} left")], "ops"),
+            Panel("Prompt tokens held already", [Query("phalanx:serve:prefix_hits:ratio5m", _SERVER)], "percentunit"),
+        ]),
+    ],
+    models=True,
+)  # fmt: skip
+DASHBOARDS = (RUN, FLEET, NODES, SERVE)
 
 
 def write(folder: Path) -> None:

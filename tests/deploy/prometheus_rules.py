@@ -38,7 +38,7 @@ def expressions() -> list[str]:
 
 def names_in(expression: str) -> set[str]:
     """The names of our own series that an expression asks for."""
-    return set(re.findall(r"\b(?:phalanx_\w+|DCGM_\w+|phalanx:[\w:]+)", expression))
+    return set(re.findall(r"\b(?:phalanx_\w+|DCGM_\w+|phalanx:[\w:]+|vllm:\w+)", expression))
 
 
 _COORDINATOR = 'job="phalanx",instance="h:9400",run="r"'
@@ -95,6 +95,22 @@ for _node in _NODES:
         f'DCGM_FI_DEV_CLOCK_THROTTLE_REASONS{{{_node},gpu="0"}}': f"1x{MINUTES}",  # idle, which is well
         f'DCGM_FI_DEV_XID_ERRORS{{{_node},gpu="0"}}': f"0x{MINUTES}",
     }
+_SERVER = 'job="phalanx-serve",instance="h:8000",model_name="m"'
+HEALTHY |= {
+    'up{job="phalanx-serve",instance="h:8000"}': f"1x{MINUTES}",
+    f"vllm:num_requests_running{{{_SERVER}}}": f"4x{MINUTES}",
+    f"vllm:num_requests_waiting{{{_SERVER}}}": " ".join(["0 3"] * (MINUTES // 2)),
+    f"vllm:kv_cache_usage_perc{{{_SERVER}}}": f"0.5x{MINUTES}",
+    f"vllm:prompt_tokens_total{{{_SERVER}}}": f"0+1000x{MINUTES}",
+    f"vllm:generation_tokens_total{{{_SERVER}}}": f"0+6000x{MINUTES}",
+    f'vllm:request_success_total{{{_SERVER},finished_reason="stop"}}': f"0+100x{MINUTES}",
+    f'phalanx_requests_refused_total{{{_SERVER},status="400"}}': f"0+100x{MINUTES}",  # the clients' own fault
+    f'phalanx_requests_refused_total{{{_SERVER},status="429"}}': f"0+1x{MINUTES}",
+    **{
+        f'vllm:time_to_first_token_seconds_bucket{{{_SERVER},le="{bound}"}}': f"0+100x{MINUTES}"
+        for bound in ("1.0", "10.0", "+Inf")
+    },
+}
 _LATE = MINUTES - 15
 
 
@@ -143,6 +159,12 @@ TROUBLES: dict[str, dict[str, str]] = {
     "PhalanxSlowData": {'phalanx_ledger_seconds_total{bucket="step.data_wait"}': f"0+10x{MINUTES}"},
     "PhalanxThrottled": {"DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": _till(_LATE, "1", "64")},
     "PhalanxThrottled (brake)": {"DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": _till(_LATE, "4", "196")},
+    "PhalanxServeGone": {'up{job="phalanx-serve"': _till(_LATE, "1", "0")},
+    "PhalanxServeStuck": {"vllm:generation_tokens_total": _till(_LATE, "0+6000", f"{6000 * _LATE}"), "vllm:prompt_tokens_total": _till(_LATE, "0+1000", f"{1000 * _LATE}")},
+    "PhalanxServeRefusing": {'phalanx_requests_refused_total{status="429"}': f"0+20x{MINUTES}"},
+    "PhalanxServeQueue": {"vllm:num_requests_waiting": f"2x{MINUTES}"},
+    "PhalanxServePagesFull": {"vllm:kv_cache_usage_perc": f"0.99x{MINUTES}"},
+    "PhalanxServeSlowFirstToken": {'vllm:time_to_first_token_seconds_bucket{le="1.0"}': f"0+90x{MINUTES}"},
     "PhalanxMetricsFailing": {"phalanx_exporter_failures_total": f"0+1x{MINUTES}"},
 }  # fmt: skip
 """Alert -> the series that are otherwise, by their whole names or by what is enough to know them."""

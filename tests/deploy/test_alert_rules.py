@@ -29,10 +29,20 @@ from phalanx.fleet.health.gpu_metrics import GPU_METRICS, XID
 from phalanx.fleet.node.node_metrics import AGENT_METRICS, MACHINE_METRICS, SOFTWARE
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
+from phalanx.serve.gateway.counts import Counts
 from phalanx.watch.metrics.reason_metric import WATCHED_METRICS
 from phalanx.watch.why.reason import CODES
 
-ALL_METRICS = {
+SERVED = {
+    name
+    for family in Counts("m").collect()
+    for name in (
+        [f"{family.name}_{end}" for end in ("bucket", "sum", "count")]
+        if family.type == "histogram"
+        else [f"{family.name}_total" if family.type == "counter" else family.name]
+    )
+}
+ALL_METRICS = SERVED | {
     metric.name
     for metric in (
         *(
@@ -47,7 +57,7 @@ ALL_METRICS = {
 def test_the_rules_and_configurations_are_valid_for_prometheus_and_alertmanager() -> None:
     promtool, amtool = require("promtool"), require("amtool")
     configurations = sorted((DEPLOY / "prometheus").glob("*.yml"))
-    assert len(configurations) == 4
+    assert len(configurations) == 5
     commands = [
         [promtool, "check", "rules", *map(str, sorted(RULES.glob("*.yml")))],
         *([promtool, "check", "config", str(path)] for path in configurations),

@@ -16,7 +16,7 @@ from deploy.test_alert_rules import ALL_METRICS
 
 def filled(expression: str) -> str:
     """An expression as Grafana would send it, for all runs and nodes."""
-    for variable, value in (("$__rate_interval", "30s"), ("$run", ".*"), ("$node", ".*")):
+    for variable, value in (("$__rate_interval", "30s"), ("$run", ".*"), ("$node", ".*"), ("$model", ".*")):
         expression = expression.replace(variable, value)
     return expression
 
