@@ -236,16 +236,16 @@ PROBLEMS = (
     Problem(
         "NaN on one node",
         "not-finite",
-        11,
-        _faulty(*FLEET, "--fault", "nan rank 1 at step 12"),
+        99,
+        _faulty(*FLEET, "--fault", "nan rank 1 at step 100"),
         ("PhalanxNotFinite", "PhalanxNodeUnfit"),
     ),
     Problem("loss spike", "loss-spike", SPIKE - 1, spike, ("PhalanxLossSpike",)),
     Problem(
         "lost node, no spare",
         "lost-node",
-        11,
-        _faulty(*FLEET, "--fault", "kill node 1 at step 12"),
+        99,
+        _faulty(*FLEET, "--fault", "kill node 1 at step 100"),
         ("PhalanxSparesExhausted", "PhalanxAgentGone"),
     ),
     Problem(

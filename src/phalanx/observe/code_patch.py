@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.observe.logs.masking import MASKED
-from phalanx.observe.records import git, is_checkout, secret_values
+from phalanx.observe.logs.masking import MASKED, secret_values
+from phalanx.observe.records import git, is_checkout
 
 MOST_BYTES = 4 << 20
 _MOST_NAMES = 200

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from phalanx.observe.logs.masking import MASKED, Mask
+from phalanx.observe.logs.masking import MASKED, SECRET_NAME, Mask
 from phalanx.version import __version__
 
 PACKAGES = (
@@ -42,9 +42,7 @@ _OF_ONE_PROCESS = frozenset(
 """What a launcher tells each rank: it says nothing about the run."""
 _LONGEST_VALUE = 500
 _MOST_VARIABLES = 200
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 _LONGEST_COMMAND = 4000
-_SHORTEST_SECRET = 8
 
 
 def environment_record() -> dict[str, object]:
@@ -75,17 +73,8 @@ def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     mask = Mask.of_environment(environment)
     names = sorted(name for name in environment if _VARIABLES.fullmatch(name) and name not in _OF_ONE_PROCESS)
     return {
-        name: MASKED if _SECRET_NAME.search(name) else mask(environment[name])[:_LONGEST_VALUE]
+        name: MASKED if SECRET_NAME.search(name) else mask(environment[name])[:_LONGEST_VALUE]
         for name in names[:_MOST_VARIABLES]
-    }
-
-
-def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """The values of variables whose names speak of a secret, those long enough to be one."""
-    return {
-        value
-        for name, value in environment.items()
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET and not value.startswith("/")
     }
 
 

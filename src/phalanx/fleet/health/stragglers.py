@@ -17,10 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.observe.spread import MAD_TO_DEVIATION
 from phalanx.run.layout import Layout
-
-_MAD_TO_DEVIATION = 1.4826
-"""The standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def lateness(
     typical_s = np.partition(times_s, middle)[middle]
     # Of two ranks the deviation is half their difference, which would excuse any.
     off_s = np.median(np.abs(times_s - typical_s)) if len(times_s) > 2 else 0.0
-    spread_s = max(_MAD_TO_DEVIATION * off_s, rule.least_spread * typical_s)
+    spread_s = max(MAD_TO_DEVIATION * off_s, rule.least_spread * typical_s)
     return times_s / typical_s - 1, (times_s - typical_s) / spread_s
 
 

@@ -14,10 +14,10 @@ import urllib.parse
 from collections.abc import Iterable, Mapping
 
 MASKED = "***"
-_SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|ACCOUNT_?KEY|PRIVATE_?KEY|AUTHORIZATION|CONNECTION_?STRING|SAS_?KEY|SIGNATURE",
-    re.IGNORECASE,
+SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|KEY|AUTH|CONNECTION_?STRING|SIGNATURE", re.IGNORECASE
 )
+"""What is in the name of a variable that holds a secret."""
 _SHORTEST = 8
 """A shorter value would mask parts of harmless words."""
 _HARMLESS = re.compile(r"(?:true|false|none|null|yes|no|auto|default|[\d.]+)", re.IGNORECASE)
@@ -105,6 +105,15 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
+def secret_values(environment: Mapping[str, str]) -> set[str]:
+    """The values of variables whose names speak of a secret, those long enough to be one; a path is none."""
+    return {
+        value
+        for name, value in environment.items()
+        if SECRET_NAME.search(name) and len(value) >= _SHORTEST and not value.startswith("/")
+    }
+
+
 class Mask:
     """Replaces secrets in a text."""
 
@@ -116,11 +125,7 @@ class Mask:
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Mask:
         """One that knows the values of the variables whose names say that they are secret."""
-        return cls(
-            value
-            for name, value in environment.items()
-            if _SECRET_NAME.search(name) and not value.startswith("/")
-        )
+        return cls(secret_values(environment))
 
     def add(self, *secrets: str) -> None:
         """Lets it know further secrets; those that are too short or too common to be any are left out."""

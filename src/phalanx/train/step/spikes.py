@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from phalanx.observe.spread import usual_deviation
 from phalanx.run.spec import TrainSpec
 
-_MAD_TO_DEVIATION = 1.4826
 _LEAST_LOSS_DEVIATION = 0.005
 """Of the usual loss. Where the window is nearly still (the same few batches again and again), no deviation is less than this: with 8 of
 them a spike is 4 % up, less than what any published spike was."""
@@ -79,5 +79,5 @@ class SpikeRule:
 def _above(values: Sequence[float], value: float, least: float) -> tuple[float, float]:
     """The median of ``values``, and by how many deviations ``value`` is above it."""
     usual = median(values)
-    deviation = max(_MAD_TO_DEVIATION * median(abs(one - usual) for one in values), least * abs(usual))
+    deviation = max(usual_deviation(values, usual), least * abs(usual))
     return usual, (value - usual) / deviation if deviation else 0.0

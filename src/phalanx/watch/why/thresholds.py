@@ -31,8 +31,6 @@ SLOWER = 0.15
 """Part of the run's own earlier throughput that is lost. Clocks and networks move by a few percent."""
 SLOWER_DEVIATIONS = 3.0
 """Of its own variation, from one stretch of steps to the next, by which it must have fallen as well."""
-MAD_TO_DEVIATION = 1.4826
-"""Standard deviations in a median absolute deviation, of normal noise."""
 PAST_STEPS = 100
 """Logged steps that it takes to know what is usual, and how much it varies: five stretches."""
 GOODPUT = 0.8

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from phalanx.observe.events import Step
+from phalanx.observe.spread import usual_deviation
 from phalanx.observe.throughput import format_duration
 from phalanx.watch.why.observed import Observed
 from phalanx.watch.why.reason import Reason
@@ -13,7 +14,6 @@ from phalanx.watch.why.thresholds import (
     DATA_SHARE,
     GOODPUT,
     GOODPUT_AFTER_S,
-    MAD_TO_DEVIATION,
     NEW_STEPS,
     PAST_STEPS,
     RECENT_STEPS,
@@ -98,7 +98,7 @@ def _usual_speed(speeds: list[float]) -> tuple[float, float]:
         for first in range(0, len(speeds) - RECENT_STEPS + 1, RECENT_STEPS)
     ]
     usual = median(stretches)
-    deviation = MAD_TO_DEVIATION * median(abs(one - usual) for one in stretches)
+    deviation = usual_deviation(stretches, usual)
     return usual, usual - max(SLOWER * usual, SLOWER_DEVIATIONS * deviation)
 
 
