@@ -9,6 +9,8 @@ shares the process. ``http.server`` bounds none of these but the silence between
 from __future__ import annotations
 
 import json
+import queue
+import selectors
 import socket
 import threading
 import time
@@ -20,7 +22,10 @@ from phalanx.observe.metrics.exporter import Exporter
 from phalanx.observe.metrics.exposition import OPEN_METRICS, TEXT
 
 _THREADS = 4
-_WAITING = 16
+_WAITING = 128
+_MOST_SILENT = 256
+"""Connections whose clients have said nothing yet; of more, the oldest are closed."""
+_LOOK_S = 0.5
 _MOST_REQUEST_BYTES = 16 << 10
 _REQUEST_S, _ANSWER_S = 2.0, 10.0
 _PAUSE_S = 0.02
@@ -65,11 +70,16 @@ class MetricsServer:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._pages = pages
         self._socket = socket.create_server((host, port), family=family, backlog=_WAITING)
+        self._socket.setblocking(False)  # a client may be gone between the look and the taking
         self.port: int = self._socket.getsockname()[1]
         self._closing = False
+        self._ready: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, name=f"metrics-http-{number}", daemon=True)
-            for number in range(_THREADS)
+            threading.Thread(target=self._accept, name="metrics-http-accept", daemon=True),
+            *(
+                threading.Thread(target=self._serve, name=f"metrics-http-{number}", daemon=True)
+                for number in range(_THREADS)
+            ),
         ]
         for thread in self._threads:
             thread.start()
@@ -81,13 +91,42 @@ class MetricsServer:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes those who wait in accept
         self._socket.close()
 
+    def _accept(self) -> None:
+        """Holds connections until their clients say something: who opens a thousand and says nothing keeps nobody else waiting."""
+        silent: dict[socket.socket, float] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self._closing:
+                for key, _ in selector.select(_LOOK_S):
+                    if key.fileobj is self._socket:
+                        self._take(selector, silent)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    selector.unregister(key.fileobj)
+                    del silent[key.fileobj]
+                    self._ready.put(key.fileobj)
+                # In the order in which they came: the first of them are the oldest.
+                late = [one for one, since_s in silent.items() if time.monotonic() - since_s > _REQUEST_S]
+                for one in late or list(silent)[: max(0, len(silent) - _MOST_SILENT)]:
+                    selector.unregister(one)
+                    del silent[one]
+                    one.close()
+            for one in silent:
+                one.close()
+        for _ in range(_THREADS):
+            self._ready.put(None)
+
+    def _take(self, selector: selectors.BaseSelector, silent: dict[socket.socket, float]) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # closed, or no descriptor is left for now
+            time.sleep(_PAUSE_S)
+            return
+        silent[connection] = time.monotonic()
+        selector.register(connection, selectors.EVENT_READ)
+
     def _serve(self) -> None:
-        while not self._closing:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed, or no descriptor is left for now
-                time.sleep(_PAUSE_S)
-                continue
+        while (connection := self._ready.get()) is not None:
             with connection, suppress(OSError, ValueError):
                 self._converse(connection)
             time.sleep(_PAUSE_S)

@@ -1,0 +1,28 @@
+"""The server of metrics, under clients that mean no good."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from contextlib import ExitStack, closing
+
+import pytest
+
+from phalanx.observe.metrics.server import Answer, MetricsServer
+
+
+def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("phalanx.observe.metrics.server._REQUEST_S", 600.0)
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            closing(MetricsServer({"/metrics": lambda _: Answer(b"1")}, "127.0.0.1", 0))
+        )
+        for _ in range(600):
+            idle = stack.enter_context(socket.socket())
+            idle.setblocking(False)
+            idle.connect_ex(("127.0.0.1", server.port))
+        # Were they waited for, four of them would be enough.
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20) as answer:
+            assert answer.read() == b"1"
