@@ -218,3 +218,24 @@ def test_no_choice_needs_less_memory_than_the_last_of_each(model: str, stack: st
 def test_where_only_large_micro_batches_are_asked_for_and_none_fits_the_leanest_is_named() -> None:
     with pytest.raises(NothingFitsError, match="the leanest layout needs"):
         search(job("llama3-70b", "h100:8", batch=512), Options(require=("mbs=64",)))
+
+
+@pytest.mark.parametrize("stack", ["phalanx", "megatron"])
+@pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "h100:24"), ("deepseek-v3", "h100:256")])
+def test_a_search_sees_the_bytes_and_seconds_that_each_layout_has_alone(
+    model: str, cluster: str, stack: str
+) -> None:
+    mine = job(model, cluster, batch=768, stack=stack)
+    candidates = space(mine, Options(micro_batches=(1, 2), require=("tp<=4",))).candidates
+    rows = np.random.default_rng(0).integers(0, candidates.shape[-1], 6)
+    some = prepare(mine, candidates).with_lasting().rows(rows)
+    shape = some.candidates.shape
+    layouts = [some.candidates.at(flat, mine.modes) for flat in range(int(np.prod(shape)))]
+    alone = estimates(mine, layouts, exact=False)
+    together = np.broadcast_to(some.most_memory(), shape)
+    assert together.ravel() == pytest.approx([found.memory_bytes for found in alone])
+    assert some.leanest().most_memory().ravel() == pytest.approx(together.reshape(-1, shape[-1])[-1])
+    single = prepare(mine, candidates.rows(rows[:1])).with_lasting().most_memory()
+    assert np.broadcast_to(single, (*shape[:-1], 1))[..., 0] == pytest.approx(together[..., 0])
+    seconds = np.broadcast_to(some.seconds(), shape)
+    assert seconds.ravel() == pytest.approx([found.step_s for found in alone])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.step_cost.estimate import estimate, prepare
-from phalanx.plan.step_cost.memory import memory_parts, total
+from phalanx.plan.step_cost.memory import lasting_bytes, passing_bytes, total
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, one, planned, small_gpt
 
@@ -19,14 +19,10 @@ def test_the_two_terms_that_the_search_compares_are_the_sum_of_all_kinds() -> No
     mine = job()
     evaluation = prepare(mine, one(Layout(pipeline=4, shard=4, tensor=4), zero=1))
     for kind in range(len(evaluation.table)):
-        state, activations = memory_parts(
-            mine,
-            evaluation.candidates,
-            evaluation.held,
-            evaluation.costs,
-            evaluation.pipes,
-            evaluation.table[kind],
-        )
+        place = evaluation.table[kind]
+        candidates, held = evaluation.candidates, evaluation.held
+        state = lasting_bytes(mine, candidates, held, place)
+        activations = passing_bytes(mine, candidates, held, evaluation.costs, evaluation.pipes, place)
         assert state + activations == pytest.approx(total(evaluation.memory(kind)))
 
 

@@ -11,7 +11,7 @@ every family that lost, its best member and why.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
@@ -97,11 +97,11 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
         raise ValueError(f"objective {options.objective!r}: take one of {', '.join(get_args(Objective))}")
     everything = space(job, options)
     excluded = dict(everything.excluded)
-    hopeful = _not_hopeless(job, everything.candidates, excluded)
+    whole = prepare(job, everything.candidates).with_lasting()
+    hopeful = _not_hopeless(whole, excluded)
     # Where nothing is left, all are looked at for the one that needs least.
-    some = hopeful.shape[-1] > 0
-    candidates = hopeful if some else everything.candidates
-    tally = _tallied(job, options, candidates, excluded if some else dict(everything.excluded))
+    some = hopeful.candidates.shape[-1] > 0
+    tally = _tallied(hopeful if some else whole, options, excluded if some else dict(everything.excluded))
     if not tally.valid:
         raise _failure(tally)
     tallies, looked_at = (
@@ -111,9 +111,9 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
     finer = finer_space(job, options, _near(tally))
     if finer is not None:
         looked_at += int(np.prod(finer.shape))
-        finer = _not_hopeless(job, finer, excluded)
-        if finer.shape[-1]:
-            tallies.append(_tallied(job, options, finer, excluded))
+        near = _not_hopeless(prepare(job, finer).with_lasting(), excluded)
+        if near.candidates.shape[-1]:
+            tallies.append(_tallied(near, options, excluded))
     front = unbeaten([point for each in tallies for point in each.front.points(each.layout)])
     found, runners_up = _decide(job, tallies, options, front)
     return SearchResult(
@@ -127,33 +127,26 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
     )
 
 
-def _tallied(job: Job, options: Options, candidates: Candidates, excluded: dict[str, int]) -> _Tally:
-    """All ``candidates``, looked at chunk by chunk; adds to ``excluded``."""
-    tally = _Tally(prepare(job, candidates), options, excluded)
-    for first, evaluation in _chunks(tally.whole):
+def _tallied(whole: Evaluation, options: Options, excluded: dict[str, int]) -> _Tally:
+    """All candidates of ``whole``, looked at chunk by chunk; adds to ``excluded``."""
+    tally = _Tally(whole, options, excluded)
+    for first, evaluation in _chunks(whole):
         tally.add(first, evaluation)
     return tally
 
 
-def _not_hopeless(job: Job, candidates: Candidates, excluded: dict[str, int]) -> Candidates:
+def _not_hopeless(whole: Evaluation, excluded: dict[str, int]) -> Evaluation:
     """Without geometries of large micro-batches that do not fit whatever is recomputed, sharded and offloaded; these are counted."""
-    sizes = candidates.micro_batch.ravel()
+    sizes = whole.candidates.micro_batch.ravel()
     (large,) = np.nonzero(sizes >= _LARGE)
-    # The last of each free choice takes the least memory (``phalanx.plan.search.space``).
-    leanest = replace(
-        candidates.rows(large),
-        recompute=candidates.recompute[-1:],
-        zero=candidates.zero[:, -1:],
-        offload_optimizer=candidates.offload_optimizer[:, :, -1:],
-        offload_activations=candidates.offload_activations[:, :, :, -1:],
-    )
+    if not len(large):
+        return whole
+    most = [evaluation.most_memory().ravel() for _, evaluation in _chunks(whole.rows(large).leanest())]
     hopeless = np.zeros(len(sizes), dtype=bool)
-    if len(large):
-        most = [evaluation.most_memory().ravel() for _, evaluation in _chunks(prepare(job, leanest))]
-        hopeless[large] = np.concatenate(most) > job.cluster.accelerator.memory_bytes.value
-        each = int(np.prod(candidates.shape[:-1]))
-        excluded["memory"] = excluded.get("memory", 0) + each * int(np.count_nonzero(hopeless))
-    return candidates.rows(~hopeless)
+    hopeless[large] = np.concatenate(most) > whole.job.cluster.accelerator.memory_bytes.value
+    each = int(np.prod(whole.candidates.shape[:-1]))
+    excluded["memory"] = excluded.get("memory", 0) + each * int(np.count_nonzero(hopeless))
+    return whole.rows(np.flatnonzero(~hopeless))
 
 
 def _near(tally: _Tally) -> Candidates:

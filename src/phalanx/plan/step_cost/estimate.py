@@ -20,11 +20,14 @@ from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s
 from phalanx.plan.step_cost.layer_costs import LayerCosts, layer_costs
 from phalanx.plan.step_cost.memory import (
     OVERHEADS,
+    PlaceCounts,
     PlaceTable,
+    lasting_bytes,
     memory_at,
-    memory_parts,
+    passing_bytes,
     pipelines_of,
     place_table,
+    state_columns,
     total,
 )
 from phalanx.plan.step_cost.step_time import (
@@ -46,12 +49,30 @@ from phalanx.plan.workload.candidates import (
     Ints,
     at_last,
     candidates_of,
+    occurrences,
 )
 from phalanx.plan.workload.holdings import Holdings, holdings
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages, split
 from phalanx.run.kinds.mixture import is_mixture
+
+
+@dataclass(frozen=True)
+class LastingBytes:
+    """Bytes of state and overheads of each place, a column for each combination of what they depend on."""
+
+    by_place: tuple[Floats, ...]
+    row: Ints
+    """Column of each candidate."""
+
+    def of(self, place: int) -> Floats:
+        """Bytes of each candidate's ranks at the ``place``-th place; -inf where it has fewer places."""
+        return self.by_place[place].take(self.row.ravel(), axis=-1)
+
+    def leanest(self) -> LastingBytes:
+        """With only the last choice on each axis before the geometry."""
+        return LastingBytes(tuple(each[..., -1:, -1:, -1:, -1:, :] for each in self.by_place), self.row)
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,8 @@ class Evaluation:
     costs: LayerCosts
     pipes: Pipelines
     table: PlaceTable
+    lasting: LastingBytes | None = None
+    """Bytes of state and overheads, where they were computed for all candidates at once."""
 
     def memory(self, kind: int) -> dict[str, Floats]:
         """Bytes by kind on the ranks of the ``kind``-th place."""
@@ -71,17 +94,35 @@ class Evaluation:
 
     def most_memory(self, more: Floats | float = 0.0) -> Floats:
         """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state."""
-        candidate, kind = self.table.each()
-        each = self.rows(candidate)
-        place = each.table[kind.reshape(each.table.row.shape)]
-        parts = memory_parts(each.job, each.candidates, each.held, each.costs, each.pipes, place)
-        state, activations = (_by_kind(part, candidate, kind) for part in parts)
-        most = (state[0] + more) + activations[0]
+        lasting = self.lasting or self.with_lasting().lasting
+        assert lasting is not None, "it was computed just now"
+        each, place, candidate, kind = self._each_place()
+        passing = passing_bytes(each.job, each.candidates, each.held, each.costs, each.pipes, place)
+        activations = _by_kind(passing, candidate, kind)
+        most = (lasting.of(0) + more) + activations[0]
         here = np.empty_like(most)
-        for one in range(1, len(state)):
-            np.add(state[one], activations[one], out=here)
+        for one in range(1, len(activations)):
+            np.add(lasting.of(one), activations[one], out=here)
             np.maximum(most, here, out=most)
         return most
+
+    def _each_place(self) -> tuple[Evaluation, PlaceCounts, Ints, Ints]:
+        """Every place of every candidate as candidates of their own, with the candidate and the number of each."""
+        candidate, kind = self.table.each()
+        each = self.rows(candidate)
+        return each, each.table[kind.reshape(each.table.row.shape)], candidate, kind
+
+    def with_lasting(self) -> Evaluation:
+        """With the bytes of state and overheads, computed once for all candidates that have the same."""
+        length = self.candidates.shape[-1]
+        columns = state_columns(self.job, self.candidates, self.table)
+        # Choices with an axis of their own stay on it.
+        first, row = occurrences([column for column in columns if column.size == column.shape[-1] == length])
+        each, place, candidate, kind = self.rows(first)._each_place()
+        bytes_ = lasting_bytes(each.job, each.candidates, each.held, place)
+        wide = np.broadcast_to(bytes_, (*bytes_.shape[:-1], len(candidate)))
+        lasting = LastingBytes(tuple(_by_kind(wide, candidate, kind)), row)
+        return replace(self, lasting=lasting)
 
     def rows(self, index: slice | Ints) -> Evaluation:
         """The evaluation of the candidates at ``index`` of the last axis."""
@@ -95,7 +136,19 @@ class Evaluation:
                 *(at_last(getattr(self.pipes, field.name), index, length) for field in fields(Pipelines))
             ),
             replace(self.table, row=at_last(self.table.row, index, length)),
+            self.lasting and LastingBytes(self.lasting.by_place, at_last(self.lasting.row, index, length)),
         )
+
+    def leanest(self) -> Evaluation:
+        """The evaluation of the last of each free choice only, which takes the least memory (``phalanx.plan.search.space``)."""
+        candidates = replace(
+            self.candidates,
+            recompute=self.candidates.recompute[-1:],
+            zero=self.candidates.zero[:, -1:],
+            offload_optimizer=self.candidates.offload_optimizer[:, :, -1:],
+            offload_activations=self.candidates.offload_activations[:, :, :, -1:],
+        )
+        return replace(self, candidates=candidates, lasting=self.lasting and self.lasting.leanest())
 
     def seconds(self) -> Floats:
         """Seconds of a step: the sum of ``time``, with most of the work done on few axes."""

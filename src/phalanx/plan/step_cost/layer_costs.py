@@ -64,13 +64,17 @@ class LayerCosts:
 
     def of(self, table: Floats, *where: int) -> Floats:
         """The entries of ``table[where]``, whose last axis is rows, for each candidate."""
-        found: Floats = table[where][self.row]
+        found: Floats = table[where].take(self.row)
         return found
 
     def by_mode(self, table: Floats, kind: int, mode: Ints) -> Floats:
         """The entries of a table of shape (kinds, modes, rows) for each candidate."""
-        found: Floats = table[kind][mode, self.row]
-        return found
+        if mode.shape[-1] > 1 or mode.ndim != self.row.ndim or self.row.size != self.row.shape[-1]:
+            found: Floats = table[kind][mode, self.row]
+            return found
+        # Modes have an axis of their own: rows are looked up in one table after the other, in less time.
+        found = table[kind].take(mode.ravel(), axis=0).take(self.row.ravel(), axis=-1)
+        return found.reshape(*mode.shape[:-1], -1)
 
 
 def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:

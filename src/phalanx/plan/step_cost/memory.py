@@ -33,7 +33,7 @@ OVERHEADS = ("context", "communicators", "fragmentation")
 class PlaceCounts:
     """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes."""
 
-    counts: tuple[Ints, Ints, Ints, Ints]
+    counts: tuple[Floats, Floats, Floats, Floats]
     rank: Ints
     """Rank in the pipeline."""
 
@@ -54,11 +54,9 @@ class PlaceTable:
         table, row = self.table, self.row
         if not 0 <= np.max(kind) < table.kinds:
             raise IndexError(f"there are {table.kinds} places")
-        dense, mixture, embedding, head, rank = (
-            column[row, kind]
-            for column in (table.dense, table.mixture, table.embedding, table.head, table.rank)
-        )
-        return PlaceCounts((dense, mixture, embedding, head), rank)
+        place = row * table.kinds + kind
+        dense, mixture, embedding, head = (column.take(place) for column in table.counts)
+        return PlaceCounts((dense, mixture, embedding, head), table.rank.take(place))
 
     def each(self) -> tuple[Ints, Ints]:
         """Every place of every candidate of the last axis, as (candidate, kind); by kind."""
@@ -132,7 +130,8 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: PlaceCo
 
 def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> Floats:
     """Bytes of the gradient of the largest block, whole, while its shares are exchanged."""
-    largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
+    blocks = [(count, block) for count, block in _blocks(place, held) if block.any()]
+    largest = reduce(np.maximum, [(count > 0) * block for count, block in blocks])
     whole: Floats = job.stack.states.unit_gradient_bytes * largest * (candidates.zero >= 2)
     return whole
 
@@ -154,10 +153,10 @@ def _state(state: ParameterState, candidates: Candidates, whole: Floats, share: 
     return state.bytes * elements * here
 
 
-def times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
-    """The sum of counts x values over kinds; kinds that occur nowhere are skipped."""
+def times(counts: tuple[Floats, ...], values: tuple[Floats, ...]) -> Floats:
+    """The sum of counts x values over kinds; kinds that occur nowhere, or of which there is nothing to count, are skipped."""
     pairs = zip(counts, values, strict=True)
-    terms = [count * value for count, value in pairs if count.max() > 0]
+    terms = [count * value for count, value in pairs if count.any() and value.any()]
     return reduce(np.add, terms) if terms else np.zeros(1)
 
 
@@ -171,7 +170,7 @@ def _rounds(job: Job, candidates: Candidates) -> Ints:
     return np.maximum(job.workload.slots // candidates.data, 1)
 
 
-def _blocks(place: PlaceCounts, held: Holdings) -> list[tuple[Ints, Floats]]:
+def _blocks(place: PlaceCounts, held: Holdings) -> list[tuple[Floats, Floats]]:
     """Number and size of the blocks of each kind."""
     return [(count, block) for count, block in zip(place.counts, held.block, strict=True)]
 
@@ -295,14 +294,26 @@ def memory_at(
     )
 
 
-def memory_parts(
-    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: PlaceCounts
-) -> tuple[Floats, Floats]:
-    """``memory_at`` as two terms, each over the few axes that it depends on: state with overheads, and activations."""
+def lasting_bytes(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> Floats:
+    """The part of ``memory_at`` that no pass changes: state and overheads."""
     state = total(state_bytes(job, candidates, held, place))
+    return (1 + job.stack.allocator.fragmentation) * state + total(overhead_bytes(job, candidates))
+
+
+def passing_bytes(
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: PlaceCounts
+) -> Floats:
+    """The rest of ``memory_at``: activations and temporary buffers."""
     activations = total(activation_bytes(job, candidates, held, costs, pipes, place))
-    factor = 1 + job.stack.allocator.fragmentation
-    return factor * state + total(overhead_bytes(job, candidates)), factor * activations
+    return (1 + job.stack.allocator.fragmentation) * activations
+
+
+def state_columns(job: Job, candidates: Candidates, table: PlaceTable) -> tuple[Ints, ...]:
+    """All that ``lasting_bytes`` depends on beside the choices that have axes of their own."""
+    each = candidates
+    columns = (each.tensor, each.context, each.shard, each.replicate, each.expert, each.expert_tensor)
+    adds_up = np.minimum(micro_batches_per_slot(job, candidates), 2)
+    return *columns, each.pipeline, each.zero, each.offload_optimizer, adds_up, table.row
 
 
 def total(terms: dict[str, Floats]) -> Floats:

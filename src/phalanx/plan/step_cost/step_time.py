@@ -60,7 +60,7 @@ class PassTimes:
 class Slowest:
     """The rank that the others wait for, in each candidate."""
 
-    counts: tuple[Ints, ...]
+    counts: tuple[Floats, ...]
     forward_s: Floats
     """Seconds of one micro-batch in all stages of the rank."""
     backward_s: Floats
@@ -115,10 +115,10 @@ def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place:
     )
 
 
-def _whole_model(table: PlaceTable) -> tuple[Ints, ...]:
+def _whole_model(table: PlaceTable) -> tuple[Floats, ...]:
     """Number of each of ``KINDS`` in the model."""
     layers = table.table
-    return tuple(np.asarray(n, dtype=np.int64) for n in (layers.layers[0], layers.layers[1], 1, 1))
+    return tuple(np.asarray(n, dtype=np.float64) for n in (layers.layers[0], layers.layers[1], 1, 1))
 
 
 def step_terms(
@@ -208,7 +208,7 @@ def data_terms(
     job: Job,
     candidates: Candidates,
     held: Holdings,
-    counts: tuple[Ints, ...],
+    counts: tuple[Floats, ...],
     windows: tuple[Floats, Floats],
     passes: Floats,
     reductions: Floats,
@@ -257,7 +257,7 @@ def _exposed(seconds: Floats, window: Floats, *, blocks: Ints, slowed: float) ->
 
 
 def _weights_s(
-    job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]
+    job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds to gather all weights of a rank's stages, to reduce all their gradients over shards, and then over replicas.
 
@@ -292,7 +292,7 @@ def _weights_s(
     return gather, scatter, among
 
 
-def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
     """Seconds of the update of a rank's share, and of the whole matrices that the busiest rank owns."""
     optimizer = job.stack.states.optimizer
     if optimizer is None:
@@ -307,7 +307,9 @@ def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[
     return np.asarray(rest_s + _owners_s(optimizer, job, candidates, counts))
 
 
-def _owners_s(optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts: tuple[Ints, ...]) -> Floats:
+def _owners_s(
+    optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts: tuple[Floats, ...]
+) -> Floats:
     """Seconds in which the busiest owner updates its whole matrices, their way to it and back included.
 
     Eigenvalues and QR decompositions are counted at the rate of matrix products, which they do not reach: at least so long.
@@ -325,7 +327,7 @@ def _owners_s(optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts
     return np.asarray(updates + products + 2 * np.where(ranks > 1, way, 0.0))
 
 
-def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
     """Number of parameters that a rank updates."""
     sharded_from = min(state.sharded_from for state in job.stack.states.kept if state.kind == "moments")
     whole = times(counts, held.dense) + times(counts, held.experts)
@@ -344,7 +346,7 @@ def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int
     return np.maximum(copy - forward, 0), np.maximum(copy - (inputs + again + weights), 0)
 
 
-def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
     """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back."""
     moved = sum(state.bytes for state in job.stack.states.kept if state.optimizer)
     seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, held, counts))

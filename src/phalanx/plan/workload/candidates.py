@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -136,7 +137,7 @@ class Candidates:
     sequence_parallel: Ints
     """1 where tensor ranks divide the sequence between matrix products; 0 where they repeat that work."""
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The common shape."""
         return np.broadcast_shapes(*(np.shape(getattr(self, field.name)) for field in fields(self)))
@@ -171,7 +172,7 @@ class Candidates:
     def at(self, index: int, modes: Sequence[Recompute]) -> PlannedLayout:
         """The layout at a flat index of ``shape``; ``modes`` are what ``recompute`` indexes."""
         place = tuple(int(one) for one in np.unravel_index(index, self.shape))
-        codes = {field.name: _pick(getattr(self, field.name), place) for field in fields(self)}
+        codes = {name: _pick(array, along, place) for name, array, along in self._varying}
         names = {
             "schedule": SCHEDULES[codes.pop("schedule")],
             "recompute": modes[codes.pop("recompute")].name,
@@ -179,6 +180,15 @@ class Candidates:
         }
         switches = {name: bool(codes.pop(name)) for name in _SWITCHES}
         return PlannedLayout(**codes, **names, **switches)  # type: ignore[arg-type]
+
+    @cached_property
+    def _varying(self) -> list[tuple[str, Ints, tuple[int, ...]]]:
+        """Each field with the axes along which it varies, counted from the last."""
+        arrays = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [
+            (name, array, tuple(axis for axis in range(-array.ndim, 0) if array.shape[axis] > 1))
+            for name, array in arrays
+        ]
 
 
 Numbers = TypeVar("Numbers", Ints, Floats)
@@ -199,6 +209,13 @@ _DENSE_CODES = 1 << 22
 
 def distinct(columns: Sequence[Ints]) -> tuple[tuple[Ints, ...], Ints]:
     """The combinations of non-negative ``columns``, which broadcast, that occur; and which of them each entry has."""
+    first, row = occurrences(columns)
+    wide = np.broadcast_arrays(*columns)
+    return tuple(column.ravel()[first] for column in wide), row
+
+
+def occurrences(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Where each combination of non-negative ``columns``, which broadcast, occurs first; and which of them each entry has."""
     code, span = np.zeros(1, dtype=np.int64), 1
     wide = np.broadcast_arrays(*columns)
     for column in columns:
@@ -210,7 +227,7 @@ def distinct(columns: Sequence[Ints]) -> tuple[tuple[Ints, ...], Ints]:
     occurring, row = _numbered(np.broadcast_to(code, wide[0].shape), span)
     first = np.empty(len(occurring), dtype=np.int64)
     first[row.ravel()[::-1]] = np.arange(row.size - 1, -1, -1)
-    return tuple(column.ravel()[first] for column in wide), row
+    return first, row
 
 
 def _numbered(code: Ints, span: int) -> tuple[Ints, Ints]:
@@ -224,12 +241,12 @@ def _numbered(code: Ints, span: int) -> tuple[Ints, Ints]:
     return np.flatnonzero(occurs), number[code]
 
 
-def _pick(array: Ints, place: tuple[int, ...]) -> int:
-    """The entry that broadcasting puts at ``place``."""
-    last = place[len(place) - array.ndim :]
-    return int(
-        array[tuple(0 if length == 1 else index for length, index in zip(array.shape, last, strict=True))]
-    )
+def _pick(array: Ints, along: tuple[int, ...], place: tuple[int, ...]) -> int:
+    """The entry that broadcasting puts at ``place``, of an array that varies ``along`` some axes only."""
+    flat = 0
+    for axis in along:
+        flat = flat * array.shape[axis] + place[axis]
+    return int(array.item(flat))
 
 
 def candidates_of(layouts: Sequence[PlannedLayout], modes: Sequence[Recompute]) -> Candidates:

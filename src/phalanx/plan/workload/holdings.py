@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -27,8 +27,8 @@ from phalanx.run.spec import ModelSpec, OptimizerSpec
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """Elements by kind of ``KINDS``, in the candidates' axes."""
+class HoldingsTable:
+    """Elements by kind of ``KINDS``, one entry for each combination of degrees; of length one where no degree matters."""
 
     dense: tuple[Floats, ...]
     """Elements of one layer or end of the model without routed experts, divided over tensor ranks but not over data-parallel ranks."""
@@ -42,13 +42,51 @@ class Holdings:
     """Bytes that AdamW keeps of the rank's shares; without what an optimizer of whole matrices keeps with their owners.
     Empty for stacks that keep the same of every parameter."""
 
+
+@dataclass(frozen=True)
+class Holdings:
+    """A ``HoldingsTable`` looked up in the candidates' axes, field by field as they are asked for."""
+
+    table: HoldingsTable
+    row: Ints
+    """Row of each candidate in ``table``."""
+
     def rows(self, index: slice | Ints, length: int) -> Holdings:
         """The holdings of the candidates at ``index`` of the last axis, which is ``length`` long."""
+        return Holdings(self.table, at_last(self.row, index, length))
 
-        def take(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
-            return tuple(at_last(array, index, length) for array in arrays)
+    @cached_property
+    def dense(self) -> tuple[Floats, ...]:
+        """``HoldingsTable.dense``."""
+        return self._spread(self.table.dense)
 
-        return Holdings(*(take(getattr(self, field.name)) for field in dataclasses.fields(self)))
+    @cached_property
+    def experts(self) -> tuple[Floats, ...]:
+        """``HoldingsTable.experts``."""
+        return self._spread(self.table.experts)
+
+    @cached_property
+    def dense_share(self) -> tuple[Floats, ...]:
+        """``HoldingsTable.dense_share``."""
+        return self._spread(self.table.dense_share)
+
+    @cached_property
+    def experts_share(self) -> tuple[Floats, ...]:
+        """``HoldingsTable.experts_share``."""
+        return self._spread(self.table.experts_share)
+
+    @cached_property
+    def block(self) -> tuple[Floats, ...]:
+        """``HoldingsTable.block``."""
+        return self._spread(self.table.block)
+
+    @cached_property
+    def moment_bytes_share(self) -> tuple[Floats, ...]:
+        """``HoldingsTable.moment_bytes_share``."""
+        return self._spread(self.table.moment_bytes_share)
+
+    def _spread(self, arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
+        return tuple(array.take(self.row) if array.size > 1 else array for array in arrays)
 
 
 @dataclass(frozen=True)
@@ -70,20 +108,15 @@ def holdings(
 ) -> Holdings:
     """Elements of one layer of each kind on a rank, where data-parallel ranks divide ``shards``."""
     values, row = distinct([getattr(candidates, field.name) for field in dataclasses.fields(_Degrees)])
-    each = _holdings(model, _Degrees(*values), optimizer, whole_rows=shards == "rows")
-
-    def spread(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
-        return tuple(array[row] if array.size > 1 else array for array in arrays)
-
-    return Holdings(*(spread(getattr(each, field.name)) for field in dataclasses.fields(each)))
+    return Holdings(_holdings(model, _Degrees(*values), optimizer, whole_rows=shards == "rows"), row)
 
 
 def _holdings(
     model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
-) -> Holdings:
+) -> HoldingsTable:
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.unit]
-    return Holdings(
+    return HoldingsTable(
         dense=tuple(_sum(_dense(p, degrees) for p in found if not p.stacked) for found in by_kind),
         experts=tuple(_sum(_stacked(p, degrees) for p in found if p.stacked) for found in by_kind),
         dense_share=tuple(
@@ -182,11 +215,11 @@ class OwnedMatrices:
 
 
 def owned_matrices(
-    optimizer: OptimizerSpec, model: ModelSpec, candidates: Candidates, counts: tuple[Ints, ...]
+    optimizer: OptimizerSpec, model: ModelSpec, candidates: Candidates, counts: tuple[Floats, ...]
 ) -> OwnedMatrices:
     """The matrices of owners where a rank has ``counts`` of each of ``KINDS``; see ``phalanx.model.facts.matrix_owners``."""
     degrees = (candidates.tensor, candidates.dense_shard, candidates.expert, candidates.expert_tensor)
-    columns, row = distinct([*counts, *degrees])
+    columns, row = distinct([*(count.astype(np.int64) for count in counts), *degrees])
     found = [
         _most_owned(optimizer, model, key[:4], *key[4:])
         for key in zip(*(c.tolist() for c in columns), strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -44,11 +44,20 @@ class Places:
         """The largest number of kinds."""
         return int(self.dense.shape[1])
 
+    @cached_property
+    def counts(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Dense layers, mixtures, embeddings and heads as numbers to multiply bytes and seconds with."""
+        dense, mixture, embedding, head = (
+            np.ascontiguousarray(column, dtype=np.float64)
+            for column in (self.dense, self.mixture, self.embedding, self.head)
+        )
+        return dense, mixture, embedding, head
+
 
 def places(workload: Workload, stack: Stack, pipelines: list[tuple[int, int, bool]]) -> Places:
     """The places of each pipeline, given as (ranks, stages on each, whether they go down and up like a V)."""
     sizes_of = _splits(workload, stack, {ranks * per_rank for ranks, per_rank, _ in pipelines})
-    mixture = [is_mixture(workload.model, layer) for layer in range(workload.model.layers)]
+    mixture = tuple(is_mixture(workload.model, layer) for layer in range(workload.model.layers))
     found = [
         _kinds(
             sizes_of[ranks * per_rank], mixture, ranks, per_rank, folded, tied=workload.model.tie_embeddings
@@ -65,9 +74,10 @@ def places(workload: Workload, stack: Stack, pipelines: list[tuple[int, int, boo
 _PlaceRow = tuple[int, int, int, int, int]
 
 
+@lru_cache(maxsize=1 << 12)
 def _kinds(
-    sizes: tuple[int, ...], mixture: list[bool], ranks: int, per_rank: int, folded: bool, *, tied: bool
-) -> list[_PlaceRow]:
+    sizes: tuple[int, ...], mixture: tuple[bool, ...], ranks: int, per_rank: int, folded: bool, *, tied: bool
+) -> tuple[_PlaceRow, ...]:
     """(dense, mixture, embedding, head, rank) of each kind of rank that has more of something than every earlier one."""
     before = [0, *accumulate(mixture)]
     bounds = [0, *accumulate(sizes)]
@@ -83,7 +93,7 @@ def _kinds(
         held = (total - mixed, mixed, first or (tied and end), end)
         if not any(all(map(operator.ge, earlier, held)) for earlier in found):
             found.append((*held, rank))
-    return found
+    return tuple(found)
 
 
 def split(workload: Workload, stack: Stack, stages: int) -> tuple[int, ...]:
