@@ -130,8 +130,11 @@ def _settled(run: PublishedRun, base: ModelSpec, seq_len: int, assumptions: list
         kinds = ("gelu",)
     stated = (run.params_total_b or 0) * 1e9
     if not stated:
-        assumptions.append("gated feed-forward layer and separate output projection, as no size is stated")
-        return replace(base, ffn="swiglu")
+        feed_forward = "gated" if kinds[0] == "swiglu" else "plain"
+        assumptions.append(
+            f"{feed_forward} feed-forward layer and separate output projection, as no size is stated"
+        )
+        return replace(base, ffn=kinds[0])
     # Experts that every token passes, and layers without experts, are often left out of a table of shapes.
     shapes = [base.moe]
     if base.moe is not None and run.params_active_b:
