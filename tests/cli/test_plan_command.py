@@ -277,6 +277,8 @@ def test_no_printed_mfu_exceeds_the_peak_where_sequences_are_long() -> None:
         (["--cluster", "mi355x:64"], "no device for AMD Instinct MI355X"),
         (["--cluster", "tpu-v5p:64", "--stack", "megatron-bridge"], "on accelerators of NVIDIA"),
         (["--cluster", "cpu:64"], "no published run is on CPUs"),
+        (["--cluster", "cpu:64", "--stack", "fsdp"], "no run of it on CPUs is known"),
+        (["--cluster", "tpu-v4:64", "--stack", "megatron"], "no run of it on TPUs is known"),
         (["--cluster", "h100:8", "--tokens", "15T"], "years"),
         (["--cluster", "h100:64", "--tokens", "100"], "less than one step"),
     ],
@@ -316,6 +318,7 @@ def test_the_first_line_says_that_software_was_never_measured_and_its_bias_is_in
     assert "phalanx on h100 was never measured" in found["evidence"]["says"]
     assert found["chosen"]["time_s"]["stack_scalar"] > 0
     assert found["step_s_p5"] < found["chosen"]["step_s"] < found["step_s_p95"]
+    assert found["step_s_p5"] < found["step_s_p50"] < found["step_s_p95"]
     assert found["whole_run"]["usd"]["p5"] < found["whole_run"]["usd"]["p95"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.hardware.catalog import accelerators
-from phalanx.plan.evidence.learned import evidence_for, generation_of, learned, maker_of
+from phalanx.plan.evidence.learned import UNKNOWN_MACHINE, evidence_for, generation_of, learned, maker_of
 from phalanx.plan.workload.software import SOFTWARE
 
 
@@ -83,3 +83,17 @@ def test_an_accelerator_without_runs_takes_the_factor_of_its_generation() -> Non
     assert record is not None
     found = evidence_for(learned(), "nemo", "h20", mixture=False)
     assert (found.kind, found.factor) == ("elsewhere", record.factors["hopper"])
+
+
+@pytest.mark.parametrize("software", ["phalanx", "megatron-bridge"])
+@pytest.mark.parametrize("mixture", [False, True])
+def test_a_cpu_without_fitted_constants_has_no_band_of_accelerators(software: str, mixture: bool) -> None:
+    found = evidence_for(learned(), software, "cpu", mixture=mixture)
+    assert (found.kind, found.runs, found.factor) == ("never", 0, 1.0)
+    assert found.band.p95 == pytest.approx(UNKNOWN_MACHINE)
+    assert found.band.p5 == pytest.approx(1 / UNKNOWN_MACHINE)
+    assert found.band.sigma > evidence_for(learned(), software, "h100", mixture=mixture).band.sigma
+    assert "assumed" in str(found)
+    fitted = evidence_for(learned(), "phalanx", "cpu", mixture=mixture, calibrated=True)
+    assert fitted.kind == "calibrated"
+    assert fitted.band.sigma < found.band.sigma

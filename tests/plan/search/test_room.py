@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.search.plausible import without_room
-from phalanx.plan.search.room import LEAST_ROOM, free_share, with_room_first
+from phalanx.plan.search.room import LEAST_ROOM, NO_ROOM, free_share, with_room_first
 from phalanx.plan.step_cost.estimate import Estimate, estimate
 from plan.jobs import LAYOUTS, job
 
@@ -43,6 +43,12 @@ def test_a_plan_with_less_room_than_memory_may_be_off_by_says_so_with_one_that_h
     (caveat,) = without_room(tight, roomy)
     assert str(roomy.layout) in caveat.text
     assert "+5.0%" in caveat.text
+    assert not caveat.decides
     (alone,) = without_room(tight, None)
     assert "recompute more" in alone.text
     assert not list(without_room(roomy, roomy))
+
+
+def test_a_plan_that_fits_by_less_than_any_prediction_is_known_to_is_no_go(some: Estimate) -> None:
+    (caveat,) = without_room(with_free(some, NO_ROOM / 2), None)
+    assert caveat.decides

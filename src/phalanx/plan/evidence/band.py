@@ -77,5 +77,11 @@ def normal_band(relative_sd: float) -> Band:
     return Band(tuple(math.exp(sigma * float(score)) for score in _SCORES))
 
 
+def band_of_factor(factor: float) -> Band:
+    """The log-normal band with median 1 whose P5 and P95 are ``factor`` below and above."""
+    step = math.log(factor) / float(_SCORES[-1])
+    return Band(tuple(math.exp(step * float(score)) for score in _SCORES))
+
+
 EXACT = Band((1.0,) * len(LEVELS))
 """The band of a prediction that is taken as right."""

@@ -9,12 +9,14 @@
   when any software was predicted from its runs on other accelerators, and this one from its other models.
 * ``never``: no published run, or none on this maker's accelerators, for which it would be other software. The factor is the bias that the planner had on software of which it knew only the kind, and the
   band what was left over. Software that never ran is not credited with being faster than predicted: the factor is one or more.
+  On CPUs, where nobody published a run, nothing was left over: the band is assumed, and wide.
 
 ``calibrated`` stands beside them for this project's own stack on a machine whose constants were fitted on steps that ran there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from phalanx.plan.evidence.band import Band
+from phalanx.plan.evidence.band import Band, band_of_factor
 
 Kind = Literal["here", "elsewhere", "never", "calibrated"]
 
@@ -61,6 +63,11 @@ _MAKERS = {"cdna3": "AMD", "cdna4": "AMD", "tpu": "Google", "cpu": "any"}
 def maker_of(accelerator: str) -> str:
     """Names the maker of an accelerator by its key: kernels and collectives are written for a maker's accelerators."""
     return _MAKERS.get(generation_of(accelerator), "NVIDIA")
+
+
+UNKNOWN_MACHINE = 4.0
+"""P95 over the median on a CPU whose constants were not fitted; assumed. The catalog's core stands for any: cores do a third of its fp32
+products a second (AVX2, one unit, 2 GHz) to three times as many (AVX-512, two units, 3.5 GHz), and caches differ beside that."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,11 @@ class Evidence:
     """Number of programs whose runs the band is from."""
 
     def __str__(self) -> str:
+        if not self.runs:
+            return (
+                f"{self.subject} was never measured, and no published run is like it: P5-P95 is assumed, a factor of "
+                f"{self.band.p95:.2g} either way; no bias is applied"
+            )
         error = f"median left-out error {self.left_out_error:.0%}"
         runs = f"{self.runs:,} run{'s' * (self.runs != 1)} of {self.models} model{'s' * (self.models != 1)}"
         if self.kind == "here":
@@ -197,6 +209,9 @@ def evidence_for(
         mixture: True for mixtures of experts, which exercise other code than dense models.
         calibrated: True if the constants were fitted on steps of this software on this machine.
     """
+    if maker_of(accelerator) == "any" and not calibrated:
+        assumed = band_of_factor(UNKNOWN_MACHINE)
+        return Evidence("never", f"{software} on {accelerator}", 1.0, assumed, 0, 0, math.nan, 0)
     record = table.record(software, mixture=mixture)
     if record is not None and maker_of(accelerator) not in map(maker_of, record.accelerators):
         record = None

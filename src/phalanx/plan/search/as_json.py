@@ -62,6 +62,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "tokens": plan.tokens,
         "step_error": plan.band.sigma,
         "step_s_p5": plan.chosen.step_s * plan.band.p5,
+        "step_s_p50": plan.chosen.step_s * plan.band.p50,
         "step_s_p95": plan.chosen.step_s * plan.band.p95,
         "evidence": evidence_json(plan),
         "chosen": estimate_json(plan, plan.chosen),

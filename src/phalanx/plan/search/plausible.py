@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.plan.evidence.learned import learned, makers_with_runs
+from phalanx.plan.evidence.learned import UNKNOWN_MACHINE, learned, makers_with_runs
 from phalanx.plan.search.query import OWN, RequestError, is_calibrated
-from phalanx.plan.search.room import LEAST_ROOM, free_share
+from phalanx.plan.search.room import LEAST_ROOM, NO_ROOM, free_share
 from phalanx.plan.step_cost.estimate import Estimate
 from phalanx.plan.whole_run.estimate import RunEstimate
 from phalanx.plan.workload.stacks import Job
@@ -89,17 +89,32 @@ def _unmeasured_kind(job: Job) -> Iterator[Caveat]:
     if vendor == "any":
         if not is_calibrated(job.cluster):
             yield Caveat(
-                "no published run is on CPUs: P5-P95 is that of accelerators; phalanx calibrate fits the constants to this machine"
+                f"no published run is on CPUs: P5-P95 is a factor of {UNKNOWN_MACHINE:.2g} either way, assumed; phalanx calibrate fits "
+                "the constants to this machine"
             )
+        if name != OWN:
+            yield _no_device(name, "CPUs")
     elif (makers := makers_with_runs(learned(), name)) and vendor not in makers:
         yield Caveat(
             f"all published runs of {name} that this planner knows are on accelerators of {', '.join(sorted(makers))}: find out that it "
             f"runs on those of {vendor} at all before anything else"
         )
+    elif not makers and vendor == "Google" and name != OWN:
+        yield _no_device(name, "TPUs")
+
+
+def _no_device(stack: str, accelerators: str) -> Caveat:
+    return Caveat(
+        f"{stack} stands for software that is written for GPUs: no run of it on {accelerators} is known, and it may have no device "
+        "for them; find out that it runs there at all before anything else"
+    )
 
 
 def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
-    """Yields a caveat if ``chosen`` leaves less memory than its prediction may be off by, with the best plan that leaves more."""
+    """Yields a caveat if ``chosen`` leaves less memory than its prediction may be off by, with the best plan that leaves more.
+
+    It decides where even the software whose memory is predicted best leaves more in doubt.
+    """
     room = free_share(chosen)
     if 0 <= room < LEAST_ROOM:
         instead = (
@@ -109,7 +124,8 @@ def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
         )
         yield Caveat(
             f"{room:.1%} of the memory is free, less than the prediction may be off by ({LEAST_ROOM:.0%}): try this layout on one replica "
-            f"first, or {instead}"
+            f"first, or {instead}",
+            decides=room < NO_ROOM,
         )
 
 
