@@ -6,24 +6,30 @@ The heavy parts (arrays, catalogs) are imported when they are needed, so that ``
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.errors import explained
-from phalanx.cli.plan.what_to_train import answer_budget, answer_fit, refuse_beside, refuse_model_fields
+from phalanx.cli.plan.plan_files import Written, write_files
+from phalanx.cli.plan.plan_request import (
+    cluster_asked,
+    given_options,
+    is_given,
+    mistakes,
+    one_run_file,
+    placer_asked,
+    question_asked,
+    require_service,
+    spec_asked,
+    without_cluster,
+)
+from phalanx.cli.plan.what_to_train import answer_budget, answer_fit, refuse_beside
 
 if TYPE_CHECKING:
     from phalanx.hardware.cluster import Cluster
-    from phalanx.plan.scaling.answer import Question
     from phalanx.plan.search.network import Placer
-    from phalanx.plan.search.plan import Plan
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
 
@@ -205,267 +211,75 @@ def command(
       phalanx plan --fit runs/small-* large.toml
       phalanx plan configs/llama3-405b.toml --serve --cluster h200:64 --traffic in=2000,out=500,rate=20 --slo ttft=2s,tpot=50ms
     """
-    with _mistakes():
-        from phalanx.plan.search.query import Aim, refuse_unused
+    with mistakes():
+        from phalanx.plan.search.query import Aim
 
         if serve:
-            _require_service(files, traffic)
+            require_service(files, traffic)
             from phalanx.cli.plan.serving_table import answer_service
 
-            chosen = _spec(files[0] if files else None, model, batch, seq_len, _without_cluster(overrides))
-            place = _cluster(cluster_name, overrides)
+            chosen = spec_asked(
+                files[0] if files else None, model, batch, seq_len, without_cluster(overrides)
+            )
+            place = cluster_asked(cluster_name, overrides)
             answer_service(chosen, place, traffic or "", slo or "", weight_format, top=top, as_json=as_json)
             return
-        if without := [name for name in ("traffic", "slo", "weight_format") if _is_given(name)]:
+        if without := [name for name in ("traffic", "slo", "weight_format") if is_given(name)]:
             raise click.UsageError(f"--{without[0].removeprefix('weight_')} goes with --serve")
         if fits:
             instead = (
                 "it fits the run directories that follow, and predicts one run file, or FLOP of --budget"
             )
-            refuse_beside(
-                "--fit", _given(), ("files", "fits", "budget", "tokens", "overrides", "as_json"), instead
-            )
+            together = ("files", "fits", "budget", "tokens", "overrides", "as_json")
+            refuse_beside("--fit", given_options(), together, instead)
             answer_fit(files, overrides=overrides, tokens=tokens, budget=budget, as_json=as_json)
             return
         aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
         if budget is not None:
-            refuse_beside(
-                "--budget", _given(), _WITH_BUDGET, "the model, its tokens and its layout are the answer"
-            )
-            fields = _without_cluster(overrides)
-            refuse_unused(fields, searching=True, tokens=None)
-            refuse_model_fields(fields)
-            question = _question(budget, aim, kind, unique_tokens, inference_tokens, fields)
-            if _is_given("cluster_name"):
-                question = replace(question, cluster=_cluster(cluster_name, overrides))
-            question = replace(question, seq_len=seq_len, batch=batch if _is_given("batch") else None)
+            question = question_asked(budget, aim, kind, unique_tokens, inference_tokens, overrides)
+            if is_given("cluster_name"):
+                question = replace(question, cluster=cluster_asked(cluster_name, overrides))
+            question = replace(question, seq_len=seq_len, batch=batch if is_given("batch") else None)
             answer_budget(question, out=out, report=report, as_json=as_json)
             return
-        if only := [name for name in ("kind", "unique_tokens", "inference_tokens") if _is_given(name)]:
+        if only := [name for name in ("kind", "unique_tokens", "inference_tokens") if is_given(name)]:
             raise click.UsageError(f"--{only[0].replace('_', '-')} goes with --budget")
-        if len(files) > 1:
-            raise click.UsageError(
-                f"one run file is planned at a time, not {len(files)}; --fit takes run directories"
-            )
-        run_file = files[0] if files else None
-        from phalanx.cli.plan.plan_table import print_plan
-        from phalanx.plan.search.as_json import plan_json
-        from phalanx.plan.search.plan import make_plan
-
-        given = {name for name in ("batch", "seq_len") if _is_given(name)}
-        if given and run_file is not None:
-            raise click.UsageError(
-                "--batch and --seq-len go with --model; of a run file, use --set train.batch_size=..."
-            )
-        fields = _without_cluster(overrides)
-        searching = layout is None or explain
-        refuse_unused(fields, searching=layout is None, tokens=tokens)
-        spec = _spec(run_file, model, batch, seq_len, fields)
-        cluster = _cluster(cluster_name, overrides)
+        run_file = one_run_file(files)
+        fields = without_cluster(overrides)
+        spec = spec_asked(run_file, model, batch, seq_len, _used(fields, aim))
+        cluster = cluster_asked(cluster_name, overrides)
         stated = None if model is None else {text.partition("=")[0].strip() for text in fields}
-        placer = _placer(network, shares, spec)
-        plan = make_plan(spec, cluster, aim, stated=stated, searching=searching, placer=placer)
-        _write_files(plan, spec, aim, report, trace, out, stated)
-        if as_json:
-            click.echo(json.dumps(plan_json(plan), allow_nan=False))
-        else:
-            print_plan(plan, explain=explain)
+        placer = placer_asked(network, shares, spec)
+        _answer(spec, cluster, aim, stated, placer, Written(report, trace, out), explain, as_json)
 
 
-def _placer(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Placer | None:
-    """What places layouts on the network that was given; none without one."""
-    if network is None:
-        if shares:
-            raise click.UsageError("--share is about a network: --topology FILE, slurm or kubernetes")
-        return None
-    from phalanx.launch.engines.live_topology import load_topology
-    from phalanx.launch.engines.tools import EngineError
-    from phalanx.launch.given_nodes import fractions
-    from phalanx.launch.placed_layout import placer_on
+def _used(fields: list[str], aim: Aim) -> list[str]:
+    """``fields``, all of which a plan uses. Raises an error that names one that it would not."""
+    from phalanx.plan.search.query import refuse_unused
 
-    try:
-        topology = load_topology(network, spec.launch.partition if network == "slurm" else "")
-    except EngineError as error:
-        raise click.UsageError(f"--topology {network}: {error}") from error
-    rates = topology.with_rates(topology.node_bytes_per_s, fractions(shares or spec.launch.shares))
-    return placer_on(rates, spec)
+    refuse_unused(fields, searching=aim.layout is None, tokens=aim.tokens)
+    return fields
 
 
-def _require_service(files: tuple[Path, ...], traffic: str | None) -> None:
-    """Raises UsageError for options that do not plan a service."""
-    refuse_beside("--serve", _given(), _WITH_SERVE, "it plans workers, not the layout of a training run")
-    if traffic is None:
-        raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
-    if len(files) > 1:
-        raise click.UsageError(f"one model is planned at a time, not {len(files)}")
-
-
-_WITH_SERVE = (
-    "files",
-    "model",
-    "serve",
-    "traffic",
-    "slo",
-    "weight_format",
-    "cluster_name",
-    "overrides",
-    "top",
-    "as_json",
-)
-"""Options that go with --serve."""
-_WITH_BUDGET = (
-    "budget",
-    "kind",
-    "unique_tokens",
-    "inference_tokens",
-    "cluster_name",
-    "optimize",
-    "require",
-    "stack",
-    "batch",
-    "seq_len",
-    "overrides",
-    "step_error",
-    "assume",
-    "report",
-    "out",
-    "as_json",
-)
-"""Options that go with --budget."""
-
-
-def _given() -> list[str]:
-    """The parameters that stand on the command line."""
-    return [name for name in click.get_current_context().params if _is_given(name)]
-
-
-def _question(
-    budget: str,
-    aim: Aim,
-    kind: str | None,
-    unique_tokens: str | None,
-    inference_tokens: str | None,
-    fields: list[str],
-) -> Question:
-    from phalanx.plan.scaling.answer import Question
-    from phalanx.plan.scaling.budget import read_budget
-    from phalanx.plan.scaling.shapes import MODEL_KINDS
-    from phalanx.plan.search.query import read_tokens
-
-    return Question(
-        read_budget(budget),
-        None,
-        aim,
-        overrides=tuple(fields),
-        kinds=tuple(one for one in MODEL_KINDS if kind in (None, one)),
-        unique_tokens=read_tokens(unique_tokens, "--unique-tokens") if unique_tokens else math.inf,
-        inference_tokens=read_tokens(inference_tokens, "--inference-tokens") if inference_tokens else 0.0,
-    )
-
-
-class _Mistake(click.ClickException):
-    """Something wrong with a request."""
-
-    exit_code = click.UsageError.exit_code
-
-
-@contextmanager
-def _mistakes() -> Iterator[None]:
-    """Shows what is wrong with a request in one message, exit code 2."""
-    try:
-        with explained(ValueError, OSError):
-            yield
-    except click.UsageError:
-        raise
-    except click.ClickException as error:
-        raise _Mistake(error.message) from error
-
-
-def _is_given(option: str) -> bool:
-    source = click.get_current_context().get_parameter_source(option)
-    return source is click.core.ParameterSource.COMMANDLINE
-
-
-def _spec(
-    run_file: Path | None, model: str | None, batch: int, seq_len: int, overrides: list[str]
-) -> RunSpec:
-    if (run_file is None) == (model is None):
-        raise click.UsageError("give a run file, or --model NAME (phalanx models lists them)")
-    from phalanx.model.facts.presets import PRESETS
-    from phalanx.plan.search.query import run_of_model
-    from phalanx.run.read import read_run
-
-    if model is not None:
-        for field, option in (("train.batch_size", "batch"), ("train.seq_len", "seq_len")):
-            if _is_given(option) and any(text.startswith(f"{field}=") for text in overrides):
-                raise click.UsageError(
-                    f"--set {field} and --{option.replace('_', '-')} say the same: give one"
-                )
-        return run_of_model(model, seq_len, batch, tuple(overrides))
-    assert run_file is not None, "one of the two is given"
-    return read_run(run_file, PRESETS, tuple(overrides))
-
-
-_CLUSTER = "cluster."
-
-
-def _without_cluster(overrides: Iterable[str]) -> list[str]:
-    return [text for text in overrides if not text.startswith(_CLUSTER)]
-
-
-def _cluster(name: str, overrides: Iterable[str]) -> Cluster:
-    from phalanx.hardware.catalog import cluster
-    from phalanx.hardware.overrides import with_value
-
-    found = cluster(name)
-    if re.fullmatch(r"[\w-]+", name) and name != "this":
-        click.echo(
-            f"--cluster {name}: one domain, {found.key}; --cluster {name}:N is of N accelerators", err=True
-        )
-    for text in overrides:
-        if text.startswith(_CLUSTER):
-            figure, _, value = text.removeprefix(_CLUSTER).partition("=")
-            try:
-                found = with_value(found, figure, float(value))
-            except ValueError as error:
-                raise click.UsageError(f"--set {text}: {error}") from error
-    return found
-
-
-_TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
-"""Fields that decide what is learned, which a plan of a model by its name cannot know."""
-
-
-def _write_files(
-    plan: Plan,
+def _answer(
     spec: RunSpec,
+    cluster: Cluster,
     aim: Aim,
-    report: Path | None,
-    trace: Path | None,
-    out: Path | None,
     stated: set[str] | None,
+    placer: Placer | None,
+    written: Written,
+    explain: bool,
+    as_json: bool,
 ) -> None:
-    if report is not None:
-        from phalanx.plan.report.page import report_page
+    """Makes the plan, writes the files that were asked for and prints it."""
+    from phalanx.cli.plan.plan_table import print_plan
+    from phalanx.plan.search.as_json import plan_json
+    from phalanx.plan.search.plan import make_plan
 
-        report.write_text(report_page(plan), encoding="utf-8")
-    if trace is not None:
-        from phalanx.plan.report.trace import perfetto
-
-        trace.write_text(json.dumps(perfetto(plan.job, plan.chosen)), encoding="utf-8")
-    if out is not None:
-        import tomli_w
-
-        from phalanx.plan.search.advice import run_of_layout
-        from phalanx.run.read import to_table
-
-        winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if aim.tokens else None)
-        unfilled = tuple(field for field in _TO_FILL_IN if stated is not None and field not in stated)
-        if unfilled:
-            listed = ", ".join(unfilled)
-            click.echo(f"{out}: fill in {listed} before it is trained: they are defaults", err=True)
-        winner = replace(winner, unfilled=unfilled or winner.unfilled)
-        out.write_text(tomli_w.dumps(to_table(winner)), encoding="utf-8")
-    written = [str(path) for path in (report, trace, out) if path is not None]
-    if written:
-        click.echo(f"wrote {', '.join(written)}", err=True)
+    searching = aim.layout is None or explain
+    plan = make_plan(spec, cluster, aim, stated=stated, searching=searching, placer=placer)
+    write_files(plan, spec, aim, written, stated)
+    if as_json:
+        click.echo(json.dumps(plan_json(plan), allow_nan=False))
+    else:
+        print_plan(plan, explain=explain)
