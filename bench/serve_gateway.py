@@ -31,7 +31,7 @@ def gateway() -> ASGIApp:
     """The gateway over an engine that costs nothing."""
     from phalanx.data.tokenizer import BytesTokenizer
     from phalanx.serve.gateway.app import Gateway, application
-    from phalanx.serve.gateway.model_text import ModelText
+    from phalanx.serve.gateway.served.model_text import ModelText
     from phalanx.serve.gateway.worker import EngineWorker, Identity
     from phalanx.traffic.requests import Ended, Request, Token, Told
 

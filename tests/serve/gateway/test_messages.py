@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.gateway.admission import Limits, Measured, retry_after
-from phalanx.serve.gateway.messages import Chat, Completion, RefusedError, prompts_of, read_body, stops_of
+from phalanx.serve.gateway.access.admission import Limits, Measured, retry_after
+from phalanx.serve.gateway.messages.requests import (
+    Chat,
+    Completion,
+    RefusedError,
+    prompts_of,
+    read_body,
+    stops_of,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.data.tokenizer import BytesTokenizer
 from phalanx.serve.gateway.app import Gateway, application
-from phalanx.serve.gateway.model_text import ModelText
+from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.worker import Identity, WorkerLoad
 from phalanx.traffic.requests import Request, Token, Told
 

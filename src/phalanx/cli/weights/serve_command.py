@@ -94,7 +94,7 @@ def command(
       phalanx serve --new-key keys.txt
       phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
     """
-    from phalanx.serve.gateway.keys import KeyFileError, add_key, read_keys
+    from phalanx.serve.gateway.access.keys import KeyFileError, add_key, read_keys
 
     if new_key is not None:
         with explained(KeyFileError):
@@ -112,9 +112,9 @@ def command(
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.serve.engine.errors import EngineError
-    from phalanx.serve.gateway.admission import Limits
+    from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.app import Gateway
-    from phalanx.serve.gateway.of_run import open_run
+    from phalanx.serve.gateway.served.of_run import open_run
     from phalanx.serve.gateway.server import ServerError, listen, serve
 
     with explained(

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from phalanx.serve.gateway.admission import Limits, Measured, retry_after
-from phalanx.serve.gateway.answering import Answering, understood
-from phalanx.serve.gateway.answers import error_body
+from phalanx.serve.gateway.access.admission import Limits, Measured, retry_after
+from phalanx.serve.gateway.access.keys import Keys
+from phalanx.serve.gateway.answers.answering import Answering, understood
 from phalanx.serve.gateway.counts import CONTENT_TYPE, Counts
-from phalanx.serve.gateway.keys import Keys
-from phalanx.serve.gateway.messages import Chat, Completion, RefusedError, read_body
-from phalanx.serve.gateway.model_text import ModelText
+from phalanx.serve.gateway.messages.forms import error_body
+from phalanx.serve.gateway.messages.requests import Chat, Completion, RefusedError, read_body
+from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.worker import EngineWorker, WorkerPort
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.serve.gateway.course import Piece
-from phalanx.serve.gateway.messages import RefusedError
+from phalanx.serve.gateway.answers.course import Piece
+from phalanx.serve.gateway.messages.requests import RefusedError
 from phalanx.traffic.requests import Token
 
 _TYPES = {

@@ -13,8 +13,8 @@ from phalanx.checkpoint.tiers.digest import combine, tensor_digest
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.serve.engine.engine import Engine as PagedEngine
-from phalanx.serve.gateway.model_text import ModelText, read_model_text
-from phalanx.serve.gateway.turns import TurnsEngine
+from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
+from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.generate import load_model
 from phalanx.serve.numerics.products import require_independent_rows

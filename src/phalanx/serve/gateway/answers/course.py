@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.serve.gateway.messages import RefusedError
+from phalanx.serve.gateway.messages.requests import RefusedError
 from phalanx.serve.gateway.worker import WorkerPort
 from phalanx.serve.stop_strings import StopStrings
 from phalanx.serve.text_stream import TextStream

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from phalanx.serve.gateway.answers import Form, error_body, joined, usage
+from phalanx.serve.gateway.answers.course import Piece, pieces
 from phalanx.serve.gateway.counts import Counts
-from phalanx.serve.gateway.course import Piece, pieces
-from phalanx.serve.gateway.messages import (
+from phalanx.serve.gateway.messages.forms import Form, error_body, joined, usage
+from phalanx.serve.gateway.messages.requests import (
     Chat,
     Common,
     Completion,
@@ -25,7 +25,7 @@ from phalanx.serve.gateway.messages import (
     seed_of,
     stops_of,
 )
-from phalanx.serve.gateway.model_text import ModelText
+from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.worker import WorkerPort
 from phalanx.traffic.requests import Request, Sampling
 
