@@ -174,7 +174,8 @@ def main() -> None:
             for process, where in ((ours, port), (theirs, bare_port)):
                 before = cpu_s(process.pid)
                 answers = load(where, STREAMS)
-                assert all(one.count(b"data: ") == len(lines) for one in answers)
+                short = [one for one in answers if one.count(b"data: ") != len(lines)]
+                assert not short, short[0][:500]
                 pair.append((cpu_s(process.pid) - before) / (STREAMS * TOKENS))
             costs.append((pair[0], pair[1]))
     finally:

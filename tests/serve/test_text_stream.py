@@ -15,9 +15,15 @@ KINDS = pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
 EMOJI = list("👩‍🚀".encode())
 
 
+KNOWN: dict[str, dict[int, str]] = {"bytes": {}, "bpe": {}}
+"""What earlier streams of a tokenizer have learned."""
+
+
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    stream = TextStream(tokenizer)
-    return [*(stream.feed(token) for token in ids), stream.flush()]
+    streams = [TextStream(tokenizer), TextStream(tokenizer, known=KNOWN[tokenizer.kind])]
+    alone, among_others = ([*(stream.feed(token) for token in ids), stream.flush()] for stream in streams)
+    assert alone == among_others
+    return alone
 
 
 @KINDS

@@ -118,10 +118,11 @@ class BytesTokenizer:
     def fingerprint(self) -> str:
         return hashlib.sha256(b"phalanx bytes tokenizer, end of document 256").hexdigest()
 
-    @property
+    @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
         lengths = np.ones(self.vocab_size, dtype=np.int64)
         lengths[self.end_of_document] = 0
+        lengths.flags.writeable = False
         return lengths
 
     def encode(self, text: str) -> list[int]:
@@ -188,6 +189,14 @@ class BpeTokenizer:
         first = next(place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
         return tuple(encoded.ids[:first])
 
+    @cached_property
+    def _for_templates(self) -> HfTokenizer:
+        # A tokenizer of 128,000 tokens takes a second to parse, which a server has not for each chat.
+        hf = HfTokenizer.from_str(self.serialized)
+        hf.no_truncation()
+        hf.no_padding()
+        return hf
+
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.end_token}\0{self.serialized}".encode()).hexdigest()
@@ -209,10 +218,7 @@ class BpeTokenizer:
 
     def encode_template(self, text: str) -> list[int]:
         """As ``encode``, but the name of a special token is that token: for what a chat template has made."""
-        hf = HfTokenizer.from_str(self.serialized)
-        hf.no_truncation()
-        hf.no_padding()
-        return list(hf.encode(text, add_special_tokens=False).ids)
+        return list(self._for_templates.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         encodings = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -24,6 +24,8 @@ class StopStrings:
         """The text that is certain after more of it, and whether a stop string was found; from then on there is no more."""
         if self._stopped:
             return "", True
+        if not self._stops:
+            return text, False
         seen = self._held + text
         found = min((place for stop in self._stops if (place := seen.find(stop)) >= 0), default=-1)
         begun = len(seen) - self._hopeful(seen)

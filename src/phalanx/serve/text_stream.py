@@ -15,10 +15,16 @@ _REPLACEMENT = "\ufffd"
 class TextStream:
     """Turns ids into text one at a time; special tokens give none."""
 
-    def __init__(self, tokenizer: Tokenizer, *, at_start: bool = True) -> None:
-        """``at_start``: the first id begins a text; else the ids go on with one, such as a prompt."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, at_start: bool = True, known: dict[int, str] | None = None
+    ) -> None:
+        """``at_start``: the first id begins a text; else the ids go on with one, such as a prompt.
+
+        ``known`` keeps the texts of ids that are whole characters amid a text, and may be shared by all streams of a tokenizer.
+        """
         self._tokenizer = tokenizer
         self._at_start = at_start
+        self._known = {} if known is None else known
         self._held: list[int] = []
 
     def feed(self, token: int) -> str:
@@ -26,6 +32,9 @@ class TextStream:
 
         Raises ValueError for an id outside the tokenizer's vocabulary.
         """
+        amid = not self._held and not self._at_start
+        if amid and (seen := self._known.get(token)) is not None:
+            return seen
         if not 0 <= token < self._tokenizer.vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {self._tokenizer.vocab_size}")
         if self._tokenizer.byte_lengths[token] == 0:
@@ -33,6 +42,8 @@ class TextStream:
         self._held.append(token)
         text = self._decode(self._held)
         if not text.endswith(_REPLACEMENT):
+            if amid:
+                self._known[token] = text
             self._held.clear()
             self._at_start = False
             return text

@@ -133,9 +133,13 @@ class FallbackTokenizer:
 
     def encode_template(self, text: str) -> list[int]:
         """As transformers encodes, the name of a special token being that token: for what a chat template has made."""
+        return list(self._for_templates.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _for_templates(self) -> HfTokenizer:
         hf = _unlimited(HfTokenizer.from_str(self.serialized))
         hf.encode_special_tokens = False
-        return list(hf.encode(text, add_special_tokens=False).ids)
+        return hf
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         plain = [self._with_prefix(text) for text in texts if SPACE not in text]

@@ -15,16 +15,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.serve.gateway.access.admission import Limits, Measured, retry_after
 from phalanx.serve.gateway.access.keys import Keys
 from phalanx.serve.gateway.answers.answering import Answering, understood
+from phalanx.serve.gateway.answers.patience import Patience
 from phalanx.serve.gateway.counts import CONTENT_TYPE, Counts
 from phalanx.serve.gateway.messages.forms import error_body
 from phalanx.serve.gateway.messages.requests import Chat, Completion, RefusedError, read_body
 from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.worker import EngineWorker, WorkerPort
+
+_SERVERS_SEND = "phalanx.send"
+"""The scope's entry for the server's own ``send``, which starlette wraps three times: a stream's pieces need none of that."""
 
 
 @dataclass
@@ -71,7 +75,7 @@ class Gateway:
             )
 
 
-def application(gateway: Gateway) -> Starlette:
+def application(gateway: Gateway) -> ASGIApp:
     """The application over a gateway."""
 
     def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -118,7 +122,7 @@ def application(gateway: Gateway) -> Starlette:
     async def apologize(_request: Request, error: Exception) -> Response:
         return refusal(gateway, RefusedError(f"a defect of phalanx serve: {error!r}"[:500], status=500))
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/models", guarded(models)),
             Route("/v1/models/{name:path}", guarded(one_model)),
@@ -130,6 +134,12 @@ def application(gateway: Gateway) -> Starlette:
         ],
         exception_handlers={HTTPException: explain, Exception: apologize},
     )
+
+    async def entry(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_SERVERS_SEND] = send
+        await app(scope, receive, send)
+
+    return entry
 
 
 def _model(gateway: Gateway) -> dict[str, Any]:
@@ -207,14 +217,17 @@ class _Answer(Response):
             response = refusal(self._gateway, error)
         await response(scope, receive, send)
 
-    async def _events(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _events(self, scope: Scope, _receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with aclosing(self._answering.events()) as events:
-            async for event in events:
-                async with asyncio.timeout(self._gateway.reader_s):
+        send = scope.get(_SERVERS_SEND, send)
+        with Patience(self._gateway.reader_s) as patience:
+            async with aclosing(self._answering.events()) as events:
+                async for event in events:
+                    patience.begin()
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    patience.end()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _left(receive: Receive) -> None:

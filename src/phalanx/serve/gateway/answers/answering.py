@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import count
@@ -15,7 +15,7 @@ import msgspec
 
 from phalanx.serve.gateway.answers.course import Piece, pieces
 from phalanx.serve.gateway.counts import Counts
-from phalanx.serve.gateway.messages.forms import Form, error_body, joined, usage
+from phalanx.serve.gateway.messages.forms import Form, error_body, event_of, joined, usage
 from phalanx.serve.gateway.messages.requests import (
     Chat,
     Common,
@@ -159,9 +159,7 @@ class Answering:
         began = last = time.monotonic()
         first, finish = True, ""
         try:
-            course = pieces(
-                self._port, request, self._model.tokenizer, asked.stops, at_start=asked.at_start[number]
-            )
+            course = pieces(self._port, request, self._model, asked.stops, at_start=asked.at_start[number])
             async with aclosing(course) as steps:
                 async for piece in steps:
                     now = time.monotonic()
@@ -208,28 +206,51 @@ class Answering:
     async def events(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events; an error in the middle is the last of them."""
         total = len(self._asked.prompts) * self._asked.n
-        ready: asyncio.Queue[bytes | RefusedError | None] = asyncio.Queue(_BEHIND)
         options = self._asked.body.stream_options
         with_usage = options is not None and options.include_usage
+        more: dict[str, None] = {"usage": None} if with_usage else {}
+        # A queue between tasks wakes the event loop once more for each token.
+        source = self._events_of(0, more) if total == 1 else self._events_of_all(total, more)
+        try:
+            async with aclosing(source) as events:
+                async for event in events:
+                    yield event
+        except RefusedError as error:
+            yield event_of(error_body(error))
+            return
+        if with_usage:
+            yield event_of(self._form.envelope([], chunk=True) | {"usage": self._usage()})
+        yield b"data: [DONE]\n\n"
+
+    async def _events_of(self, index: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
+        """The events of one text, with ``more`` fields. Raises RefusedError."""
+        form, first = self._form, True
+        scored: tuple[float, ...] | None = None
+        async with aclosing(self._text(index)) as steps:
+            async for piece in steps:
+                if piece.scored is not None:
+                    scored = piece.scored
+                    continue
+                if form.plain and not piece.finish:
+                    if not piece.text:
+                        continue
+                    if not first:
+                        yield form.text_event(index, piece.text, more)
+                        continue
+                before = self._about_prompt(index, scored) if first else {}
+                choice = _together(before, form.chunk(index, piece, first=first))
+                first = False
+                yield event_of(form.envelope([choice], chunk=True) | more)
+
+    async def _events_of_all(self, total: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
+        """The events of all texts as they come. Raises RefusedError at the first text that cannot be computed."""
+        ready: asyncio.Queue[bytes | RefusedError | None] = asyncio.Queue(_BEHIND)
 
         async def one(index: int) -> None:
-            first = True
-            scored: tuple[float, ...] | None = None
             try:
-                async with aclosing(self._text(index)) as steps:
-                    async for piece in steps:
-                        if piece.scored is not None:
-                            scored = piece.scored
-                            continue
-                        if not (
-                            piece.text or piece.finish or self._form.logprobs >= 0 or self._form.token_ids
-                        ):
-                            continue
-                        before = self._about_prompt(index, scored) if first else {}
-                        choice = _together(before, self._form.chunk(index, piece, first=first))
-                        first = False
-                        chunk = self._form.envelope([choice], chunk=True)
-                        await ready.put(_event(chunk | ({"usage": None} if with_usage else {})))
+                async with aclosing(self._events_of(index, more)) as events:
+                    async for event in events:
+                        await ready.put(event)
                 await ready.put(None)
             except RefusedError as error:
                 await ready.put(error)
@@ -241,18 +262,10 @@ class Answering:
             while left:
                 event = await ready.get()
                 if isinstance(event, RefusedError):
-                    yield _event(error_body(event))
-                    return
+                    raise event
                 left -= event is None
                 if event is not None:
                     yield event
-        if with_usage:
-            yield _event(self._form.envelope([], chunk=True) | {"usage": self._usage()})
-        yield b"data: [DONE]\n\n"
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def _together(before: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:

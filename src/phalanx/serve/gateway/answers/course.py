@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from phalanx.data.tokenizer import Tokenizer
 from phalanx.serve.gateway.messages.requests import RefusedError
+from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.worker import WorkerPort
 from phalanx.serve.stop_strings import StopStrings
 from phalanx.serve.text_stream import TextStream
@@ -27,23 +27,25 @@ class Piece:
 
 
 async def pieces(
-    port: WorkerPort, request: Request, tokenizer: Tokenizer, stops: list[str], *, at_start: bool
+    port: WorkerPort, request: Request, model: ModelText, stops: list[str], *, at_start: bool
 ) -> AsyncGenerator[Piece]:
     """The pieces of a request's text; the last one has ``finish``. Raises RefusedError if it cannot be computed.
 
     Left early, or by a stop string, the request is cancelled.
     """
-    stream, stop = TextStream(tokenizer, at_start=at_start), StopStrings(stops)
+    vocab_size = model.tokenizer.vocab_size
+    stream = TextStream(model.tokenizer, at_start=at_start, known=model.texts)
+    stop = StopStrings(stops)
     async with aclosing(port.submit(request)) as told:
         async for one in told:
-            if isinstance(one, PromptScored):
-                yield Piece(scored=one.logprobs)
-            elif isinstance(one, Token):
-                text, stopped = stop.feed(stream.feed(one.id) if one.id < tokenizer.vocab_size else "")
+            if isinstance(one, Token):
+                text, stopped = stop.feed(stream.feed(one.id) if one.id < vocab_size else "")
                 if stopped:
                     yield Piece(text, [one], finish="stop")
                     return
                 yield Piece(text, [one])
+            elif isinstance(one, PromptScored):
+                yield Piece(scored=one.logprobs)
             elif isinstance(one, Ended):
                 if one.outcome in ("error", "cancelled"):
                     raise RefusedError(one.text or "the request was given up", status=500)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
@@ -27,6 +27,8 @@ class ModelText:
     stop_tokens: frozenset[int]
     vocab_size: int
     template: ChatTemplate | None = None
+    texts: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
+    """The texts of tokens that were told before; filled by use."""
 
     def prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """The ids of a prompt. Raises RefusedError for ids that the model does not have."""
