@@ -1,4 +1,4 @@
-"""Requests read from JSON, stop strings and admission: for any input."""
+"""Requests read from JSON and stop strings: for any input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.gateway.access.admission import Limits, Measured, retry_after
 from phalanx.serve.gateway.messages.requests import (
     Chat,
     Completion,
@@ -53,22 +52,3 @@ def test_any_bytes_are_read_or_refused(body: bytes) -> None:
 )
 def test_null_asks_for_nothing_and_is_taken(name: str) -> None:
     read_body(Completion, msgspec.json.encode({"model": "m", "prompt": "a", name: None}))
-
-
-@given(
-    st.integers(0, 1000),
-    st.floats(0, 1000),
-    st.integers(1, 300),
-    st.integers(1, 300),
-    st.floats(0, 100, allow_nan=False),
-)
-def test_an_idle_gateway_admits_and_a_full_one_says_when(
-    unfinished: int, seconds: float, texts: int, most: int, wait_s: float
-) -> None:
-    wait = retry_after(Limits(requests=most, wait_s=wait_s), Measured(unfinished, seconds), texts)
-    if unfinished == 0:
-        assert wait == 0
-    elif unfinished + texts > most or unfinished * seconds > wait_s:
-        assert 1 <= wait <= 600
-    else:
-        assert wait == 0

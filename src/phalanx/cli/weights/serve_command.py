@@ -69,6 +69,13 @@ from phalanx.cli.weights.memory_option import Bytes
     metavar="FILE",
     help="Make a key, add its hash to FILE, print it, and end.",
 )
+@click.option("--key-name", default="", help="With --new-key: the name that metrics and messages call it by.")
+@click.option(
+    "--key-limits",
+    default="",
+    metavar="LIMITS",
+    help="With --new-key: requests=60,tokens=100000,concurrent=4 (the first two in a minute).",
+)
 def command(
     run_dir: Path | None,
     step: int | None,
@@ -84,6 +91,8 @@ def command(
     drain_s: float,
     key_file: Path | None,
     new_key: Path | None,
+    key_name: str,
+    key_limits: str,
 ) -> None:
     """Serve the model of RUN_DIR: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics.
 
@@ -91,15 +100,17 @@ def command(
 
     \b
       phalanx serve runs/quickstart-1f3a9c04
-      phalanx serve --new-key keys.txt
+      phalanx serve --new-key keys.txt --key-name alice --key-limits requests=60,concurrent=4
       phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
     """
-    from phalanx.serve.gateway.access.keys import KeyFileError, add_key, read_keys
+    from phalanx.serve.gateway.access.keys import KeyFileError, add_key, parse_limits, read_keys
 
     if new_key is not None:
         with explained(KeyFileError):
-            click.echo(add_key(new_key))
+            click.echo(add_key(new_key, key_name, parse_limits(key_limits)))
         return
+    if key_name or key_limits:
+        raise click.UsageError("--key-name and --key-limits are for --new-key FILE")
     if run_dir is None:
         raise click.UsageError("give a run directory")
     from phalanx.watch.page.guard import is_loopback

@@ -17,9 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx.serve.gateway.access.admission import Limits, Measured, retry_after
+from phalanx.serve.gateway.access.admission import Demand, Limits, retry_after
+from phalanx.serve.gateway.access.key_use import KeyUse
 from phalanx.serve.gateway.access.keys import Keys
-from phalanx.serve.gateway.answers.answering import Answering, understood
+from phalanx.serve.gateway.access.workload import Workload
+from phalanx.serve.gateway.answers.answering import Answering
+from phalanx.serve.gateway.answers.asked import Room, understood
 from phalanx.serve.gateway.answers.patience import Patience
 from phalanx.serve.gateway.counts import CONTENT_TYPE, Counts
 from phalanx.serve.gateway.messages.forms import error_body
@@ -44,12 +47,16 @@ class Gateway:
     body_s: float = 30.0
     """How long a client may take to send its body."""
     draining: bool = False
-    unfinished: int = 0
-    """Texts that are asked for and not ended."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.model.name)
+        self.workload = Workload()
+
+    @property
+    def unfinished(self) -> int:
+        """Texts that are asked for and not ended."""
+        return self.workload.texts
 
     def trouble(self) -> str:
         """Why nothing can be served; empty if it can."""
@@ -57,41 +64,62 @@ class Gateway:
             return "the engine has ended"
         return ""
 
-    def require_room(self, texts: int) -> None:
-        """Raises RefusedError where ``texts`` more are not admitted."""
+    def room(self) -> Room:
+        """How long a text may be."""
+        return Room(self.port.identity.context, self.port.load().pages)
+
+    def require_open(self) -> None:
+        """Raises RefusedError where nothing is taken any more."""
         if self.draining:
             raise RefusedError("this server is about to end: ask another one", status=503, retry_after=5)
-        if texts > self.limits.requests:
+
+    def require_room(self, demand: Demand) -> None:
+        """Raises RefusedError where a request is not admitted."""
+        self.require_open()
+        if demand.texts > self.limits.requests:
             raise RefusedError(
-                f"{texts} texts at once; at most {self.limits.requests}: ask for fewer choices", "n"
+                f"{demand.texts} texts at once; at most {self.limits.requests}: ask for fewer choices", "n"
             )
-        wait = retry_after(self.limits, Measured(self.unfinished, self.counts.seconds_per_text), texts)
-        if wait:
+        measured = self.workload.measured(self.port.load().pages, time.monotonic())
+        if wait := retry_after(self.limits, measured, demand):
             raise RefusedError(
-                f"there is too much to do: ask again in {wait} s",
+                f"there is too much to do ({measured.texts} texts): ask again in {wait} s",
                 status=429,
                 code="overloaded",
                 retry_after=wait,
             )
 
+    def client(self, key: str) -> KeyUse | None:
+        """Who asks, where keys are needed. Raises RefusedError."""
+        if self.keys is None:
+            return None
+        found = self.keys.found(key)
+        if found is None:
+            raise RefusedError(
+                "a key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key"
+            )
+        return self.counts.keys.setdefault(found.name, KeyUse.of(found, time.monotonic()))
+
+
+Endpoint = Callable[[Request, KeyUse | None], Awaitable[Response]]
+
 
 def application(gateway: Gateway) -> ASGIApp:
     """The application over a gateway."""
 
-    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(answer: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                _require_key(gateway, request)
-                return await answer(request)
+                return await answer(request, gateway.client(_bearer(request)))
             except RefusedError as error:
                 return refusal(gateway, error)
 
         return endpoint
 
-    async def models(_request: Request) -> Response:
+    async def models(_request: Request, _client: KeyUse | None) -> Response:
         return _json({"object": "list", "data": [_model(gateway)]})
 
-    async def one_model(request: Request) -> Response:
+    async def one_model(request: Request, _client: KeyUse | None) -> Response:
         if request.path_params["name"] != gateway.model.name:
             raise RefusedError(
                 f"this server has the model {gateway.model.name!r} alone", "model", 404, "model_not_found"
@@ -106,14 +134,14 @@ def application(gateway: Gateway) -> ASGIApp:
         trouble = gateway.trouble() or ("draining" if gateway.draining else "")
         return _json({"status": trouble or "ready"}, 503 if trouble else 200)
 
-    async def metrics(_request: Request) -> Response:
+    async def metrics(_request: Request, _client: KeyUse | None) -> Response:
         return Response(gateway.counts.render(gateway.port.load()), media_type=CONTENT_TYPE)
 
-    async def completions(request: Request) -> Response:
-        return await _answer(gateway, Completion, request)
+    async def completions(request: Request, client: KeyUse | None) -> Response:
+        return await _answer(gateway, Completion, request, client)
 
-    async def chat(request: Request) -> Response:
-        return await _answer(gateway, Chat, request)
+    async def chat(request: Request, client: KeyUse | None) -> Response:
+        return await _answer(gateway, Chat, request, client)
 
     async def explain(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -148,29 +176,29 @@ def _model(gateway: Gateway) -> dict[str, Any]:
         "object": "model",
         "created": gateway.created,
         "owned_by": "phalanx",
-        "max_model_len": gateway.port.identity.context,
+        "max_model_len": gateway.room().tokens,
     }
 
 
-def _require_key(gateway: Gateway, request: Request) -> None:
-    if gateway.keys is None:
-        return
+def _bearer(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not gateway.keys.admits(key.strip()):
-        raise RefusedError("a key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
-async def _answer(gateway: Gateway, kind: type[Completion] | type[Chat], request: Request) -> Response:
-    gateway.require_room(0)
+async def _answer(
+    gateway: Gateway, kind: type[Completion] | type[Chat], request: Request, client: KeyUse | None
+) -> Response:
+    gateway.require_open()
     # A page of another origin may send a form to this machine, but no JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError("send the body with Content-Type: application/json", status=415)
     body = read_body(kind, await _body(gateway, request))
-    asked = understood(body, gateway.model, gateway.port.identity.context, gateway.limits.prompts)
-    texts = len(asked.prompts) * asked.n
-    gateway.require_room(texts)
-    answering = Answering(asked, gateway.model, gateway.port, gateway.counts, gateway.unfinished + texts)
-    return _Answer(gateway, answering, texts, stream=bool(body.stream))
+    asked = understood(body, gateway.model, gateway.room(), gateway.limits.prompts)
+    gateway.require_room(asked.demand)
+    if client is not None:
+        client.admit(asked.most_tokens, time.monotonic())
+    answering = Answering(asked, gateway.model, gateway.port, gateway.counts, gateway.workload)
+    return _Answer(gateway, answering, client, stream=bool(body.stream))
 
 
 async def _body(gateway: Gateway, request: Request) -> bytes:
@@ -192,13 +220,16 @@ async def _body(gateway: Gateway, request: Request) -> bytes:
 class _Answer(Response):
     """An answer that is given up as soon as its client leaves, or leaves it unread."""
 
-    def __init__(self, gateway: Gateway, answering: Answering, texts: int, *, stream: bool) -> None:
+    def __init__(
+        self, gateway: Gateway, answering: Answering, client: KeyUse | None, *, stream: bool
+    ) -> None:
         super().__init__()
-        self._gateway, self._answering, self._texts, self._stream = gateway, answering, texts, stream
+        self._gateway, self._answering, self._client, self._stream = gateway, answering, client, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        gateway.unfinished += self._texts
+        asked = self._answering.asked
+        gateway.workload.began(asked.demand, time.monotonic())
         write = asyncio.ensure_future((self._events if self._stream else self._whole)(scope, receive, send))
         leave = asyncio.ensure_future(_left(receive))
         try:
@@ -208,7 +239,11 @@ class _Answer(Response):
             leave.cancel()
             with suppress(asyncio.CancelledError, TimeoutError, OSError):
                 await write
-            gateway.unfinished -= self._texts
+            now = time.monotonic()
+            gateway.workload.ended(asked.demand, now)
+            if self._client is not None:
+                made = self._answering.generated_tokens
+                self._client.ended(asked.most_tokens, asked.prompt_tokens, made, now)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 
+from phalanx.serve.gateway.access.key_use import KeyUse
 from phalanx.serve.gateway.worker import WorkerLoad
 
 __all__ = ["CONTENT_TYPE", "Counts"]
@@ -80,16 +81,15 @@ class Counts:
         self._refused: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._load = WorkerLoad()
-        self.seconds_per_text = 0.0
+        self.keys: dict[str, KeyUse] = {}
+        """Of clients with a key, by the key's name."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def ended(self, finish: str, seconds: float, beside: int) -> None:
-        """Counts a text that has ended after ``seconds``, among ``beside`` that went on at once."""
+    def ended(self, finish: str, seconds: float) -> None:
+        """Counts a text that has ended after ``seconds``."""
         self._finished[finish] += 1
         self._whole.observe(seconds)
-        mine = seconds / max(1, beside)
-        self.seconds_per_text += (mine - self.seconds_per_text) * (0.1 if self.seconds_per_text else 1)
 
     def refused(self, status: int) -> None:
         """Counts a request that was answered with an error."""
@@ -132,6 +132,26 @@ class Counts:
             ("vllm:e2e_request_latency_seconds", "From a request to its end.", self._whole),
         ):
             yield histogram.family(name, about, self._model)
+        if self.keys:
+            yield from self._of_keys()
+
+    def _of_keys(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily("phalanx_key_running", "Requests under way.", labels=["key"])
+        requests = CounterMetricFamily("phalanx_key_requests", "Requests admitted.", labels=["key"])
+        tokens = CounterMetricFamily(
+            "phalanx_key_tokens", "Tokens of ended requests.", labels=["key", "kind"]
+        )
+        limited = CounterMetricFamily(
+            "phalanx_key_limited", "Requests beyond a limit of their key.", labels=["key", "limit"]
+        )
+        for name, use in self.keys.items():
+            running.add_metric([name], use.running)
+            requests.add_metric([name], use.admitted)
+            tokens.add_metric([name, "prompt"], use.prompt_tokens)
+            tokens.add_metric([name, "generated"], use.generated_tokens)
+            for limit, count in use.refused.items():
+                limited.add_metric([name, limit], count)
+        yield from (running, requests, tokens, limited)
 
     def _counter(self, name: str, about: str, counts: Mapping[str, int], label: str) -> CounterMetricFamily:
         family = CounterMetricFamily(name, about, labels=["model_name", label] if label else ["model_name"])

@@ -1,6 +1,7 @@
-"""Keys of clients, kept as salted hashes in a file that only its owner reads.
+"""Keys of clients, kept as salted hashes in a file that only its owner reads, each with a name and limits of its own.
 
 Keys are 256 random bits, so one hash is enough: there is no dictionary to try. All lines are compared, each in constant time.
+A line is ``SALT:SHA-256 name=NAME requests=60 tokens=100000 concurrent=4``; what is left out is not limited.
 """
 
 from __future__ import annotations
@@ -8,25 +9,58 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import stat
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class KeyFileError(ValueError):
     """The file of keys cannot be used; the message says what to do."""
 
 
+@dataclass(frozen=True)
+class KeyLimits:
+    """What one key may ask for; 0 limits nothing."""
+
+    requests: int = 0
+    """In a minute."""
+    tokens: int = 0
+    """In a minute: of prompts, and as many new ones as are asked for; those that were not made are given back."""
+    concurrent: int = 0
+    """Requests at a time."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A client's key, of which only a hash is known."""
+
+    name: str
+    salt: str
+    digest: str
+    limits: KeyLimits = KeyLimits()
+
+
 class Keys:
     """Whom the gateway lets in."""
 
-    def __init__(self, hashes: list[tuple[str, str]]) -> None:
-        self._hashes = hashes
+    def __init__(self, keys: list[Key]) -> None:
+        self._keys = keys
 
-    def admits(self, key: str) -> bool:
-        found = False
-        for salt, digest in self._hashes:
-            found |= hmac.compare_digest(_hash(salt, key), digest)
+    @property
+    def names(self) -> set[str]:
+        """Of all keys."""
+        return {key.name for key in self._keys}
+
+    def found(self, key: str) -> Key | None:
+        """The entry of a client's ``key``, if there is one."""
+        found = None
+        for one in self._keys:
+            if hmac.compare_digest(_hash(one.salt, key), one.digest):
+                found = one
         return found
 
 
@@ -41,28 +75,67 @@ def read_keys(file: Path) -> Keys:
         ) from error
     if stat.S_IMODE(mode) & 0o077:
         raise KeyFileError(f"{file}: others can read or write it; chmod 600 {file}")
-    hashes = []
+    keys: dict[str, Key] = {}
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        salt, _, digest = line.strip().partition(":")
-        if len(digest) != 64:
+        key = _parsed(line, f"{file}, line {number}")
+        if key.name in keys:
             raise KeyFileError(
-                f"{file}, line {number}: not SALT:SHA-256; make keys with phalanx serve --new-key"
+                f"{file}, line {number}: a second key of the name {key.name!r}; give each its own"
             )
-        hashes.append((salt, digest))
-    if not hashes:
+        keys[key.name] = key
+    if not keys:
         raise KeyFileError(f"{file}: has no key; make one with phalanx serve --new-key {file}")
-    return Keys(hashes)
+    return Keys(list(keys.values()))
 
 
-def add_key(file: Path) -> str:
-    """Makes a key, appends its hash to ``file``, and returns the key, which is kept nowhere."""
+def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
+    """Makes a key, appends its hash to ``file``, and returns the key, which is kept nowhere. Raises KeyFileError."""
+    if name and not _NAME.fullmatch(name):
+        raise KeyFileError(f"the key's name {name!r}: 1 to 64 letters, digits, dots, dashes or underscores")
+    if name and file.exists() and name in read_keys(file).names:
+        raise KeyFileError(f"{file} has a key of the name {name!r}; choose another")
     key, salt = f"sk-{secrets.token_urlsafe(32)}", secrets.token_hex(16)
+    words = [f"{salt}:{_hash(salt, key)}"]
+    words += [f"name={name}"] if name else []
+    if limits is not None:
+        given = {field.name: getattr(limits, field.name) for field in fields(limits)}
+        words += [f"{field}={value}" for field, value in given.items() if value]
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(handle, "w") as out:
-        out.write(f"{salt}:{_hash(salt, key)}\n")
+        out.write(" ".join(words) + "\n")
     return key
+
+
+def parse_limits(text: str) -> KeyLimits:
+    """Limits as they are written: ``requests=60,tokens=100000,concurrent=4``. Raises KeyFileError."""
+    return _limits(text.replace(",", " ").split(), "limits")
+
+
+def _parsed(line: str, where: str) -> Key:
+    first, *words = line.split()
+    salt, _, digest = first.partition(":")
+    if len(digest) != 64:
+        raise KeyFileError(f"{where}: not SALT:SHA-256; make keys with phalanx serve --new-key")
+    named = [word for word in words if word.startswith("name=")]
+    name = named[0].removeprefix("name=") if named else f"key-{salt[:6]}"
+    if len(named) > 1 or not _NAME.fullmatch(name):
+        raise KeyFileError(f"{where}: one name=NAME of letters, digits, dots, dashes or underscores")
+    return Key(name, salt, digest, _limits([word for word in words if word not in named], where))
+
+
+def _limits(words: list[str], where: str) -> KeyLimits:
+    known = [field.name for field in fields(KeyLimits)]
+    given: dict[str, int] = {}
+    for word in words:
+        field, _, value = word.partition("=")
+        if field not in known or field in given:
+            raise KeyFileError(f"{where}: {word!r}: one each of {', '.join(known)}, such as requests=60")
+        if not value.isdecimal() or int(value) < 1:
+            raise KeyFileError(f"{where}: {word!r}: a whole number above 0; leave {field} out for no limit")
+        given[field] = int(value)
+    return KeyLimits(**given)
 
 
 def _hash(salt: str, key: str) -> str:

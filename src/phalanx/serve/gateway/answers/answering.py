@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import msgspec
-
+from phalanx.serve.gateway.access.workload import Workload
+from phalanx.serve.gateway.answers.asked import Asked
 from phalanx.serve.gateway.answers.course import Piece, pieces
 from phalanx.serve.gateway.counts import Counts
 from phalanx.serve.gateway.messages.forms import Form, error_body, event_of, joined, usage
-from phalanx.serve.gateway.messages.requests import (
-    Chat,
-    Common,
-    Completion,
-    RefusedError,
-    prompts_of,
-    seed_of,
-    stops_of,
-)
+from phalanx.serve.gateway.messages.requests import RefusedError
 from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.worker import WorkerPort
 from phalanx.traffic.requests import Request, Sampling
@@ -34,93 +24,14 @@ _BEHIND = 64
 _numbers = count()
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request with its prompts encoded and its defaults filled in."""
-
-    body: Common
-    prompts: list[list[int]]
-    texts: list[str]
-    """The prompts to echo; empty where there is nothing to."""
-    seed: int
-    stops: list[str]
-    logprobs: int
-    max_tokens: list[int]
-    at_start: list[bool]
-
-    @property
-    def n(self) -> int:
-        return self.body.n or 1
-
-    @property
-    def chat(self) -> bool:
-        return isinstance(self.body, Chat)
-
-    @property
-    def scored(self) -> bool:
-        """Whether log-probabilities of prompts are needed."""
-        echo = isinstance(self.body, Completion) and bool(self.body.echo) and self.logprobs >= 0
-        return self.body.prompt_logprobs not in (None, False) or echo
-
-    def id(self) -> str:
-        """An id that tells the seed, and is the same for a repeated request."""
-        sent = msgspec.json.encode(
-            [self.prompts, msgspec.to_builtins(self.body) | {"seed": self.seed, "stream": None}]
-        )
-        digest = hashlib.sha256(sent).hexdigest()[:16]
-        return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.seed:x}-{digest}"
-
-
-def understood(body: Completion | Chat, model: ModelText, context: int, most_prompts: int) -> Asked:
-    """What is asked, in ids. Raises RefusedError."""
-    if body.model != model.name:
-        raise RefusedError(
-            f"there is no model {body.model[:100]!r}: this server has {model.name!r}",
-            "model",
-            404,
-            "model_not_found",
-        )
-    if body.stream_options is not None and not body.stream:
-        raise RefusedError("stream_options is for stream: true alone", "stream_options")
-    if body.top_p == 0:
-        raise RefusedError("top_p: above 0; temperature 0 takes the likeliest token", "top_p")
-    at_start = [False]
-    wanted = body.max_tokens
-    if isinstance(body, Chat):
-        prompts, texts = [model.chat_ids(body.messages)], [""]
-        if body.top_logprobs is not None and not body.logprobs:
-            raise RefusedError("top_logprobs needs logprobs: true", "top_logprobs")
-        logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-        wanted = wanted if body.max_completion_tokens is None else body.max_completion_tokens
-    else:
-        given = prompts_of(body)
-        if len(given) > most_prompts:
-            raise RefusedError(f"prompt: {len(given)} prompts; at most {most_prompts} at once", "prompt")
-        prompts = [model.prompt_ids(one) for one in given]
-        at_start = [one == "" for one in given]
-        echoed = (one if isinstance(one, str) else model.tokenizer.decode(one) for one in given)
-        texts = list(echoed) if body.echo else [""] * len(given)
-        logprobs = -1 if body.logprobs is None else body.logprobs
-        wanted = 16 if wanted is None else wanted
-    lengths = []
-    for prompt in prompts:
-        left = context - len(prompt)
-        if left < 1 or (wanted or 1) > left:
-            raise RefusedError(
-                f"a prompt of {len(prompt)} tokens and {wanted or 1} new ones do not fit into the model's context of "
-                f"{context}: shorten the prompt, or ask for fewer tokens",
-                "max_tokens" if left >= 1 else "prompt" if not isinstance(body, Chat) else "messages",
-                code="context_length_exceeded",
-            )
-        lengths.append(wanted or left)
-    return Asked(body, prompts, texts, seed_of(body), stops_of(body), logprobs, lengths, at_start)
-
-
 class Answering:
     """The texts of one request, on their way to its client."""
 
-    def __init__(self, asked: Asked, model: ModelText, port: WorkerPort, counts: Counts, beside: int) -> None:
-        self._asked, self._model, self._port, self._counts, self._beside = asked, model, port, counts, beside
+    def __init__(
+        self, asked: Asked, model: ModelText, port: WorkerPort, counts: Counts, workload: Workload
+    ) -> None:
+        self.asked, self._model, self._port = asked, model, port
+        self._counts, self._workload = counts, workload
         identity = port.identity
         self._form = Form(
             asked.id(),
@@ -132,12 +43,12 @@ class Answering:
             asked.logprobs,
             asked.body.return_token_ids,
         )
-        self._generated = self._cached = 0
-        self._prompt_tokens = sum(map(len, asked.prompts))
-        counts.prompt_tokens += self._prompt_tokens
+        self.generated_tokens = self._cached = 0
+        """Tokens made so far, and prompt tokens that were held already."""
+        counts.prompt_tokens += asked.prompt_tokens
 
     async def _text(self, index: int) -> AsyncGenerator[Piece]:
-        asked, body = self._asked, self._asked.body
+        asked, body = self.asked, self.asked.body
         number, choice = divmod(index, asked.n)
         request = Request(
             id=f"{self._form.id}-{next(_numbers)}",
@@ -164,9 +75,11 @@ class Answering:
                 async for piece in steps:
                     now = time.monotonic()
                     if piece.tokens:
-                        self._generated += len(piece.tokens)
+                        self.generated_tokens += len(piece.tokens)
                         self._counts.generated_tokens += len(piece.tokens)
                         (self._counts.first_token if first else self._counts.next_token).observe(now - last)
+                        if first:
+                            self._workload.read(len(request.prompt), now)
                         first, last = False, now
                     if piece.finish:
                         finish = piece.finish
@@ -174,19 +87,21 @@ class Answering:
                         self._counts.cached_tokens += piece.cached_tokens
                     yield piece
         finally:
+            if first:
+                self._workload.left_unread(len(request.prompt))
             if finish:
-                self._counts.ended(finish, time.monotonic() - began, self._beside)
+                self._counts.ended(finish, time.monotonic() - began)
             else:
                 self._counts.cancelled += 1
 
     def _about_prompt(self, index: int, scored: tuple[float, ...] | None) -> dict[str, Any]:
-        asked = self._asked
+        asked = self.asked
         number = index // asked.n
         tell = asked.body.prompt_logprobs not in (None, False)
         return self._form.prompt_chunk(index, asked.texts[number], asked.prompts[number], scored, tell=tell)
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._prompt_tokens, self._generated, self._cached)
+        return usage(self.asked.prompt_tokens, self.generated_tokens, self._cached)
 
     async def whole(self) -> dict[str, Any]:
         """The answer at once. Raises RefusedError; then, or when it is given up, all its texts are."""
@@ -199,14 +114,14 @@ class Answering:
 
         choices: list[dict[str, Any]] = []
         async with _AllOrNone() as group:
-            tasks = [group.start(one(index)) for index in range(len(self._asked.prompts) * self._asked.n)]
+            tasks = [group.start(one(index)) for index in range(len(self.asked.prompts) * self.asked.n)]
             choices = [await task for task in tasks]
         return self._form.envelope(choices, chunk=False) | {"usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events; an error in the middle is the last of them."""
-        total = len(self._asked.prompts) * self._asked.n
-        options = self._asked.body.stream_options
+        total = len(self.asked.prompts) * self.asked.n
+        options = self.asked.body.stream_options
         with_usage = options is not None and options.include_usage
         more: dict[str, None] = {"usage": None} if with_usage else {}
         # A queue between tasks wakes the event loop once more for each token.
@@ -240,7 +155,7 @@ class Answering:
                 before = self._about_prompt(index, scored) if first else {}
                 choice = _together(before, form.chunk(index, piece, first=first))
                 first = False
-                yield event_of(form.envelope([choice], chunk=True) | more)
+                yield event_of(form.envelope([choice], chunk=True) | dict(more))
 
     async def _events_of_all(self, total: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
         """The events of all texts as they come. Raises RefusedError at the first text that cannot be computed."""

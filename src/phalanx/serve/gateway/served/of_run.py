@@ -53,12 +53,11 @@ def open_run(
             context=context or sequence,
             weights_id=digest,
         )
-        engine, longest, kind = paged, paged.context, f"{numerics}-{sequence}"
+        engine, kind = paged, f"{numerics}-{sequence}"
     else:
-        longest = context or sequence
-        engine, kind = TurnsEngine(model, longest), "turns"
+        engine, kind = TurnsEngine(model, context or sequence), "turns"
     numerics_id = f"{kind}-{dtype}-torch{torch.__version__}-threads{torch.get_num_threads()}"
-    return words, EngineWorker(engine, Identity(digest, numerics_id, longest))
+    return words, EngineWorker(engine, Identity(digest, numerics_id, context or sequence))
 
 
 def weights_digest(model: nn.Module) -> str:

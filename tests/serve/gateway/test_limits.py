@@ -1,0 +1,85 @@
+"""Limits over HTTP: what does not fit into pages, and keys that ask for more than they may, by the application itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.serve.gateway.access.keys import add_key, parse_limits, read_keys
+from phalanx.serve.gateway.app import Gateway, application
+from phalanx.serve.gateway.served.model_text import ModelText
+from phalanx.serve.gateway.worker import Identity, WorkerLoad
+from phalanx.traffic.requests import Ended, Request, Token, Told
+
+
+class Immediate:
+    """A port with two pages that answers at once."""
+
+    identity = Identity("weights", "numerics", 1000)
+
+    async def submit(self, request: Request) -> AsyncGenerator[Told]:
+        for index in range(request.max_tokens):
+            yield Token(request.id, index, 97)
+        yield Ended(request.id, "length")
+
+    async def cancel(self, request_id: str) -> None: ...
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(pages=2)
+
+    def close(self) -> None: ...
+
+
+def gateway(keys: Path | None = None) -> Gateway:
+    tokenizer = BytesTokenizer()
+    text = ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size)
+    return Gateway(text, Immediate(), None if keys is None else read_keys(keys))
+
+
+def ask(server: Gateway, *bodies: dict[str, Any], key: str = "") -> list[httpx.Response]:
+    async def all_of_them() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application(server))
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://run", headers=headers) as client:
+            return [await client.post("/v1/completions", json={"model": "run"} | body) for body in bodies]
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_text_that_all_pages_do_not_hold_is_refused_with_the_numbers() -> None:
+    fits, too_long = ask(
+        gateway(), {"prompt": "a" * 28, "max_tokens": 100}, {"prompt": "a" * 29, "max_tokens": 100}
+    )
+    assert fits.status_code == 200
+    assert too_long.status_code == 400
+    error = too_long.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "3 pages of 64 tokens, and this server has 2" in error["message"]
+    assert "--memory" in error["message"]
+
+
+def test_a_key_beyond_its_limit_is_told_which_and_when_and_metrics_name_it_without_telling_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys"
+    key = add_key(file, "alice", parse_limits("requests=2,tokens=60"))
+    server = gateway(file)
+    small: dict[str, Any] = {"prompt": "aaaa", "max_tokens": 6}
+    unknown, *_ = ask(server, small, key="sk-other")
+    assert unknown.status_code == 401
+    first, never, second, third = ask(server, small, {"prompt": "a", "max_tokens": 90}, small, small, key=key)
+    assert [first.status_code, second.status_code] == [200, 200]
+    assert never.json()["error"]["code"] == "request_exceeds_rate_limit"
+    assert third.status_code == 429
+    assert "'alice' has 2 requests in a minute" in third.json()["error"]["message"]
+    assert 25 <= int(third.headers["retry-after"]) <= 30
+    metrics = server.counts.render(WorkerLoad()).decode()
+    assert 'phalanx_key_requests_total{key="alice"} 2.0' in metrics
+    assert 'phalanx_key_tokens_total{key="alice",kind="generated"} 12.0' in metrics
+    assert 'phalanx_key_limited_total{key="alice",limit="requests"} 1.0' in metrics
+    assert key not in metrics
