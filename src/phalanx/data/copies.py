@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from phalanx.data.block_sums import BlockSummer, sums_header
+from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError, DatasetExistsError, TokenizerError
 from phalanx.data.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, parse_index
 from phalanx.data.published_tokenizers.files import CONFIG_FILE, TOKENIZER_FILE
@@ -82,7 +83,7 @@ def _copy(source: Store, target: Store, on_bytes: OnBytes) -> Copied:
         raise DatasetExistsError(
             f"{target.url} already holds another dataset; choose another place, or remove that one"
         )
-    for name in (TOKENIZER_FILE, CONFIG_FILE):
+    for name in (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE):
         with suppress(MissingObjectError):
             target.put(name, source.get(name))
     done = written = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx.data.cache.cached_dataset import CachedDataset, CachedShards, CacheOptions, open_cached
+from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import DatasetIndex, read_index
 from phalanx.data.shards import Shards, TokenShards
@@ -74,6 +75,12 @@ def open_places(data: DataSpec) -> dict[str, DatasetPlace]:
     """
     options = cache_options(data)
     return {name: open_place(address, options) for name, address in addresses(data).items()}
+
+
+def template_folder(places: Mapping[str, DatasetPlace]) -> Path | None:
+    """The folder of the first dataset of conversations that has its chat template; ``None`` if there is none."""
+    folders = (place.folder for place in places.values() if place.index.recipe.chat is not None)
+    return next((folder for folder in folders if (folder / TEMPLATE_FILE).exists()), None)
 
 
 def tokenizer_folder(places: Mapping[str, DatasetPlace]) -> Path:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
+from phalanx.data.chat.kept import save_template
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.index import (
@@ -241,6 +242,8 @@ def _write(
                 source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
             )
             tokenizer.save(partial)
+            if chat is not None:
+                save_template(partial, chat.layout.template)
             index = _encode(source, partial, recipe, tokenizer, chat)
             return _commit(partial, out, index)
     except OSError as error:

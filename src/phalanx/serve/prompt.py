@@ -9,12 +9,14 @@ ids are those of ``transformers``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
 from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
+from phalanx.data.chat.kept import turn_ends
 from phalanx.data.chat.messages import Message
-from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
+from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
@@ -55,13 +57,22 @@ def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
     return folder if folder.is_dir() and keeps_tokenizer(folder, tokenizer) else None
 
 
-def encode_chat(published: Path | None, tokenizer: Tokenizer, message: str) -> list[int]:
-    """The ids of a user's ``message`` in the chat template among a model's ``published`` files, up to where its answer begins.
+def template_folder(run_dir: Path, published: Path | None) -> Path | None:
+    """Where a run's chat template is looked for: with its tokenizer, if it was trained on conversations, else among the ``published`` files.
+
+    ``published`` is what ``published_with`` gives.
+    """
+    own = RunDirectory(run_dir).tokenizer
+    return own if (own / TEMPLATE_FILE).exists() else published
+
+
+def encode_chat(folder: Path | None, tokenizer: Tokenizer, message: str) -> list[int]:
+    """The ids of a user's ``message`` in the chat template in ``folder`` (``template_folder``), up to where its answer begins.
 
     Raises TokenizerError if there is no template, or if it refuses the message.
     """
     try:
-        template = None if published is None else read_chat_template(published)
+        template = None if folder is None else read_chat_template(folder)
         return encode_messages(template, tokenizer, [{"role": "user", "content": message}])
     except (TokenizerError, ChatTemplateError) as error:
         raise TokenizerError(f"{error}; leave out --chat") from error
@@ -77,7 +88,8 @@ def encode_messages(
     """
     if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or template is None:
         raise TokenizerError(
-            "there is no chat template for this run: one comes with an imported model, for as long as the run has its tokenizer"
+            "there is no chat template for this run: one comes with an imported model, for as long as the run has its tokenizer, or with a dataset "
+            "of conversations (phalanx data prepare --layout chat)"
         )
     plain = plain_messages(messages)
     try:
@@ -119,10 +131,18 @@ def _content(number: int, content: object) -> str:
     return "".join(texts)
 
 
-def stop_tokens(published: Path | None, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end a text: the tokenizer's end of a document, and those that an imported model's publisher names."""
+def stop_tokens(
+    published: Path | None, tokenizer: Tokenizer, templates: Path | None = None
+) -> frozenset[int]:
+    """The ids that end a text: the tokenizer's end of a document, and those that an imported model's publisher names.
+
+    With the folder of its ``templates``, also what ends a turn of the conversations that the run was trained on.
+    """
     stop = {tokenizer.end_of_document}
     if published is not None and (published / GENERATION_CONFIG).is_file():
         named = read_json(published / GENERATION_CONFIG).get("eos_token_id")
         stop |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
+    if templates is not None and templates != published:
+        with suppress(ChatTemplateError):
+            stop |= turn_ends(read_chat_template(templates), tokenizer)
     return frozenset(stop)

@@ -9,7 +9,14 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import SampleSpec
 from phalanx.serve.generate import generate, load_model
-from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, published_with, stop_tokens
+from phalanx.serve.prompt import (
+    encode_chat,
+    encode_prompt,
+    load_run_tokenizer,
+    published_with,
+    stop_tokens,
+    template_folder,
+)
 from phalanx.serve.text_stream import TextStream
 
 
@@ -28,13 +35,14 @@ def continued(
 ) -> Iterator[str]:
     """Text that continues ``prompt``, piece by piece as it is generated, at most ``tokens`` tokens; ends with the document.
 
-    With ``chat`` the prompt is a user's message, framed by the imported model's chat template, and the text is the answer.
+    With ``chat`` the prompt is a user's message, framed by the run's chat template, and the text is the answer.
     ``model`` is one that is open already (``phalanx.serve.weights``), in the place of the run's own; ``step`` says nothing then.
     The other arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
-    prompt_ids = encode_chat(published, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
+    templates = template_folder(run_dir, published)
+    prompt_ids = encode_chat(templates, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
     opened = load_model(run_dir, step)[0] if model is None else model
     ids = generate(
         opened,
@@ -44,7 +52,7 @@ def continued(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop=stop_tokens(published, tokenizer),
+        stop=stop_tokens(published, tokenizer, templates),
     )
     return _text(ids, TextStream(tokenizer, at_start=not prompt and not chat))
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from phalanx.data.cache.cached_shard import CachedShard, Traffic
 from phalanx.data.cache.requests import Requests
 from phalanx.data.cache.room import Room
+from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.published_tokenizers.files import CONFIG_FILE, TOKENIZER_FILE
@@ -91,6 +92,10 @@ def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) ->
         contents = requests.results([partial(_required, store, name) for name in missing])
         for name, small in zip(missing, contents, strict=True):
             write_atomically(folder / name, small)
+        if index.recipe.chat is not None and not (folder / INDEX_FILE).exists():
+            # Datasets of earlier versions have none.
+            with suppress(MissingObjectError):
+                write_atomically(folder / TEMPLATE_FILE, store.get(TEMPLATE_FILE))
         if not (folder / INDEX_FILE).exists():
             write_atomically(folder / INDEX_FILE, content)  # last: the small files are there
         newest.parent.mkdir(exist_ok=True)

@@ -18,7 +18,8 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
-from phalanx.data.chat.template import ChatTemplateError, read_chat_template
+from phalanx.data.chat.kept import save_template
+from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.dedup.near import require_rensa
 from phalanx.data.errors import CorpusError, PreparationError, TokenizerError
 from phalanx.data.formats.compressed import Compression
@@ -312,10 +313,17 @@ def _how_it_differs(store: Store, found: bytes, plan: PreparationPlan) -> str:
     return f"another recipe lies at {store.url} ({', '.join(dict.fromkeys(shown))} differs); {remedy}"
 
 
-def put_tokenizer(store: Store, tokenizer: Tokenizer, below: str = f"{PREPARATION}/tokenizer/") -> list[str]:
-    """Write the tokenizer's files; returns their keys."""
+def put_tokenizer(
+    store: Store,
+    tokenizer: Tokenizer,
+    below: str = f"{PREPARATION}/tokenizer/",
+    template: ChatTemplate | None = None,
+) -> list[str]:
+    """Write the tokenizer's files, and the chat template to go with it; returns their keys."""
     with tempfile.TemporaryDirectory(prefix="phalanx-tokenizer-") as scratch:
         tokenizer.save(Path(scratch))
+        if template is not None:
+            save_template(Path(scratch), template)
         files = sorted(Path(scratch).iterdir())
         for file in files:
             store.put(f"{below}{file.name}", file.read_bytes())

@@ -32,7 +32,9 @@ def seal(place: Workplace, _number: int) -> None:
     manifests = place.manifests(Stage("write", len(place.plan.portions)))
     _require_objects(place, manifests)
     index = dataset_index(place, manifests)
-    put_tokenizer(place.store, place.tokenizer, below="")
+    chat = chat_encoder(place)
+    template = None if chat is None else chat.layout.template
+    put_tokenizer(place.store, place.tokenizer, below="", template=template)
     text = index.to_json().encode()
     try:
         if len(text) <= MOST_CREATED_BYTES:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import tomli_w
 
+from phalanx.data.chat.kept import take_over_template
 from phalanx.observe.event_log import next_attempt
 from phalanx.run.data_folders import record_of
 from phalanx.run.directory.durable import remove_temporaries, write_atomically
@@ -70,7 +71,11 @@ def choose(spec: RunSpec, fingerprint: str) -> RunDirectory:
 
 
 def open_run(
-    spec: RunSpec, fingerprint: str, tokenizer_folder: Path, sources: Mapping[str, str] | None = None
+    spec: RunSpec,
+    fingerprint: str,
+    tokenizer_folder: Path,
+    sources: Mapping[str, str] | None = None,
+    template_folder: Path | None = None,
 ) -> OpenRun:
     """Takes the run's directory for this start, making it on the first.
 
@@ -79,6 +84,7 @@ def open_run(
         fingerprint: Of the data that the run is trained on.
         tokenizer_folder: Where the files of its tokenizer are copied from.
         sources: The fingerprint of each of its sources by name, if it has several.
+        template_folder: Where the chat template that its conversations are framed by lies, if it has any.
 
     Raises:
         RunDirectoryError: It belongs to another run, is in use, or cannot be written.
@@ -108,6 +114,8 @@ def open_run(
             write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
             directory.logs.mkdir(exist_ok=True)
             _copy_tokenizer(tokenizer_folder, directory.tokenizer)
+            if template_folder is not None:
+                take_over_template(template_folder, directory.tokenizer)
             _take_over_published(spec.checkpoint.init_from, directory)
         except BaseException:
             os.close(lock_fd)
@@ -228,10 +236,12 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _take_over_published(init_from: str, directory: RunDirectory) -> None:
-    """Takes over what the publisher of an imported model said, from the run directory of the checkpoint ``init_from``."""
+    """Takes over what the publisher of an imported model said, and a chat template, from the run directory of the checkpoint ``init_from``."""
     if holds_steps(directory):
         return  # taken over at the first start, and the source may be gone
     shutil.rmtree(directory.published, ignore_errors=True)  # of another run, which saved nothing here
     source = RunDirectory(Path(init_from).parent.parent).published
     if init_from and source.is_dir():
         shutil.copytree(source, directory.published)
+    if init_from and (tokenizer := RunDirectory(Path(init_from).parent.parent).tokenizer).is_dir():
+        take_over_template(tokenizer, directory.tokenizer)

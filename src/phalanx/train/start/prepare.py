@@ -17,7 +17,7 @@ from phalanx.data.errors import DataError
 from phalanx.data.files import OnBad, files_of
 from phalanx.data.formats.document import Document, ReadOptions
 from phalanx.data.index import INDEX_FILE
-from phalanx.data.places import DatasetPlace, local_folder, open_places, tokenizer_folder
+from phalanx.data.places import DatasetPlace, local_folder, open_places, template_folder, tokenizer_folder
 from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.sources import MixtureIndex, index_of_places
 from phalanx.data.tokenizer import load_tokenizer
@@ -203,7 +203,7 @@ def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
     sources = {}
     if isinstance(index, MixtureIndex):
         sources = {name: one.fingerprint for name, one in index.sources.items()}
-    return open_run(resolved, index.fingerprint, tokenizer_folder(places), sources)
+    return open_run(resolved, index.fingerprint, tokenizer_folder(places), sources, template_folder(places))
 
 
 def resolve_with_data(

@@ -41,6 +41,7 @@ from phalanx.checkpoint.interop.huggingface.publisher_files import (
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.gather import gather
 from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.data.chat.kept import kept_template, save_template, turn_ends
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
@@ -86,6 +87,7 @@ def export_hf(
             "give the tokenizer that the model was trained with"
         )
     end_token = tokenizer.end_of_document if tokenizer is not None else None
+    template = kept_template(tokenizer_dir) if tokenizer_dir is not None else None
     kept = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
     was = published_type(published_dir)
     context = kept.config.get("max_position_embeddings")
@@ -105,11 +107,17 @@ def export_hf(
             write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
         write_json(folder / CONFIG, config)
         if not kept.tokenizer:
-            write_json(folder / GENERATION_CONFIG, {"eos_token_id": end_token, "pad_token_id": end_token})
+            ends: object = end_token
+            if template is not None and tokenizer is not None:
+                turns = turn_ends(template, tokenizer) - {tokenizer.end_of_document}
+                ends = [tokenizer.end_of_document, *sorted(turns)] if turns else end_token
+            write_json(folder / GENERATION_CONFIG, {"eos_token_id": ends, "pad_token_id": end_token})
             if tokenizer is not None:
                 tokenizer.save(folder)
         if published_dir is not None:
             copy_kept(kept, published_dir, folder)
+        if template is not None:
+            save_template(folder, template)
     return kept.notes + note_lost_fields(published_dir, config) + export_notes(spec)
 
 

@@ -15,6 +15,7 @@ from phalanx.serve.prompt import (
     load_run_tokenizer,
     published_with,
     stop_tokens,
+    template_folder,
 )
 
 
@@ -68,10 +69,10 @@ def read_model_text(run_dir: Path, name: str, vocab_size: int) -> ModelText:
     """The words of a run's model. Raises TokenizerError and ChatTemplateError."""
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
-    template = None
-    if published is not None:
+    templates, template = template_folder(run_dir, published), None
+    if templates is not None:
         try:
-            template = read_chat_template(published)
+            template = read_chat_template(templates)
         except ChatTemplateError:
             template = None  # Only /v1/chat/completions needs one, and says so.
-    return ModelText(name, tokenizer, stop_tokens(published, tokenizer), vocab_size, template)
+    return ModelText(name, tokenizer, stop_tokens(published, tokenizer, templates), vocab_size, template)
