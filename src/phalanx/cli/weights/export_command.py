@@ -13,6 +13,9 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
+_VERIFIED_PROMPTS = 8
+"""Held-out texts whose beginnings are continued."""
+
 
 @click.command("export")
 @click.argument("place", type=click.Path(path_type=Path))
@@ -26,6 +29,26 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_re
     type=click.IntRange(min=1),
     help="The context that readers are told of (hf only; the published one, or else train.seq_len).",
 )
+@click.option(
+    "--verify",
+    type=click.Choice(["transformers", "vllm"]),
+    help="Then let this engine load OUT, and compare its greedy tokens with the run's (hf only).",
+)
+@click.option(
+    "--verify-prompt",
+    "prompts",
+    multiple=True,
+    help="A prompt for --verify; again for more. Without one, the beginnings of held-out text.",
+)
+@click.option(
+    "--verify-tokens", default=24, show_default=True, type=click.IntRange(1), help="New tokens of each."
+)
+@click.option(
+    "--verify-python",
+    default="",
+    metavar="PATH",
+    help="The python of another environment, which has the engine.",
+)
 @click.argument("out", type=click.Path(path_type=Path))
 def command(
     place: Path,
@@ -33,6 +56,10 @@ def command(
     step: int | None,
     dtype: Literal["float32", "bfloat16"],
     max_seq_len: int | None,
+    verify: Literal["transformers", "vllm"] | None,
+    prompts: tuple[str, ...],
+    verify_tokens: int,
+    verify_python: str,
     out: Path,
 ) -> None:
     """Write the weights of the run in PLACE to the folder OUT.
@@ -45,8 +72,27 @@ def command(
 
     \b
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/
+      phalanx export runs/quickstart-1f3a9c04 --to hf exported/ --verify transformers
     """
-    export_to(place, kind, step, out, dtype, max_seq_len or 0)
+    if verify is None and (prompts or verify_python):
+        raise click.UsageError("--verify-prompt and --verify-python are for --verify")
+    if verify is not None and kind != "hf":
+        raise click.UsageError("--verify reads a Hugging Face folder: --to hf")
+    chosen = export_to(place, kind, step, out, dtype, max_seq_len or 0)
+    if verify is not None:
+        from phalanx.cli.weights.verify_export import verify_export
+
+        verify_export(
+            checkpoint_place(place, step).root.parent,
+            chosen,
+            out,
+            dtype,
+            verify,
+            given=prompts,
+            tokens=verify_tokens,
+            count=_VERIFIED_PROMPTS,
+            python=verify_python,
+        )
 
 
 def export_to(
@@ -56,8 +102,8 @@ def export_to(
     out: Path,
     dtype: Literal["float32", "bfloat16"],
     max_seq_len: int = 0,
-) -> None:
-    """Exports a checkpoint; errors end the command with a message."""
+) -> int:
+    """Exports a checkpoint and returns its step; errors end the command with a message."""
     notes: tuple[str, ...] = ()
     where = checkpoint_place(place, step)
     with explained(CheckpointError, RunDirectoryError):
@@ -90,3 +136,4 @@ def export_to(
     click.echo(f"step {chosen} written to {out}")
     for note in notes:
         click.echo(f"  note: {note}")
+    return chosen

@@ -1,0 +1,56 @@
+"""Greedy continuations by another engine, in a process and, if wanted, an environment of its own: this file imports nothing of phalanx.
+
+    python other_engine.py < question.json
+
+The question on standard input has ``engine`` (transformers, vllm), ``folder``, ``dtype``, ``prompts`` (lists of ids), and ``tokens``; the answer is the last line of standard
+output: ``{"version": ..., "texts": [[id, ...], ...]}``, the new ids alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Of ``AutoModelForCausalLM.generate``, with the folder's end tokens and none of its ways of sampling."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    ends = model.generation_config.eos_token_id
+    model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+            )
+        texts.append(found[0, len(prompt) :].tolist())
+    return {"version": transformers.__version__, "texts": texts}
+
+
+def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Of ``vllm.LLM.generate`` at temperature 0."""
+    import vllm
+
+    model = vllm.LLM(model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)
+    found = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+    return {"version": vllm.__version__, "texts": [list(one.outputs[0].token_ids) for one in found]}
+
+
+def main() -> None:
+    """Answers the question."""
+    question = json.load(sys.stdin)
+    engines = {"transformers": by_transformers, "vllm": by_vllm}
+    answer = engines[question["engine"]](
+        question["folder"], question["dtype"], question["prompts"], question["tokens"]
+    )
+    print("\n" + json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
