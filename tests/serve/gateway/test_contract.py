@@ -89,6 +89,26 @@ def test_a_stream_of_a_chat_is_the_whole_answer_in_pieces(client: OpenAI, model:
     assert logprobs == whole.logprobs.content
 
 
+def test_each_event_tells_the_usage_so_far_on_request_as_guidellm_counts_tokens(
+    client: OpenAI, model: str
+) -> None:
+    chunks = list(
+        client.completions.create(
+            model=model,
+            prompt=PROMPT,
+            max_tokens=8,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+            extra_body={"ignore_eos": True},
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+    assert counts[-1] == 8
+
+
 def test_logprobs_fall_and_hold_the_token_that_was_likeliest(client: OpenAI, model: str) -> None:
     answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3)
     logprobs = answer.choices[0].logprobs

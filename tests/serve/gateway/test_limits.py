@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from click.testing import CliRunner
 
+from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizer import BytesTokenizer
 from phalanx.serve.gateway.access.keys import add_key, parse_limits, read_keys
 from phalanx.serve.gateway.app import Gateway, application
@@ -83,3 +85,11 @@ def test_a_key_beyond_its_limit_is_told_which_and_when_and_metrics_name_it_witho
     assert 'phalanx_key_tokens_total{key="alice",kind="generated"} 12.0' in metrics
     assert 'phalanx_key_limited_total{key="alice",limit="requests"} 1.0' in metrics
     assert key not in metrics
+
+
+def test_a_pack_is_refused_with_the_command_that_reads_it(tmp_path: Path) -> None:
+    pack = tmp_path / "step.pack"
+    pack.write_bytes(b"pack")
+    refused = CliRunner().invoke(command, [str(pack)])
+    assert refused.exit_code == 2
+    assert "phalanx generate PACK --stream" in " ".join(refused.output.split())

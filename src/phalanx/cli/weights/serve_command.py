@@ -113,6 +113,10 @@ def command(
         raise click.UsageError("--key-name and --key-limits are for --new-key FILE")
     if run_dir is None:
         raise click.UsageError("give a run directory")
+    if run_dir.is_file():
+        raise click.UsageError(
+            f"{run_dir} is a file, and a run directory is served: a pack (phalanx pack) is read by phalanx generate PACK --stream"
+        )
     from phalanx.watch.page.guard import is_loopback
 
     if key_file is None and not is_loopback(host):

@@ -11,7 +11,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.data.chat.messages import ASSISTANT
+from phalanx.data.chat.messages import ASSISTANT, Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
@@ -55,10 +55,10 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
     """
     if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
         return frozenset()
-    asked = [{"role": "user", "content": "question"}]
+    asked: list[Message] = [{"role": "user", "content": "question"}]
     try:
         before = template.render(asked, answer=True, today=False, bounded=True)
-        answered = [*asked, {"role": ASSISTANT, "content": _ANSWER}]
+        answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _ANSWER}]
         whole = template.render(answered, answer=False, today=False, bounded=True)
     except ChatTemplateError:
         return frozenset()

@@ -46,6 +46,7 @@ class Answering:
         self.generated_tokens = self._cached = 0
         """Tokens made so far, and prompt tokens that were held already."""
         counts.prompt_tokens += asked.prompt_tokens
+        self._continuous = False
 
     async def _text(self, index: int) -> AsyncGenerator[Piece]:
         asked, body = self.asked, self.asked.body
@@ -123,6 +124,7 @@ class Answering:
         total = len(self.asked.prompts) * self.asked.n
         options = self.asked.body.stream_options
         with_usage = options is not None and options.include_usage
+        self._continuous = options is not None and options.continuous_usage_stats
         more: dict[str, None] = {"usage": None} if with_usage else {}
         # A queue between tasks wakes the event loop once more for each token.
         source = self._events_of(0, more) if total == 1 else self._events_of_all(total, more)
@@ -149,13 +151,14 @@ class Answering:
                 if form.plain and not piece.finish:
                     if not piece.text:
                         continue
-                    if not first:
+                    if not first and not self._continuous:
                         yield form.text_event(index, piece.text, more)
                         continue
                 before = self._about_prompt(index, scored) if first else {}
                 choice = _together(before, form.chunk(index, piece, first=first))
                 first = False
-                yield event_of(form.envelope([choice], chunk=True) | dict(more))
+                used: Mapping[str, Any] = {"usage": self._usage()} if self._continuous else more
+                yield event_of(form.envelope([choice], chunk=True) | dict(used))
 
     async def _events_of_all(self, total: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
         """The events of all texts as they come. Raises RefusedError at the first text that cannot be computed."""

@@ -121,6 +121,9 @@ def understood(body: Completion | Chat, model: ModelText, room: Room, most_promp
         )
     if body.stream_options is not None and not body.stream:
         raise RefusedError("stream_options is for stream: true alone", "stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise RefusedError("continuous_usage_stats needs include_usage: true", "stream_options")
     if body.top_p == 0:
         raise RefusedError("top_p: above 0; temperature 0 takes the likeliest token", "top_p")
     at_start = [False]

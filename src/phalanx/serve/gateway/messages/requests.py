@@ -32,6 +32,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: with ``include_usage``, each event tells the usage so far; programs that measure servers count tokens by it."""
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
