@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,22 @@ from safetensors.torch import load_file, save_file
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.cli.weights.export_command import command
+from phalanx.cli.weights.verify_export import held_out_prompts
+from phalanx.data.chat.encode import ChatEncoder, ChatLayout
+from phalanx.data.chat.messages import conversation_text
+from phalanx.data.chat.template import read_chat_template
+from phalanx.data.formats.document import Document
+from phalanx.data.prepare import prepare
+from phalanx.data.tokenizer import tokenizer_from_file
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.verify import verify
 from phalanx.serve.verify.other_engine import by_transformers
 from phalanx.serve.verify.verify import TIE_NATS, VerifyError, judged, other_texts
+from phalanx.train.start.open_run import open_run
+from tiny_runs import tiny_run
 
 PROMPTS = [[5, 6, 7], [200, 11], [17] * 9]
+SEQ_LEN = 64
 TIE = TIE_NATS["float32"]
 
 
@@ -87,6 +98,30 @@ def test_a_run_without_held_out_data_asks_for_prompts(imported: tuple[Path, Path
     assert "--verify-prompt" in out.output
     alone = CliRunner().invoke(command, [str(imported[1]), str(tmp_path / "x"), "--verify-prompt", "a"])
     assert "are for --verify" in alone.output
+
+
+def test_held_out_conversations_give_prompts_of_the_ids_that_the_model_read(
+    imported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    template = read_chat_template(imported[0])
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "and the dog"}]
+    documents = [Document(f"{n}", conversation_text({"messages": turns}, "messages")) for n in range(40)]
+    layout = ChatLayout(template)
+    prepare(
+        documents,
+        tmp_path / "chats",
+        tokenizer=imported[0],
+        held_out_fraction=0.3,
+        packed_seq_len=SEQ_LEN,
+        chat=layout,
+    )
+    spec = tiny_run(tmp_path / "chats", tmp_path / "run")
+    open_run(replace(spec, train=replace(spec.train, seq_len=SEQ_LEN)), "data", tmp_path / "chats")
+    found = ChatEncoder(tokenizer_from_file(imported[0]), layout, SEQ_LEN).encode(documents[0].text)
+    assert found is not None
+    for prompt in held_out_prompts(tmp_path / "run", 3):
+        shared = min(len(prompt), len(found.ids))
+        assert prompt[:shared] == found.ids[:shared].tolist()
 
 
 @pytest.mark.slow  # another process imports transformers

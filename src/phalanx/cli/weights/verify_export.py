@@ -33,7 +33,7 @@ def verify_export(
     from phalanx.serve.verify.verify import TIE_NATS, VerifyError, judged, other_texts
 
     with explained(DataError, VerifyError, ValueError):
-        prompts = _encoded(run_dir, given) if given else _held_out(run_dir, count)
+        prompts = _encoded(run_dir, given) if given else held_out_prompts(run_dir, count)
         version, texts = other_texts(engine, folder, dtype, prompts, tokens, python)
         model, _ = load_model(run_dir, step, dtype=getattr(torch, dtype))
         found = judged(model, prompts, texts)
@@ -64,9 +64,9 @@ def _encoded(run_dir: Path, given: Sequence[str]) -> list[list[int]]:
     return [encode_prompt(tokenizer, text) for text in given]
 
 
-def _held_out(run_dir: Path, count: int) -> list[list[int]]:
+def held_out_prompts(run_dir: Path, count: int) -> list[list[int]]:
     """The beginnings of held-out sequences, evenly spread. Raises DataError."""
-    from phalanx.data.dataset import RunData
+    from phalanx.data.dataset import RunData, inputs_of
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectory, read_resolved
 
@@ -81,4 +81,5 @@ def _held_out(run_dir: Path, count: int) -> list[list[int]]:
     if not data.held_out_len:
         raise DataError(f"the run holds no data out; {remedy}")
     places = [number * data.held_out_len // count for number in range(min(count, data.held_out_len))]
-    return [data.held_out_samples(place, 1)[0, :_PROMPT_TOKENS].tolist() for place in dict.fromkeys(places)]
+    samples = (data.held_out_samples(place, 1) for place in dict.fromkeys(places))
+    return [inputs_of(sample)[0, :_PROMPT_TOKENS].tolist() for sample in samples]
