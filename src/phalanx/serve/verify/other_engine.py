@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from typing import Any
 
 
 def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Of ``AutoModelForCausalLM.generate``, with the folder's end tokens and none of its ways of sampling."""
     import torch
-    import transformers
 
+    # Neither engine tells types, and vllm is not installed where types are checked.
+    transformers: Any = import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ends = model.generation_config.eos_token_id
     model.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=0)
@@ -34,8 +36,7 @@ def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: i
 
 def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Of ``vllm.LLM.generate`` at temperature 0."""
-    import vllm
-
+    vllm: Any = import_module("vllm")
     model = vllm.LLM(model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)
     found = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
