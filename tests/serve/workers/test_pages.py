@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.serve.workers import page_server
 from phalanx.serve.workers.page_client import Pulled, pull
@@ -98,3 +101,49 @@ def test_pages_behind_a_gap_are_not_offered() -> None:
         got = asked(server, names=(NAMES[0], b"?" * 16, NAMES[1]))
     assert tuple(got.pages) == NAMES[:1]
     assert "not offered" in got.failure
+
+
+@contextmanager
+def altering(port: int, place: int, value: int) -> Iterator[int]:
+    """A port before another one, through which all passes, but for one byte of what the server says."""
+
+    def carry(come: socket.socket, go: socket.socket, *, alter: bool) -> None:
+        passed = 0
+        with suppress(OSError):
+            while body := bytearray(come.recv(1 << 16)):
+                if alter and passed <= place < passed + len(body):
+                    body[place - passed] ^= value
+                passed += len(body)
+                go.sendall(body)
+        for one in (come, go):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            near, _ = listener.accept()
+            with near, socket.create_connection(("127.0.0.1", port)) as far:
+                back = threading.Thread(target=carry, args=(far, near), kwargs={"alter": True})
+                back.start()
+                carry(near, far, alter=False)
+                back.join()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        thread.join()
+
+
+SAID = 40 + 32 + 4
+"""Bytes of the server's hello, of its proof, and of the length of its offer."""
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.one_of(st.integers(0, SAID + 300), st.integers(0, SAID + 40_000)), st.integers(1, 255))
+def test_whatever_is_altered_on_the_way_no_page_comes_changed(place: int, value: int) -> None:
+    with serving(offered()) as server, altering(server.port, place, value) as port:
+        got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, within_s=1.0)
+    assert tuple(got.pages) == NAMES[: len(got.pages)]
+    assert all(page == PAGES[name] for name, page in got.pages.items())
+    assert got.failure

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey
-from phalanx.run.token_proof import Role, UnprovenError, handshake
+from phalanx.run.token_proof import Role, Seals, UnprovenError, handshake
 
 LONGEST_READ_BYTES = 64 << 20
 LONGEST_RECORD_BYTES = 256 << 20
@@ -233,8 +233,11 @@ class Wire:
 
 def authenticate(
     wire: Wire, token: str, role: Role, earlier: Sequence[str] = (), purpose: str = _PURPOSE
-) -> None:
-    """Proves to each other that both know ``token``, for ``purpose``; a server accepts ``earlier`` ones too. Raises RefusedError, or WireError where the other side is no peer."""
+) -> Seals:
+    """Proves to each other that both know ``token``, for ``purpose``; a server accepts ``earlier`` ones too.
+
+    Returns the seals that later messages may carry. Raises RefusedError, or WireError where the other side is no peer.
+    """
     steps = handshake(token, purpose, role, earlier)
     sent = 0
     try:
@@ -246,8 +249,9 @@ def authenticate(
                 step = next(steps)
             else:
                 step = steps.send(wire.receive(step))
-    except StopIteration:
-        return
+    except StopIteration as end:
+        seals: Seals = end.value
+        return seals
     except UnprovenError as error:
         raise RefusedError(f"{wire.peer}: {error}; give every node the same one") from error
     except WireError as error:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.wire import Wire, authenticate, secured_client
+from phalanx.checkpoint.snapshot.wire import Wire, secured_client
 from phalanx.serve.workers.page_wire import PURPOSE, Done, Fetch, Offer, Open, Refused, digest, hear, say
+from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.events import Identity
+
+_UNHASHED = 2
+"""Pages that may wait for their hash."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,19 @@ def pull(
         with socket.create_connection((host, port), within_s) as connection:
             wire = Wire(secured_client(connection, None, host), f"{host}:{port}")
             wire.set_deadline(within_s)
-            authenticate(wire, token, "client", purpose=PURPOSE)
-            failure = _pull(wire, Open(identity, job, tuple(names)), pages, page_bytes, until_s)
+            sealed = SealedWire(wire, token, "client", PURPOSE)
+            failure = _pull(sealed, Open(identity, job, tuple(names)), pages, page_bytes, until_s)
     except (CheckpointError, OSError) as error:
         failure = str(error) or type(error).__name__
     return Pulled(pages, failure)
 
 
 def _pull(
-    wire: Wire, asked: Open, pages: dict[bytes, bytearray], page_bytes: int | None, until_s: float
+    wire: SealedWire,
+    asked: Open,
+    pages: dict[bytes, bytearray],
+    page_bytes: int | None,
+    until_s: float,
 ) -> str:
     say(wire, asked)
     offer = hear(wire)
@@ -64,14 +74,31 @@ def _pull(
     if len(offer.digests) != len(offer.names) or (offer.names and page_bytes not in (None, offer.page_bytes)):
         return f"{wire.peer}: offers pages of {offer.page_bytes:,} bytes, where {page_bytes} are one"
     say(wire, Fetch(len(offer.names)))
-    for name, right in zip(offer.names, offer.digests, strict=True):
-        page = bytearray(offer.page_bytes)
-        wire.receive_into(memoryview(page))
-        if digest(page) != right:
-            return f"page {name.hex()} came damaged"
-        pages[name] = page
-        if time.monotonic() > until_s:
-            return f"{wire.peer}: too slow"
+    # A page is hashed, which holds no lock of Python's, while the next one comes.
+    with ThreadPoolExecutor(1) as hashing:
+        came: deque[tuple[bytes, bytes, bytearray, Future[bytes]]] = deque()
+        failure = ""
+        for name, right in zip(offer.names, offer.digests, strict=True):
+            page = bytearray(offer.page_bytes)
+            wire.raw.receive_into(memoryview(page))
+            came.append((name, right, page, hashing.submit(digest, page)))
+            if len(came) > _UNHASHED:
+                failure = _keep(came.popleft(), pages)
+            if not failure and time.monotonic() > until_s:
+                failure = f"{wire.peer}: too slow"
+            if failure:
+                return failure
+        while came:
+            if failure := _keep(came.popleft(), pages):
+                return failure
     say(wire, Done())
     missing = len(asked.names) - len(offer.names)
     return f"{missing} pages are not offered: evicted, or their lease is over" if missing else ""
+
+
+def _keep(one: tuple[bytes, bytes, bytearray, Future[bytes]], pages: dict[bytes, bytearray]) -> str:
+    name, right, page, found = one
+    if found.result() != right:
+        return f"page {name.hex()} came damaged"
+    pages[name] = page
+    return ""

@@ -15,8 +15,9 @@ from contextlib import suppress
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.doorway import Doorway, Newcomer, shut
-from phalanx.checkpoint.snapshot.wire import Wire, WireError, authenticate, secured_server
+from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_server
 from phalanx.serve.workers.page_wire import PURPOSE, Done, Fetch, Offer, Open, Refused, digest, hear, say
+from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.events import Identity
 from phalanx.traffic.leases import Leases
 
@@ -129,10 +130,10 @@ class PageServer:
             connection.settimeout(_HANDSHAKE_S)
             wire = Wire(secured_server(connection, None), newcomer.host)
             wire.set_deadline(_HANDSHAKE_S)
-            authenticate(wire, self._token, "server", purpose=PURPOSE)
+            sealed = SealedWire(wire, self._token, "server", PURPOSE)
             self._doorway.leave(newcomer, proven=True)
             wire.set_timeout(_SILENT_S)
-            self._converse(wire)
+            self._converse(sealed)
         except (CheckpointError, OSError) as error:
             if not self._closed.is_set():
                 _log.warning("%s: no pages for it: %s", newcomer.host, error)
@@ -143,7 +144,7 @@ class PageServer:
             with suppress(OSError):
                 connection.close()
 
-    def _converse(self, wire: Wire) -> None:
+    def _converse(self, wire: SealedWire) -> None:
         asked = hear(wire)
         if not isinstance(asked, Open):
             raise WireError(f"{wire.peer}: begins with {type(asked).__name__}")
@@ -158,7 +159,7 @@ class PageServer:
             match hear(wire):
                 case Fetch(pages):
                     for _, page, _ in found[:pages]:
-                        wire.send(page)
+                        wire.raw.send(page)
                 case Done():
                     self._pages.done(asked.job)
                     return

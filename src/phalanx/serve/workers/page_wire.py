@@ -1,29 +1,28 @@
 """The messages of a worker's page port: identity first, then an offer of names and digests, then raw pages, then done.
 
-The connection is that of ``phalanx.checkpoint.snapshot.wire``: both sides prove that they know the service's token, under a purpose of its
-own, so that a proof for one port is worth nothing at another. Messages are short (length, msgpack), pages follow as raw bytes.
+Both sides prove that they know the service's token, under a purpose of its own, so that a proof for one port is worth nothing at another.
+Messages are short (msgpack) and sealed; pages follow as raw bytes, and the sealed offer holds the SHA-256 of each, so that a page that was altered
+on its way, by accident or on purpose, is noticed. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
-import struct
+import hashlib
 from typing import Annotated
 
 import msgspec
-import xxhash
 from msgspec import Meta, Struct
 
-from phalanx.checkpoint.snapshot.wire import Wire, WireError
+from phalanx.checkpoint.snapshot.wire import WireError
+from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.events import Identity
 
-PURPOSE = "phalanx page port, version 1"
+PURPOSE = "phalanx page port, version 2"
 MOST_PAGES = 1 << 15
-_LENGTH = struct.Struct("<I")
-_LONGEST_MESSAGE_BYTES = 4 << 20
 
 PageName = Annotated[bytes, Meta(max_length=64)]
 PageNames = Annotated[tuple[PageName, ...], Meta(max_length=MOST_PAGES)]
-Digests = Annotated[tuple[Annotated[bytes, Meta(max_length=16)], ...], Meta(max_length=MOST_PAGES)]
+Digests = Annotated[tuple[Annotated[bytes, Meta(max_length=32)], ...], Meta(max_length=MOST_PAGES)]
 
 
 class Open(Struct, frozen=True, tag=True):
@@ -64,22 +63,18 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def digest(page: bytes | bytearray) -> bytes:
-    """xxh3-128 of a page's bytes."""
-    return xxhash.xxh3_128_digest(page)
+    """SHA-256 of a page's bytes."""
+    return hashlib.sha256(page).digest()
 
 
-def say(wire: Wire, message: Message) -> None:
+def say(wire: SealedWire, message: Message) -> None:
     """Sends a message. Raises WireError."""
-    text = _encoder.encode(message)
-    wire.send(_LENGTH.pack(len(text)) + text)
+    wire.send(_encoder.encode(message))
 
 
-def hear(wire: Wire) -> Message:
+def hear(wire: SealedWire) -> Message:
     """The next message. Raises WireError, also where it is none."""
-    (length,) = _LENGTH.unpack(wire.receive(_LENGTH.size))
-    if length > _LONGEST_MESSAGE_BYTES:
-        raise WireError(f"{wire.peer}: announces a message of {length:,} bytes")
     try:
-        return _decoder.decode(wire.receive(length))
+        return _decoder.decode(wire.receive())
     except msgspec.MsgspecError as error:
         raise WireError(f"{wire.peer}: says what nobody understands: {error}") from error
