@@ -317,6 +317,7 @@ def _end_job(
     job = _drop(state, number, commands, gone=True)
     assert job is not None
     if told.outcome == "length" and not entry.complete:
+        entry.cached = told.cached_tokens if entry.moves == 0 else entry.cached
         _go_to_decode(state, entry, job, number, now_s, commands)
         return
     audit = entry.audited and told.outcome in ("stop", "length") and bool(entry.tokens)

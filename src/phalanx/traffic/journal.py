@@ -32,6 +32,8 @@ class Entry:
     losses: int = 0
     """Workers that were lost or failed with it since its last token."""
     moves: int = 0
+    cached: int = -1
+    """Prompt tokens that its first job did not compute, as far as it is known; -1 before. Later ones find the pages of the first."""
 
     @property
     def complete(self) -> bool:
@@ -88,6 +90,5 @@ def take(entry: Entry, told: Token | PromptScored, worker: int) -> list[Told]:
 
 def ended(entry: Entry, told: Ended) -> Ended:
     """The last word to the client."""
-    return replace(
-        told, request=entry.request.id, cached_tokens=min(told.cached_tokens, len(entry.request.prompt))
-    )
+    cached = told.cached_tokens if entry.cached < 0 else entry.cached
+    return replace(told, request=entry.request.id, cached_tokens=min(cached, len(entry.request.prompt)))

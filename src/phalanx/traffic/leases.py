@@ -32,6 +32,11 @@ class Leases:
         self.names.pop(job, None)
         return self.until_s.pop(job, None) is not None
 
+    def end_all(self) -> None:
+        """Ends all leases."""
+        self.until_s.clear()
+        self.names.clear()
+
     def expire(self, now_s: float) -> list[Hashable]:
         """Ends the leases that are over, and returns their jobs."""
         over = [job for job, until_s in self.until_s.items() if until_s <= now_s]

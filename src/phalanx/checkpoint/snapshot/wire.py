@@ -188,8 +188,8 @@ class Wire:
         except OSError as error:
             raise self._broken(error) from error
 
-    def set_timeout(self, silent_s: float) -> None:
-        """For how long the other side may be silent from now on; ends a deadline."""
+    def set_timeout(self, silent_s: float | None) -> None:
+        """For how long the other side may be silent from now on, None for ever; ends a deadline."""
         self._deadline_s = None
         self._connection.settimeout(silent_s)
 

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.weights.memory_option import Bytes
+from phalanx.cli.weights.worker_roles import WorkerRoles
+from phalanx.traffic.events import Role
+
+if TYPE_CHECKING:
+    from phalanx.serve.workers.router_port import Notice
+
+
+class Said:
+    """What is printed while serving: standard output says where it listens, standard error what happens to workers; or all as lines of JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def listening(self, model: str, url: str) -> None:
+        """The service takes requests at ``url``."""
+        if self._as_json:
+            self._line({"event": "listening", "model": model, "url": url})
+        else:
+            click.echo(f"{model} at {url} (Ctrl-C finishes what goes on, then ends)")
+
+    def notice(self, notice: Notice) -> None:
+        """Something has happened to a worker."""
+        if self._as_json:
+            self._line({"event": notice.event, "text": notice.text, **notice.facts})
+        else:
+            click.echo(notice.text, err=True)
+
+    def text(self, text: str) -> None:
+        """For people, whatever the form."""
+        click.echo(text, err=True)
+
+    @staticmethod
+    def _line(content: dict[str, object]) -> None:
+        click.echo(json.dumps(content))
 
 
 @click.command("serve")
@@ -47,6 +82,24 @@ from phalanx.cli.weights.memory_option import Bytes
     help="exact: a token's bits do not depend on what is computed beside it. fast: they may.",
 )
 @click.option(
+    "--workers",
+    type=WorkerRoles(),
+    help="Processes that compute: 2, or prefill:1,decode:2. Without it, this process does.",
+)
+@click.option(
+    "--threads",
+    default=0,
+    type=click.IntRange(0),
+    help="Threads of each of --workers. Without it, the processors are divided among them.",
+)
+@click.option(
+    "--audit",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of texts that another of --workers scores again, to compare bits.",
+)
+@click.option(
     "--requests",
     default=256,
     show_default=True,
@@ -59,6 +112,12 @@ from phalanx.cli.weights.memory_option import Bytes
     show_default=True,
     type=click.FloatRange(0),
     help="Seconds for what goes on at SIGTERM.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print what listens where, and what becomes of workers, as lines of JSON.",
 )
 @click.option(
     "--key-file", type=click.Path(path_type=Path), help="Hashes of the keys that clients must have."
@@ -87,8 +146,12 @@ def command(
     memory: int,
     rows: int,
     numerics: Literal["exact", "fast"],
+    workers: tuple[Role, ...] | None,
+    threads: int,
+    audit: float,
     requests: int,
     drain_s: float,
+    as_json: bool,
     key_file: Path | None,
     new_key: Path | None,
     key_name: str,
@@ -100,6 +163,7 @@ def command(
 
     \b
       phalanx serve runs/quickstart-1f3a9c04
+      phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2
       phalanx serve --new-key keys.txt --key-name alice --key-limits requests=60,concurrent=4
       phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
     """
@@ -131,25 +195,46 @@ def command(
     from phalanx.serve.gateway.app import Gateway
     from phalanx.serve.gateway.served.of_run import open_run
     from phalanx.serve.gateway.server import ServerError, listen, serve
+    from phalanx.serve.gateway.worker import WorkerPort
+    from phalanx.serve.workers.service import open_service
 
+    if not workers and (threads or audit):
+        raise click.UsageError("--threads and --audit are for --workers")
+    said = Said(as_json)
     with explained(
         CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
     ):
         keys = None if key_file is None else read_keys(key_file)
         sock = listen(host, port)
-        model, worker = open_run(
-            run_dir,
-            step,
-            name=name,
-            dtype=dtype,
-            context=context,
-            memory_bytes=memory,
-            rows=rows,
-            numerics=numerics,
-        )
+        if workers:
+            model, port_of_workers = open_service(
+                run_dir,
+                step,
+                name=name,
+                dtype=dtype,
+                context=context,
+                memory_bytes=memory,
+                rows=rows,
+                numerics=numerics,
+                roles=workers,
+                threads=threads,
+                audit_share=audit,
+                tell=said.notice,
+            )
+            worker: WorkerPort = port_of_workers
+        else:
+            model, worker = open_run(
+                run_dir,
+                step,
+                name=name,
+                dtype=dtype,
+                context=context,
+                memory_bytes=memory,
+                rows=rows,
+                numerics=numerics,
+            )
         gateway = Gateway(model, worker, keys, Limits(requests=requests))
         shown = f"[{host}]" if ":" in host else host
-        click.echo(
-            f"{model.name} at http://{shown}:{sock.getsockname()[1]}/v1 (Ctrl-C finishes what goes on, then ends)"
-        )
-        serve(gateway, sock, drain_s=drain_s, tell=lambda text: click.echo(text, err=True))
+        url = f"http://{shown}:{sock.getsockname()[1]}/v1"
+        said.listening(model.name, url)
+        serve(gateway, sock, drain_s=drain_s, tell=said.text)

@@ -195,6 +195,15 @@ class Engine:
         self._table.release([self._table.name(place, name, before)])
         return True
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, keys and values."""
+        return self._dtype
+
+    def forget_pages(self) -> None:
+        """Drops the pages that no running request uses."""
+        self._table.drop_unused()
+
     # Pages.
 
     def _admit(self) -> None:

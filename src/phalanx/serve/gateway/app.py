@@ -28,7 +28,7 @@ from phalanx.serve.gateway.counts import CONTENT_TYPE, Counts
 from phalanx.serve.gateway.messages.forms import error_body
 from phalanx.serve.gateway.messages.requests import Chat, Completion, RefusedError, read_body
 from phalanx.serve.gateway.served.model_text import ModelText
-from phalanx.serve.gateway.worker import EngineWorker, WorkerPort
+from phalanx.serve.gateway.worker import WorkerPort
 
 _SERVERS_SEND = "phalanx.send"
 """The scope's entry for the server's own ``send``, which starlette wraps three times: a stream's pieces need none of that."""
@@ -57,12 +57,6 @@ class Gateway:
     def unfinished(self) -> int:
         """Texts that are asked for and not ended."""
         return self.workload.texts
-
-    def trouble(self) -> str:
-        """Why nothing can be served; empty if it can."""
-        if isinstance(self.port, EngineWorker) and not self.port.alive():
-            return "the engine has ended"
-        return ""
 
     def room(self) -> Room:
         """How long a text may be."""
@@ -127,11 +121,11 @@ def application(gateway: Gateway) -> ASGIApp:
         return _json(_model(gateway))
 
     async def health(_request: Request) -> Response:
-        trouble = gateway.trouble()
+        trouble = gateway.port.trouble()
         return _json({"status": trouble or "ok"}, 503 if trouble else 200)
 
     async def ready(_request: Request) -> Response:
-        trouble = gateway.trouble() or ("draining" if gateway.draining else "")
+        trouble = gateway.port.trouble() or ("draining" if gateway.draining else "")
         return _json({"status": trouble or "ready"}, 503 if trouble else 200)
 
     async def metrics(_request: Request, _client: KeyUse | None) -> Response:

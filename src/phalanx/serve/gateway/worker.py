@@ -9,11 +9,26 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from phalanx.traffic.requests import Ended, Request, Told
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """One of several workers, for those who watch."""
+
+    number: int
+    role: str
+    state: str
+    """starting, ready, late, draining, waiting (for its next start), or left (for good)."""
+    pid: int = 0
+    jobs: int = 0
+    why: str = ""
+    ended: int = 0
+    """How often its process has ended."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,10 @@ class WorkerLoad:
     pages_used: int = 0
     pages: int = 0
     """Pages there are in all; 0 where memory is not counted in pages."""
+    workers: tuple[WorkerFacts, ...] = ()
+    """Where there are several."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What happened so often among them: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,10 @@ class WorkerPort(Protocol):
 
     def load(self) -> WorkerLoad:
         """How much there is to do at this moment."""
+        ...
+
+    def trouble(self) -> str:
+        """Why nothing can be computed; empty if it can."""
         ...
 
     def close(self) -> None:
@@ -114,9 +137,9 @@ class EngineWorker:
         used, pages = self._engine.pages()
         return WorkerLoad(len(self._told) - waiting, waiting, used, pages)
 
-    def alive(self) -> bool:
-        """Whether the engine's thread still takes requests."""
-        return self._thread.is_alive()
+    def trouble(self) -> str:
+        """See ``WorkerPort``."""
+        return "" if self._thread.is_alive() else "the engine has ended"
 
     def close(self) -> None:
         self._asked.put(None)

@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -24,13 +24,20 @@ from phalanx.traffic.leases import Leases
 _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 5.0
 _SILENT_S = 30.0
+UNLEASED = 0
+"""Pages asked for under this job are those that are held just now, under no lease."""
 
 
 class OfferedPages:
     """Pages under lease, with their digests; for all threads of a worker."""
 
-    def __init__(self, lease_s: float = 30.0) -> None:
-        self._leases, self._lock = Leases(lease_s), threading.Lock()
+    def __init__(
+        self,
+        lease_s: float = 30.0,
+        look_up: Callable[[Sequence[bytes]], dict[bytes, bytes]] | None = None,
+    ) -> None:
+        """``look_up`` finds pages that are held without a lease, which are asked for under job 0."""
+        self._leases, self._lock, self._look_up = Leases(lease_s), threading.Lock(), look_up
         self._pages: dict[bytes, tuple[bytes, bytes]] = {}
 
     def offer(self, job: int, pages: dict[bytes, bytes]) -> None:
@@ -42,6 +49,8 @@ class OfferedPages:
 
     def offered(self, job: int, names: Sequence[bytes]) -> list[tuple[bytes, bytes, bytes]]:
         """(name, bytes, digest) of those of ``names``, from the first on, that the lease of ``job`` holds."""
+        if job == UNLEASED and self._look_up is not None:
+            return [(name, page, digest(page)) for name, page in self._look_up(names).items()]
         with self._lock:
             self._free(self._leases.expire(time.monotonic()))
             held = set(self._leases.offered(job, time.monotonic()))
@@ -57,6 +66,12 @@ class OfferedPages:
         with self._lock:
             self._leases.done(job)
             self._free([job])
+
+    def forget(self) -> None:
+        """Ends all leases and drops all pages."""
+        with self._lock:
+            self._leases.end_all()
+            self._pages.clear()
 
     def expire(self) -> int:
         """Ends leases that are over; returns how many have ended so since the start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +13,22 @@ from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.tiers.digest import combine, tensor_digest
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.generate import load_model
 from phalanx.serve.numerics.products import require_independent_rows
+
+
+@dataclass(frozen=True)
+class OpenedEngine:
+    """A run's engine, and what it computes."""
+
+    engine: Engine
+    identity: Identity
+    spec: ModelSpec
 
 
 def open_run(
@@ -35,8 +46,25 @@ def open_run(
 
     ``memory_bytes`` are for pages of keys and values, ``rows`` the tokens of a pass at most.
     """
+    opened = open_engine(
+        run_dir, step, dtype=dtype, context=context, memory_bytes=memory_bytes, rows=rows, numerics=numerics
+    )
+    words = read_model_text(run_dir, name or run_dir.resolve().name, opened.spec.vocab_size)
+    return words, EngineWorker(opened.engine, opened.identity)
+
+
+def open_engine(
+    run_dir: Path,
+    step: int | None,
+    *,
+    dtype: str,
+    context: int | None,
+    memory_bytes: int,
+    rows: int,
+    numerics: Literal["exact", "fast"],
+) -> OpenedEngine:
+    """The engine of a run. Raises EngineError, and as ``load_model`` does."""
     model, spec = load_model(run_dir, step, dtype=getattr(torch, dtype))
-    words = read_model_text(run_dir, name or run_dir.resolve().name, spec.vocab_size)
     sequence = read_resolved(RunDirectory(run_dir)).train.seq_len
     digest = weights_digest(model)
     engine: Engine
@@ -57,7 +85,7 @@ def open_run(
     else:
         engine, kind = TurnsEngine(model, context or sequence), "turns"
     numerics_id = f"{kind}-{dtype}-torch{torch.__version__}-threads{torch.get_num_threads()}"
-    return words, EngineWorker(engine, Identity(digest, numerics_id, context or sequence))
+    return OpenedEngine(engine, Identity(digest, numerics_id, context or sequence), spec)
 
 
 def weights_digest(model: nn.Module) -> str:

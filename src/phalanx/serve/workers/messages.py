@@ -1,0 +1,164 @@
+"""What a worker and the router say to each other: msgpack of tagged structs, sealed (``sealed_wire``).
+
+The worker connects, proves that it knows the service's token, and says that it is ``Opening`` the model; then ``Ready`` with all that the router
+has to know of it, or ``Unable`` with the reason. Numbers of log-probabilities travel as 64-bit floats, so no bit is lost on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from phalanx.traffic import events as e
+from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
+
+PURPOSE = "phalanx serving worker, version 1"
+
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Name = Annotated[bytes, Meta(max_length=64)]
+
+
+class _Message(Struct, frozen=True, tag=True):
+    pass
+
+
+class PageDoor(Struct, frozen=True):
+    """Where a worker's pages can be pulled from."""
+
+    host: str
+    port: int
+
+
+class Opening(_Message, frozen=True):
+    """The worker is there and opens the model; ``number`` is its place among those that the service starts, -1 for one that joins by itself."""
+
+    number: int
+    pid: Count
+
+
+class Unable(_Message, frozen=True):
+    """The worker cannot serve, and ends."""
+
+    why: Annotated[str, Meta(max_length=8192)]
+
+
+class Ready(_Message, frozen=True):
+    """The worker waits for work."""
+
+    identity: e.Identity
+    role: e.Role
+    root: bytes
+    """What its pages' names are rooted in."""
+    context: Count
+    """The most tokens of a request."""
+    pages: Count
+    page_bytes: Count
+    rows_per_s: float
+    door: PageDoor
+
+
+class TokenSaid(_Message, frozen=True):
+    """One more token of a job."""
+
+    job: Count
+    index: Count
+    id: Count
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class PromptSaid(_Message, frozen=True):
+    """The log-probabilities of a job's prompt."""
+
+    job: Count
+    logprobs: tuple[float, ...]
+
+
+class EndSaid(_Message, frozen=True):
+    """A job has ended."""
+
+    job: Count
+    outcome: Outcome
+    text: str
+    cached_tokens: Count
+
+
+Said = TokenSaid | PromptSaid | EndSaid
+
+
+class Speech(_Message, frozen=True):
+    """What came of one step of the engine, in its order."""
+
+    said: tuple[Said, ...]
+
+
+class WorkerBeat(_Message, frozen=True):
+    """A sign of life; counts are since the worker began."""
+
+    steps: Count
+    jobs: tuple[Count, ...]
+    pages_used: Count
+    pulled: Count
+    """Pages that came from others."""
+    not_pulled: Count
+    """Pages that were to come, did not, and were computed."""
+
+
+class Leaving(_Message, frozen=True):
+    """The worker was asked to end: its jobs are to go on elsewhere, and then it may go."""
+
+
+class RunJob(_Message, frozen=True):
+    """Compute ``request``; pull ``pages`` from ``door`` first, if there is one."""
+
+    job: Count
+    request: Request
+    source_job: Count = 0
+    door: PageDoor | None = None
+    pages: tuple[Name, ...] = ()
+    offer: bool = False
+
+
+class StopJob(_Message, frozen=True):
+    """Drop a job."""
+
+    job: Count
+
+
+class ForgetPages(_Message, frozen=True):
+    """Drop all pages."""
+
+
+class Go(_Message, frozen=True):
+    """End; ``why`` is empty where nothing is wrong."""
+
+    why: str = ""
+
+
+ToRouter = Opening | Unable | Ready | Speech | WorkerBeat | Leaving
+ToWorker = RunJob | StopJob | ForgetPages | Go
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+for_router: msgspec.msgpack.Decoder[ToRouter] = msgspec.msgpack.Decoder(ToRouter)
+for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+
+def said_of(job: int, told: Told) -> Said:
+    """What an engine tells of a job, as it travels."""
+    if isinstance(told, Token):
+        return TokenSaid(job, told.index, told.id, told.logprob, told.top)
+    if isinstance(told, PromptScored):
+        return PromptSaid(job, told.logprobs)
+    return EndSaid(job, told.outcome, told.text, told.cached_tokens)
+
+
+def told_of(said: Said) -> Told:
+    """The same as the router takes it; the job says whose it is."""
+    if isinstance(said, TokenSaid):
+        return Token("", said.index, said.id, said.logprob, said.top)
+    if isinstance(said, PromptSaid):
+        return PromptScored("", said.logprobs)
+    return Ended("", said.outcome, said.text, said.cached_tokens)

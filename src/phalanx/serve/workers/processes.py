@@ -1,0 +1,150 @@
+"""The worker processes of a service on this machine: started, started again when they end, and ended with it.
+
+When to start one again is decided by ``phalanx.traffic.restarts``. Each reads its task, with the token, from standard input, and the kernel
+ends it if this process dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.serve.workers.worker_main import WorkerTask
+from phalanx.traffic.restarts import RestartRule, Starts, after_end
+
+_COMMAND = (sys.executable, "-m", "phalanx.serve.workers.worker_main")
+_LEAVE_S = 3.0
+
+
+@dataclass
+class Seat:
+    """A worker's place, and the process that has it at present."""
+
+    task: WorkerTask
+    starts: Starts = field(default_factory=Starts)
+    process: asyncio.subprocess.Process | None = None
+    ready_s: float = 0.0
+    """When its present process came so far as to serve; 0: not yet."""
+    state: str = "starting"
+    """starting, ready, waiting (for its next start), left (set aside for good)."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Happened:
+    """What became of a worker's process."""
+
+    seat: Seat
+    how: str
+    again_s: float | None
+    """Seconds until it is started again, or None."""
+
+
+class Processes:
+    """See the module; of one event loop."""
+
+    def __init__(
+        self,
+        tasks: Sequence[WorkerTask],
+        threads: int,
+        ended: Callable[[Happened], None],
+        rule: RestartRule | None = None,
+    ) -> None:
+        self.seats = [Seat(task) for task in tasks]
+        self._threads, self._ended, self._rule = threads, ended, rule or RestartRule()
+        self._watches: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    def start(self) -> None:
+        """Starts all."""
+        for seat in self.seats:
+            self._watches.add(asyncio.create_task(self._keep(seat)))
+
+    def ready(self, number: int) -> None:
+        """Notes that a worker serves."""
+        if number < len(self.seats):
+            seat = self.seats[number]
+            seat.ready_s, seat.state, seat.why = time.monotonic(), "ready", ""
+
+    def set_aside(self, number: int, why: str) -> None:
+        """Ends a worker for good."""
+        if number < len(self.seats):
+            seat = self.seats[number]
+            seat.state, seat.why = "left", why
+            _kill(seat)
+
+    def kill(self, number: int) -> None:
+        """Ends a worker that may hang; it is started again."""
+        if number < len(self.seats):
+            _kill(self.seats[number])
+
+    def lasting(self) -> bool:
+        """Whether any of them serves, or will again."""
+        return any(seat.state != "left" for seat in self.seats)
+
+    async def end(self) -> None:
+        """Waits for all to leave, for a while, and kills those that do not."""
+        self._closing = True
+        running = [seat.process for seat in self.seats if seat.process and seat.process.returncode is None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await asyncio.gather(*(process.wait() for process in running))
+        for seat in self.seats:
+            _kill(seat)
+        await asyncio.gather(*(process.wait() for process in running))
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+
+    async def _keep(self, seat: Seat) -> None:
+        while not self._closing and seat.state != "left":
+            seat.state, seat.ready_s = "starting", 0.0
+            code = await self._run(seat)
+            if self._closing:
+                return
+            served_s = time.monotonic() - seat.ready_s if seat.ready_s else 0.0
+            again_s = after_end(self._rule, seat.starts, served_s)
+            if code == 0 and seat.ready_s:
+                again_s = 0.0  # It was sent away, which is no failure.
+            if seat.state == "left":
+                again_s = None
+            how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            seat.state, seat.why = ("waiting", "") if again_s is not None else ("left", seat.why or how)
+            self._ended(Happened(seat, how, again_s))
+            await asyncio.sleep(again_s or 0.0)
+
+    async def _run(self, seat: Seat) -> int:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(self._threads),
+            "PHALANX_LAUNCHER": str(os.getpid()),
+        }
+        try:
+            seat.process = await asyncio.create_subprocess_exec(
+                *_COMMAND,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=2,  # standard output is for what the service says
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the command that serves
+            )
+        except OSError as error:
+            seat.why = f"cannot be started: {error}"
+            return 127
+        assert seat.process.stdin is not None
+        with suppress(ConnectionError):
+            seat.process.stdin.write(msgspec.json.encode(seat.task))
+            await seat.process.stdin.drain()
+            seat.process.stdin.close()
+        return await seat.process.wait()
+
+
+def _kill(seat: Seat) -> None:
+    if seat.process is not None and seat.process.returncode is None:
+        with suppress(ProcessLookupError):
+            seat.process.kill()

@@ -1,0 +1,240 @@
+"""The live shell of the router: workers' connections and clients' requests become events, and its commands become messages.
+
+Every decision is ``phalanx.traffic.dispatch.step``, the function that ``phalanx simulate traffic`` runs. All of this belongs to one event loop
+in a thread of its own (``router_port``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from phalanx.serve.workers import messages as m
+from phalanx.serve.workers.peer import Peer, PeerError, proven
+from phalanx.traffic import dispatch
+from phalanx.traffic import events as e
+from phalanx.traffic.pages import page_names
+from phalanx.traffic.pools import Pool, PoolSettings
+from phalanx.traffic.requests import Ended, Request, Told
+from phalanx.traffic.routing import Link
+
+TICK_S = 0.25
+_PROOF_S = 5.0
+_NEWCOMERS = 64
+"""Connections that may be proving themselves at once; a stranger is shut out before a worker is."""
+
+Sink = Callable[[Sequence[Told]], None]
+"""Takes what is told of a request, in its order."""
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """How a service of several workers decides."""
+
+    rows: int = 256
+    audit_share: float = 0.0
+    late_s: float = 3.0
+    page_bytes_per_s: float = 5e8
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who hears of workers' lives: the supervisor of their processes, and whoever waits for the service to begin."""
+
+    opening: Callable[[Peer], None]
+    ready: Callable[[Peer], None]
+    unable: Callable[[Peer, str], None]
+    left: Callable[[Peer, str], None]
+    """The connection has ended, and why."""
+
+
+@dataclass
+class Router:
+    """See the module."""
+
+    token: str
+    settings: RouterSettings
+    watcher: Watcher
+    peers: dict[int, Peer] = field(default_factory=dict)
+    """Those that are ready, by number."""
+    past: Counter[str] = field(default_factory=Counter)
+    """Pages pulled and not, of workers that have left."""
+
+    def __post_init__(self) -> None:
+        self._root = b""
+        self._lives = self._newcomers = 0
+        self._sinks: dict[str, Sink] = {}
+        self._refusals: dict[int, str] = {}  # life -> why
+        self._joined = -1  # the highest number of a worker
+        self._tasks: set[asyncio.Task[None]] = set()
+        pool = PoolSettings(late_s=self.settings.late_s, step_rows=self.settings.rows)
+        core = dispatch.Settings(audit_share=self.settings.audit_share)
+        self.traffic = dispatch.Traffic(self._names, core, Pool(pool))
+
+    async def listen(self, host: str) -> asyncio.Server:
+        """Begins to take workers' connections at any free port of ``host``."""
+        self._tasks.add(asyncio.create_task(self._tick()))
+        return await asyncio.start_server(self._welcome, host, 0, backlog=128)
+
+    # Clients.
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request on; what is told of it goes to ``sink``."""
+        self._sinks[request.id] = sink
+        self._hear(e.Submitted(request))
+
+    def abandon(self, request_id: str) -> None:
+        """Gives a request up."""
+        if self._sinks.pop(request_id, None):
+            self._hear(e.Abandoned(request_id))
+
+    def fail_all(self, why: str) -> None:
+        """Ends all requests with an error."""
+        for name, sink in list(self._sinks.items()):
+            sink([Ended(name, "error", why)])
+            self.abandon(name)
+
+    def drain(self, number: int) -> None:
+        """Lets a worker's requests go on elsewhere, and sends it away."""
+        self._hear(e.Drain(number))
+
+    # Workers.
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        with suppress(
+            asyncio.CancelledError
+        ):  # by ``end``; asyncio's streams report a cancelled task as a defect
+            await self._meet(reader, writer)
+        self._tasks.discard(task)
+        writer.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._newcomers >= _NEWCOMERS:
+            return
+        self._lives += 1
+        self._newcomers += 1
+        try:
+            peer = await proven(reader, writer, self.token, self._lives, _PROOF_S)
+        except PeerError:
+            return
+        finally:
+            self._newcomers -= 1
+        why = "its connection ended"
+        try:
+            await self._converse(peer)
+        except PeerError as error:
+            why = str(error)
+        why = self._refusals.pop(peer.life, why)
+        if self.peers.get(peer.number) is peer:
+            del self.peers[peer.number]
+            self._count_past(peer)
+            self._hear(e.Left(peer.number, peer.life, why))
+        self.watcher.left(peer, why)
+
+    async def _converse(self, peer: Peer) -> None:
+        while True:
+            match await peer.hear():
+                case m.Opening(number, pid):
+                    self._joined = max(self._joined, number)
+                    peer.number, peer.pid = number, pid
+                    if number < 0:
+                        self._joined += 1
+                        peer.number = self._joined
+                    self.watcher.opening(peer)
+                case m.Ready() as ready:
+                    self._admit(peer, ready)
+                case m.Unable(why):
+                    self.watcher.unable(peer, why)
+                case m.Speech(said):
+                    for one in said:
+                        self._hear(e.Heard(peer.number, peer.life, one.job, m.told_of(one)))
+                case m.WorkerBeat() as beat:
+                    peer.beat = beat
+                    self._hear(e.Beat(peer.number, peer.life, beat.steps, beat.jobs))
+                case m.Leaving():
+                    self.drain(peer.number)
+
+    def _admit(self, peer: Peer, ready: m.Ready) -> None:
+        old = self.peers.get(peer.number)
+        if old is not None:
+            self._count_past(old)
+            old.writer.close()
+        if not self._root:
+            self._root = ready.root
+            link = Link(ready.page_bytes, self.settings.page_bytes_per_s)
+            self.traffic.settings = dispatch.Settings(link, audit_share=self.settings.audit_share)
+        peer.ready, peer.ready_s = ready, time.monotonic()
+        self.peers[peer.number] = peer
+        self._hear(
+            e.Joined(peer.number, peer.life, ready.identity, ready.role, ready.pages, ready.rows_per_s)
+        )
+        if self.traffic.pool.current(peer.number, peer.life):
+            self.watcher.ready(peer)
+
+    def _count_past(self, peer: Peer) -> None:
+        if peer.beat is not None:
+            self.past["pulled"] += peer.beat.pulled
+            self.past["not_pulled"] += peer.beat.not_pulled
+
+    def _names(self, text: Sequence[int]) -> Sequence[bytes]:
+        return page_names(text, self._root)
+
+    # The core.
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._hear(e.Tick())
+
+    def _hear(self, event: e.Event) -> None:
+        self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: e.Command) -> None:
+        match command:
+            case e.Tell(told):
+                sink = self._sinks.get(told.request)
+                if sink is not None:
+                    sink([told])
+                if isinstance(told, Ended):
+                    self._sinks.pop(told.request, None)
+            case e.Run():
+                self._send(command.worker, self._job(command))
+            case e.Stop(worker, job):
+                self._send(worker, m.StopJob(job))
+            case e.Forget(worker):
+                self._send(worker, m.ForgetPages())
+            case e.Dismiss(worker):
+                self._send(worker, m.Go())
+            case e.Refuse(worker, life, why):
+                peer = self.peers.get(worker)
+                if peer is not None and peer.life == life:
+                    self._refusals[life] = why
+                    peer.say(m.Go(why))
+                    peer.writer.close()
+
+    def _job(self, run: e.Run) -> m.RunJob:
+        source = self.peers.get(run.source)
+        door = source.ready.door if source is not None and source.ready is not None else None
+        return m.RunJob(run.job, run.request, run.source_job, door, run.pages, run.offer)
+
+    def _send(self, worker: int, message: m.ToWorker) -> None:
+        peer = self.peers.get(worker)
+        if peer is not None:
+            peer.say(message)
+
+    async def end(self) -> None:
+        """Sends all workers away."""
+        for peer in self.peers.values():
+            peer.say(m.Go())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,259 @@
+"""Several worker processes behind the gateway's port for workers: the router and the processes' supervisor, in a thread with an event loop.
+
+The gateway's own loop writes to its clients and must not wait for workers; what they tell crosses over to it in batches. The service begins when
+every worker that it has started is ready, and fails to begin with the reason of the first that cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from msgspec import structs
+
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.gateway.worker import Identity, WorkerFacts, WorkerLoad
+from phalanx.serve.workers.peer import Peer
+from phalanx.serve.workers.processes import Happened, Processes
+from phalanx.serve.workers.router import Router, RouterSettings, Watcher
+from phalanx.serve.workers.worker_main import WorkerTask
+from phalanx.traffic.events import Role
+from phalanx.traffic.requests import Ended, Request, Told
+
+_BEGIN_S = 600.0
+_END_S = 20.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that the one who serves is told."""
+
+    event: str
+    text: str
+    facts: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Service:
+    """Which workers a service has, and what each of them opens."""
+
+    roles: Sequence[Role]
+    task: WorkerTask
+    """Of each worker, but for number, role, token and the router's address."""
+    threads: int
+    """Of each worker."""
+    settings: RouterSettings
+
+
+class RouterPort:
+    """A ``WorkerPort`` of many workers."""
+
+    def __init__(self, service: Service, tell: Callable[[Notice], None]) -> None:
+        """Starts the workers and waits until they are ready. Raises EngineError with the reason where one cannot serve."""
+        self._service = service
+        self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
+        self._teller = threading.Thread(target=self._tell_all, args=(tell,), name="notices", daemon=True)
+        self._teller.start()
+        self._begun: Future[Identity] = Future()
+        self._trouble = ""
+        self._first: set[str] = set()
+        self._running: set[str] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._begin())
+            self.identity = self._begun.result(_BEGIN_S)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"the workers are not ready after {_BEGIN_S:g} s") from error
+            raise
+
+    # What the gateway asks.
+
+    async def submit(self, request: Request) -> AsyncGenerator[Told]:
+        mine = asyncio.get_running_loop()
+        told: asyncio.Queue[Sequence[Told]] = asyncio.Queue()
+
+        def sink(some: Sequence[Told]) -> None:
+            with suppress(RuntimeError):  # the gateway's loop has ended
+                mine.call_soon_threadsafe(told.put_nowait, some)
+
+        if self._trouble:
+            yield Ended(request.id, "error", self._trouble)
+            return
+        self._first.add(request.id)
+        self._running.add(request.id)
+        self._loop.call_soon_threadsafe(self._router.submit, request, sink)
+        ended = False
+        try:
+            while not ended:
+                for one in await told.get():
+                    self._first.discard(request.id)
+                    ended = isinstance(one, Ended)
+                    yield one
+        finally:
+            self._first.discard(request.id)
+            self._running.discard(request.id)
+            if not ended:
+                await self.cancel(request.id)
+
+    async def cancel(self, request_id: str) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._router.abandon, request_id)
+
+    def load(self) -> WorkerLoad:
+        peers = list(self._router.peers.values())
+        waiting = len(self._first)
+        return WorkerLoad(
+            len(self._running) - waiting,
+            waiting,
+            sum(peer.beat.pages_used for peer in peers if peer.beat is not None),
+            sum(peer.ready.pages for peer in peers if peer.ready is not None),
+            self._workers(),
+            self._counts(peers),
+        )
+
+    def trouble(self) -> str:
+        """Why nothing can be computed; empty if it can."""
+        return self._trouble
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._call(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)
+        self._notices.put(None)
+        self._teller.join(1.0)
+
+    def _workers(self) -> tuple[WorkerFacts, ...]:
+        pool, peers = self._router.traffic.pool, dict(self._router.peers)
+        facts = []
+        for seat in self._processes.seats:
+            number, state = seat.task.number, seat.state
+            worker, peer = pool.workers.get(number), peers.get(number)
+            if worker is not None:
+                state = "late" if worker.late else "draining" if worker.draining else "ready"
+            facts.append(
+                WorkerFacts(
+                    number,
+                    worker.role if worker is not None else seat.task.role,
+                    state,
+                    peer.pid if peer is not None else 0,
+                    len(worker.jobs) if worker is not None else 0,
+                    seat.why,
+                    max(0, seat.starts.ended),
+                )
+            )
+        return tuple(facts)
+
+    def _counts(self, peers: Sequence[Peer]) -> dict[str, int]:
+        counts, past = dict(self._router.traffic.counts), self._router.past
+        beats = [peer.beat for peer in peers if peer.beat is not None]
+        counts["pulled"] = past["pulled"] + sum(beat.pulled for beat in beats)
+        counts["not_pulled"] = past["not_pulled"] + sum(beat.not_pulled for beat in beats)
+        return counts
+
+    # The router's thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_END_S)
+
+    async def _begin(self) -> None:
+        service, token = self._service, secrets.token_hex(32)
+        watcher = Watcher(lambda _: None, self._ready, self._unable, self._left)
+        self._router = Router(token, service.settings, watcher)
+        self._server = await self._router.listen("127.0.0.1")
+        host, port = self._server.sockets[0].getsockname()[:2]
+        tasks = [
+            structs.replace(service.task, host=host, port=port, token=token, number=number, role=role)
+            for number, role in enumerate(service.roles)
+        ]
+        self._processes = Processes(tasks, service.threads, self._happened)
+        self._notice("router-listening", f"workers connect to {host}:{port}", address=f"{host}:{port}")
+        self._processes.start()
+
+    async def _end(self) -> None:
+        await self._router.end()
+        self._server.close()
+        await self._processes.end()
+
+    def _ready(self, peer: Peer) -> None:
+        ready = peer.ready
+        assert ready is not None
+        self._processes.ready(peer.number)
+        pages = f"{ready.door.host}:{ready.door.port}"
+        self._notice(
+            "worker-ready",
+            f"worker {peer.number} ({ready.role}), process {peer.pid}: pages at {pages}, {ready.rows_per_s:,.0f} rows/s",
+            worker=peer.number,
+            role=ready.role,
+            pid=peer.pid,
+            pages=pages,
+            rows_per_s=round(ready.rows_per_s, 1),
+        )
+        if len(self._router.peers) >= len(self._service.roles) and not self._begun.done():
+            identity = ready.identity
+            self._begun.set_result(Identity(identity.weights, identity.numerics, ready.context))
+
+    def _unable(self, peer: Peer, why: str) -> None:
+        if not self._begun.done():
+            self._begun.set_exception(EngineError(why))
+        self._notice(
+            "worker-unable", f"worker {peer.number} cannot serve: {why}", worker=peer.number, why=why
+        )
+
+    def _left(self, peer: Peer, why: str) -> None:
+        if peer.number in self._router.traffic.pool.quarantined:
+            self._processes.set_aside(peer.number, why)
+            self._notice(
+                "worker-set-aside", f"worker {peer.number} is set aside: {why}", worker=peer.number, why=why
+            )
+        self._processes.kill(peer.number)
+
+    def _happened(self, happened: Happened) -> None:
+        seat, again_s = happened.seat, happened.again_s
+        number = seat.task.number
+        if not self._begun.done():
+            self._begun.set_exception(
+                EngineError(f"worker {number} {happened.how} before it was ready; what it printed is above")
+            )
+        then = f"it is started again in {again_s:g} s" if again_s is not None else "it is not started again"
+        self._notice(
+            "worker-ended",
+            f"worker {number} ({seat.task.role}) {happened.how}: {then}",
+            worker=number,
+            role=seat.task.role,
+            how=happened.how,
+            again_s=again_s,
+        )
+        if not self._processes.lasting() and not self._router.peers:
+            self._trouble = (
+                f"no worker is left: each ended {seat.starts.failed} times without serving for long; "
+                "the server's own output says how"
+            )
+            self._router.fail_all(self._trouble)
+
+    def _notice(self, event: str, text: str, **facts: object) -> None:
+        self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
+
+    def _tell_all(self, tell: Callable[[Notice], None]) -> None:
+        # In a thread of its own: whoever reads what is printed may be slow, or gone.
+        while (notice := self._notices.get()) is not None:
+            with suppress(OSError):
+                tell(notice)

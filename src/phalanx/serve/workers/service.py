@@ -1,0 +1,45 @@
+"""A run's directory served by several worker processes of this machine: its words here, its weights in each of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.serve.gateway.model_text import ModelText, read_model_text
+from phalanx.serve.workers.router import RouterSettings
+from phalanx.serve.workers.router_port import Notice, RouterPort, Service
+from phalanx.serve.workers.worker_main import WorkerTask
+from phalanx.traffic.events import Role
+
+
+def open_service(
+    run_dir: Path,
+    step: int | None,
+    *,
+    name: str | None,
+    dtype: str,
+    context: int | None,
+    memory_bytes: int,
+    rows: int,
+    numerics: Literal["exact", "fast"],
+    roles: Sequence[Role],
+    threads: int,
+    audit_share: float,
+    tell: Callable[[Notice], None],
+) -> tuple[ModelText, RouterPort]:
+    """The words of a run's model and the workers that compute it, ready to be asked.
+
+    ``memory_bytes`` and ``threads`` are each worker's; 0 threads divide this machine's processors among them. Raises EngineError where a worker
+    cannot serve, and as ``load_run_tokenizer`` does.
+    """
+    words = read_model_text(
+        run_dir, name or run_dir.resolve().name, read_resolved(RunDirectory(run_dir)).model.vocab_size
+    )
+    task = WorkerTask(
+        "", 0, "", 0, "both", str(run_dir.resolve()), step, dtype, context, memory_bytes, rows, numerics
+    )
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // len(roles))
+    return words, RouterPort(Service(roles, task, threads, RouterSettings(rows, audit_share)), tell)

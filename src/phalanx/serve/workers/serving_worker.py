@@ -1,0 +1,257 @@
+"""A worker at work: an engine in one thread, fed by the router's orders and by the pages that come from other workers.
+
+Only the engine's thread touches the engine. Orders come in by a thread that reads the link, pulled pages by a thread for each pull, and
+questions for pages by the page server's threads: all wait in one queue, which is emptied between two steps. Signs of life have a thread of their own,
+so that a long step is not taken for death. The worker decides nothing: when the link ends, it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.snapshot.wire import WireError
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.workers import messages as m
+from phalanx.serve.workers.page_client import Pulled, pull
+from phalanx.serve.workers.page_server import OfferedPages
+from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.traffic.events import Identity
+from phalanx.traffic.pages import page_names
+from phalanx.traffic.requests import Ended, Request, Told
+
+_log = logging.getLogger(__name__)
+BEAT_S = 0.5
+PULL_S = 5.0
+_LOOK_UP_S = 2.0
+
+
+@dataclass(frozen=True)
+class _Came:
+    """What a pull has brought for a job."""
+
+    job: int
+    pulled: Pulled
+    asked: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Another worker asks for pages that are under no lease."""
+
+    names: Sequence[bytes]
+    answer: queue.SimpleQueue[dict[bytes, bytes]]
+
+
+@dataclass(frozen=True)
+class _Over:
+    """The worker ends."""
+
+    why: str
+
+
+class _OverError(Exception):
+    pass
+
+
+class ServingWorker:
+    """See the module; ``run`` returns when the worker is sent away or its link ends."""
+
+    def __init__(
+        self, engine: Engine, identity: Identity, page_bytes: int, token: str, link: SealedWire
+    ) -> None:
+        self._engine, self._identity, self._page_bytes = engine, identity, page_bytes
+        self._token, self._link = token, link
+        self.offered = OfferedPages(look_up=self._look_up)
+        self._inbox: queue.SimpleQueue[m.ToWorker | m.Leaving | _Came | _Asked | _Over] = queue.SimpleQueue()
+        self._orders: dict[int, m.RunJob] = {}
+        self._steps = self._pulled = self._not_pulled = 0
+        self._over = threading.Event()
+
+    def leave(self) -> None:
+        """Asks the router to let this worker go; may be called by a signal's handler."""
+        self._inbox.put(m.Leaving())
+
+    def run(self) -> str:
+        """Works until the end, and returns why it came; empty if nothing is wrong."""
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+        try:
+            while True:
+                self._take_all()
+                self._step()
+        except _OverError as over:
+            return str(over)
+        except WireError as error:
+            return str(error)
+        finally:
+            self._over.set()
+
+    # The engine's thread.
+
+    def _take_all(self) -> None:
+        block = not self._engine.busy
+        while True:
+            try:
+                one = self._inbox.get(block)
+            except queue.Empty:
+                return
+            self._take(one)
+            block = block and not self._engine.busy
+
+    def _take(self, one: m.ToWorker | m.Leaving | _Came | _Asked | _Over) -> None:
+        match one:
+            case m.RunJob():
+                self._begin(one)
+            case m.StopJob(job):
+                if self._orders.pop(job, None):
+                    self._engine.cancel(str(job))
+            case m.ForgetPages():
+                self._engine.forget_pages()
+                self.offered.forget()
+            case _Came():
+                self._keep(one)
+            case _Asked(names, answer):
+                answer.put(self._held(names))
+            case m.Leaving():
+                self._link.send(m.encode(one))
+            case m.Go(why) | _Over(why):
+                raise _OverError(why)
+
+    def _begin(self, order: m.RunJob) -> None:
+        self._orders[order.job] = order
+        held = set(self._engine.held_pages(order.pages))
+        missing = [name for name in order.pages if name not in held]
+        if order.door is None or not missing:
+            self._submit(order)
+            return
+        thread = threading.Thread(
+            target=self._pull, args=(order, order.door, missing), name="pull", daemon=True
+        )
+        thread.start()
+
+    def _pull(self, order: m.RunJob, door: m.PageDoor, names: list[bytes]) -> None:
+        pulled = pull(
+            door.host,
+            door.port,
+            self._token,
+            self._identity,
+            order.source_job,
+            names,
+            within_s=PULL_S,
+            page_bytes=self._page_bytes,
+        )
+        self._inbox.put(_Came(order.job, pulled, len(names)))
+
+    def _keep(self, came: _Came) -> None:
+        """Keeps what a pull has brought, and begins its job: what did not come is computed."""
+        order = self._orders.get(came.job)
+        if order is None:
+            return
+        names = page_names(order.request.prompt + order.request.told, self._engine.root)
+        before = dict(zip(names, [self._engine.root, *names], strict=False))
+        kept = 0
+        for name, page in came.pulled.pages.items():
+            if name not in before or not self._engine.write_page(name, bytes(page), before[name]):
+                break
+            kept += 1
+        self._pulled += kept
+        self._not_pulled += came.asked - kept
+        if came.pulled.failure:
+            _log.info("job %d: %s; the rest is computed", came.job, came.pulled.failure)
+        self._submit(order)
+
+    def _submit(self, order: m.RunJob) -> None:
+        try:
+            self._engine.submit(replace(order.request, id=str(order.job)))
+        except ValueError as error:
+            self._speak([Ended(str(order.job), "error", str(error))])
+
+    def _step(self) -> None:
+        try:
+            told = self._engine.step()
+        except Exception as error:  # The worker must outlive a defect, and the clients must hear of it.
+            _log.exception("a defect of the engine")
+            told = [
+                Ended(str(job), "error", f"a defect of the engine: {error!r}"[:500]) for job in self._orders
+            ]
+            for one in told:
+                self._engine.cancel(one.request)
+        self._steps += 1
+        self._speak(told)
+
+    def _speak(self, told: Sequence[Told]) -> None:
+        said = []
+        for one in told:
+            job = int(one.request)
+            order = self._orders.get(job)
+            if order is None:  # it was stopped
+                continue
+            if isinstance(one, Ended):
+                if order.offer and one.outcome == "length":
+                    self.offered.offer(job, self._held(self._names(order.request)))
+                del self._orders[job]
+            said.append(m.said_of(job, one))
+        if said:
+            self._link.send(m.encode(m.Speech(tuple(said))))
+
+    def _names(self, request: Request) -> list[bytes]:
+        return page_names(request.prompt + request.told, self._engine.root)
+
+    def _held(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The pages of ``names`` that are here, from the first on without a gap."""
+        held = set(self._engine.held_pages(names))
+        pages = {}
+        for name in names:
+            if name not in held:
+                break
+            pages[name] = self._engine.read_page(name)
+        return pages
+
+    # Other threads.
+
+    def _look_up(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
+        answer: queue.SimpleQueue[dict[bytes, bytes]] = queue.SimpleQueue()
+        self._inbox.put(_Asked(names, answer))
+        try:
+            return answer.get(timeout=_LOOK_UP_S)
+        except queue.Empty:  # a long step: whoever asks computes them
+            return {}
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._inbox.put(m.for_worker.decode(self._link.receive()))
+        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+            self._inbox.put(_Over(str(error)))
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            self.offered.expire()
+            used, _ = self._engine.pages()
+            beat = m.WorkerBeat(self._steps, tuple(self._orders), used, self._pulled, self._not_pulled)
+            try:
+                self._link.send(m.encode(beat))
+            except (CheckpointError, OSError) as error:
+                self._inbox.put(_Over(str(error)))
+                return
+
+
+def measured_rate(engine: Engine, rows: int) -> float:
+    """Rows a second of a prompt of ``rows`` tokens, by the second of two: the first one warms up."""
+    seconds = 1.0
+    for token in range(2):
+        engine.submit(Request("rate", (token,) * rows, 1))
+        began_s = time.perf_counter()
+        while engine.busy:
+            engine.step()
+        seconds = time.perf_counter() - began_s
+    engine.forget_pages()
+    return rows / max(seconds, 1e-6)

@@ -1,0 +1,155 @@
+"""A serving worker's process: connects to the router, opens the model, and works until it is sent away.
+
+``python -m phalanx.serve.workers.worker_main`` reads its task as JSON from standard input, the token too, so that neither command line nor
+environment shows it. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec import Struct
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.snapshot.wire import Wire, secured_client
+from phalanx.serve.workers import messages as m
+from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.traffic.events import Role
+
+if TYPE_CHECKING:
+    from phalanx.serve.workers.serving_worker import ServingWorker
+
+_CONNECT_S = 20.0
+
+
+class WorkerTask(Struct, frozen=True):
+    """What a worker is to serve, and for whom."""
+
+    host: str
+    port: int
+    """Where the router listens."""
+    token: str
+    number: int
+    role: Role
+    run_dir: str
+    step: int | None
+    dtype: str
+    context: int | None
+    memory_bytes: int
+    rows: int
+    numerics: Literal["exact", "fast"]
+    page_host: str = "127.0.0.1"
+    """The address at which the others reach this worker's pages."""
+
+
+def main() -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerTask)
+    from phalanx.train.lifecycle.worker import die_with_parent
+
+    die_with_parent()
+    try:
+        why = work(task)
+    except (CheckpointError, OSError) as error:
+        why = str(error) or type(error).__name__
+    if why:
+        print(f"worker {task.number}: {why}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1 if why else 0)  # threads that read or pull need not be waited for
+
+
+def work(task: WorkerTask) -> str:
+    """Serves as one worker; why it ended, empty if nothing is wrong. Raises WireError and RefusedError where there is no router."""
+    with socket.create_connection((task.host, task.port), _CONNECT_S) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        wire = Wire(secured_client(connection, None, task.host), "the router")
+        wire.set_deadline(_CONNECT_S)
+        link = SealedWire(wire, task.token, "client", m.PURPOSE)
+        wire.set_timeout(None)  # a router without requests says nothing
+        link.send(m.encode(m.Opening(task.number, os.getpid())))
+        try:
+            return _serve(task, link)
+        except Exception as error:
+            link.send(m.encode(m.Unable(_reason(error)[:8000])))
+            return _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    from phalanx.data.errors import TokenizerError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.serve.engine.errors import EngineError
+
+    known = (CheckpointError, TokenizerError, RunDirectoryError, EngineError, OSError)
+    return str(error) if isinstance(error, known) else f"a defect: {error!r}"
+
+
+def _serve(task: WorkerTask, link: SealedWire) -> str:
+    from pathlib import Path
+
+    from phalanx.serve.engine.engine import Engine
+    from phalanx.serve.engine.errors import EngineError
+    from phalanx.serve.engine.page_memory import page_bytes
+    from phalanx.serve.gateway.of_run import open_engine
+    from phalanx.serve.workers.page_server import PageServer
+    from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
+    from phalanx.traffic.events import Identity
+
+    opened = open_engine(
+        Path(task.run_dir),
+        task.step,
+        dtype=task.dtype,
+        context=task.context,
+        memory_bytes=task.memory_bytes,
+        rows=task.rows,
+        numerics=task.numerics,
+    )
+    engine = opened.engine
+    if not isinstance(engine, Engine):
+        raise EngineError(
+            "a model of your own (model.factory) keeps no keys and values, so workers have nothing to share: "
+            "serve it without --workers"
+        )
+    _, pages = engine.pages()
+    rows = max(1, min(task.rows, 256, opened.identity.context - 1))
+    rate = measured_rate(engine, rows)
+    nbytes = page_bytes(opened.spec, engine.dtype)
+    identity = Identity(
+        opened.identity.weights_sha, opened.identity.numerics_id, f"{engine.root.hex()[:16]}-{nbytes}"
+    )
+    worker = ServingWorker(engine, identity, nbytes, task.token, link)
+    signal.signal(signal.SIGTERM, _Leaving(worker))
+    server = PageServer(worker.offered, identity, task.token, task.page_host)
+    try:
+        door = m.PageDoor(task.page_host, server.port)
+        link.send(
+            m.encode(
+                m.Ready(identity, task.role, engine.root, opened.identity.context, pages, nbytes, rate, door)
+            )
+        )
+        return worker.run()
+    finally:
+        server.close()
+
+
+class _Leaving:
+    """What SIGTERM does: the first lets the worker's requests go on elsewhere, a second one ends it at once."""
+
+    def __init__(self, worker: ServingWorker) -> None:
+        self._worker, self._asked = worker, False
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._asked:
+            os._exit(1)
+        self._asked = True
+        self._worker.leave()
+
+
+if __name__ == "__main__":
+    main()
