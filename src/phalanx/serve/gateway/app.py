@@ -122,7 +122,13 @@ def application(gateway: Gateway) -> ASGIApp:
 
     async def health(_request: Request) -> Response:
         trouble = gateway.port.trouble()
-        return _json({"status": trouble or "ok"}, 503 if trouble else 200)
+        told: dict[str, Any] = {"status": trouble or "ok"}
+        if workers := gateway.port.load().workers:
+            told["workers"] = [
+                {"number": w.number, "role": w.role, "state": w.state, "jobs": w.jobs, "ended": w.ended}
+                for w in workers
+            ]
+        return _json(told, 503 if trouble else 200)
 
     async def ready(_request: Request) -> Response:
         trouble = gateway.port.trouble() or ("draining" if gateway.draining else "")

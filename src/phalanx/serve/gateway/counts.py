@@ -45,6 +45,17 @@ _FIRST = (
 _NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
+_AMONG_WORKERS = (
+    ("moved", "requests_moved", "Texts that went on at another worker."),
+    ("pulled", "pages_pulled", "Pages that came from another worker."),
+    ("not_pulled", "pages_recomputed", "Pages that were to come from another worker and were computed."),
+    ("audits", "audits", "Texts that another worker scored again."),
+    ("audits_skipped", "audits_skipped", "Texts that no other worker could score again."),
+    ("differences", "audit_differences", "Audits that found other bits."),
+    ("quarantined", "workers_quarantined", "Workers set aside for computing other bits."),
+)
+"""What the router counts: its name there, its name here, and what it is."""
+
 
 class Histogram:
     """Values counted in buckets."""
@@ -120,6 +131,7 @@ class Counts:
             ("phalanx_requests_cancelled", "Texts left by clients.", self.cancelled),
         ):
             yield self._counter(name, about, {"": count}, "")
+        yield from self._of_workers(load)
         yield self._counter(
             "vllm:request_success", "Texts that ended, by reason.", self._finished, "finished_reason"
         )
@@ -152,6 +164,22 @@ class Counts:
             for limit, count in use.refused.items():
                 limited.add_metric([name, limit], count)
         yield from (running, requests, tokens, limited)
+
+    def _of_workers(self, load: WorkerLoad) -> Iterator[Metric]:
+        """What is told where there are several workers."""
+        if not load.workers:
+            return
+        states = GaugeMetricFamily(
+            "phalanx_workers", "Workers by role and state.", labels=["model_name", "role", "state"]
+        )
+        for (role, state), count in Counter((w.role, w.state) for w in load.workers).items():
+            states.add_metric([self._model, role, state], count)
+        yield states
+        for name, about, count in (
+            ("phalanx_worker_ends", "Ends of worker processes.", sum(w.ended for w in load.workers)),
+            *((f"phalanx_{name}", about, load.counts.get(key, 0)) for key, name, about in _AMONG_WORKERS),
+        ):
+            yield self._counter(name, about, {"": count}, "")
 
     def _counter(self, name: str, about: str, counts: Mapping[str, int], label: str) -> CounterMetricFamily:
         family = CounterMetricFamily(name, about, labels=["model_name", label] if label else ["model_name"])

@@ -1,0 +1,213 @@
+"""Real worker processes that are killed at any time: the client's stream goes on, and the whole is the undisturbed answer to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from parity.llama3_folder import save_llama3
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from serve.workers.services import PATIENCE_S, Service, service, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+"""Three processes open a model each, and again after each kill."""
+
+LONG = "the cat and the dog " * 60
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workers")
+    save_llama3(folder / "llama3")
+    import_hf(folder / "llama3", folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def served(run_dir: Path) -> Iterator[Service]:
+    with service(run_dir, "--workers", "prefill:1,decode:2", "--threads", "1", "--context", "1000") as one:
+        yield one
+
+
+@pytest.fixture
+def whole(served: Service) -> Service:
+    until(served.whole)
+    return served
+
+
+def ask(served: Service, seed: int, tokens: int = 300, prompt: str = LONG) -> Iterator[Any]:
+    """The choices of a streamed answer, one after the other."""
+    client = OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+    stream = client.completions.create(
+        model="run",
+        prompt=prompt,
+        max_tokens=tokens,
+        seed=seed,
+        logprobs=2,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    for chunk in stream:
+        yield chunk.choices[0]
+
+
+def told(choices: list[Any]) -> list[Any]:
+    """All that a client was told of its text."""
+    return [choice.to_dict() for choice in choices]
+
+
+def test_prefill_and_decode_are_apart_and_pages_travel(whole: Service) -> None:
+    before = whole.count("phalanx_pages_pulled_total")
+    answer = list(ask(whole, seed=1, tokens=5))
+    assert len(answer) >= 5
+    assert whole.count("phalanx_pages_pulled_total") > before
+    assert whole.count("phalanx_workers{") == 3
+
+
+def test_a_decode_worker_is_killed_in_mid_text(whole: Service) -> None:
+    undisturbed = told(list(ask(whole, seed=2)))
+    disturbed = []
+    for number, choice in enumerate(ask(whole, seed=2)):
+        disturbed.append(choice)
+        if number == 20:
+            whole.send(until(lambda: whole.busy("decode")), signal.SIGKILL)
+    assert told(disturbed) == undisturbed
+    assert whole.count("phalanx_requests_moved_total") >= 1
+
+
+def test_a_prefill_worker_is_killed_with_a_prompt_in_its_hands(whole: Service) -> None:
+    undisturbed = told(list(ask(whole, seed=3, tokens=30)))
+    whole.send(0, signal.SIGSTOP)  # it holds the prompt, and computes nothing
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: told(list(ask(whole, seed=3, tokens=30))))
+        until(lambda: whole.busy("prefill") is not None or answer.done())
+        whole.send(0, signal.SIGKILL)
+        assert answer.result() == undisturbed
+
+
+def test_the_source_of_pages_is_killed_before_they_are_pulled(whole: Service) -> None:
+    prompt = "a dog and a cat " * 50  # no decode worker has its pages
+    for worker in (1, 2):
+        whole.send(worker, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: told(list(ask(whole, seed=4, tokens=30, prompt=prompt))))
+        until(lambda: whole.busy("decode") is not None or answer.done())
+        whole.send(0, signal.SIGKILL)
+        for worker in (1, 2):
+            whole.send(worker, signal.SIGCONT)
+        disturbed = answer.result()
+    until(whole.whole)
+    assert told(list(ask(whole, seed=4, tokens=30, prompt=prompt))) == disturbed
+
+
+@pytest.mark.parametrize("victims", [(1, 2), (0, 1, 2)])
+def test_several_workers_are_killed_at_once(whole: Service, victims: tuple[int, ...]) -> None:
+    undisturbed = [told(list(ask(whole, seed=seed, tokens=200))) for seed in (5, 6, 7)]
+    started = threading.Barrier(4)
+
+    def disturbed(seed: int) -> list[Any]:
+        choices = []
+        for number, choice in enumerate(ask(whole, seed=seed, tokens=200)):
+            choices.append(choice)
+            if number == 10:
+                started.wait()
+        return told(choices)
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(disturbed, seed) for seed in (5, 6, 7)]
+        started.wait()
+        for worker in victims:
+            whole.send(worker, signal.SIGKILL)
+        assert [answer.result() for answer in answers] == undisturbed
+
+
+def test_a_worker_that_is_asked_to_end_hands_its_texts_over(whole: Service) -> None:
+    undisturbed = told(list(ask(whole, seed=8)))
+    disturbed = []
+    for number, choice in enumerate(ask(whole, seed=8)):
+        disturbed.append(choice)
+        if number == 20:
+            worker = until(lambda: whole.busy("decode"))
+            before = len(whole.lines)
+            whole.send(worker, signal.SIGTERM)
+    assert told(disturbed) == undisturbed
+    ended = until(lambda: [line for line in whole.lines[before:] if line["event"] == "worker-ended"])
+    assert (ended[0]["worker"], ended[0]["how"]) == (worker, "ended with exit code 0")
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of the processes that still run."""
+    running = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            running.append(pid)
+    return running
+
+
+def test_sigterm_finishes_what_goes_on_and_leaves_no_process(run_dir: Path) -> None:
+    with service(run_dir, "--workers", "2", "--threads", "1", "--context", "1000") as served:
+        stream = ask(served, seed=9, tokens=100)
+        first = next(stream)
+        served.process.send_signal(signal.SIGTERM)
+        assert len([first, *stream]) >= 100
+        assert served.process.wait(PATIENCE_S) == 0
+        assert alive(list(served.pids.values())) == []
+
+
+def test_when_the_gateway_is_killed_clients_hear_it_and_no_process_stays(run_dir: Path) -> None:
+    with service(run_dir, "--workers", "2", "--threads", "1", "--context", "1000") as served:
+        stream = ask(served, seed=9, tokens=900, prompt="the cat")
+        next(stream)
+        served.process.kill()
+        with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):
+            list(stream)
+        until(lambda: not alive(list(served.pids.values())))
+
+
+def test_a_model_that_no_worker_can_open_is_told_at_once(tmp_path: Path, run_dir: Path) -> None:
+    broken = tmp_path / "run"
+    broken.mkdir()
+    for one in run_dir.iterdir():
+        if one.name != "checkpoints":
+            os.symlink(one, broken / one.name)
+    with service(broken, "--workers", "2") as served:
+        assert served.process.wait(PATIENCE_S) == 1
+        assert served.process.stderr is not None
+        assert "checkpoint" in served.process.stderr.read()
+
+
+def test_workers_that_never_stay_are_given_up_aloud(run_dir: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "run"
+    moved.symlink_to(run_dir)
+    with service(moved, "--workers", "1", "--threads", "1") as served:
+        real = tmp_path / "elsewhere"
+        (run_dir / "checkpoints").rename(real)
+        try:
+            served.send(0, signal.SIGKILL)
+            health = until(lambda: _trouble(served))
+            assert "no worker is left" in health["status"]
+            assert health["workers"][0]["state"] == "left"
+            with pytest.raises(openai.APIStatusError, match="no worker is left"):
+                list(ask(served, seed=1, tokens=3))
+        finally:
+            real.rename(run_dir / "checkpoints")
+
+
+def _trouble(served: Service) -> Any:
+    answer = httpx.get(served.url.replace("/v1", "/health"))
+    return json.loads(answer.text) if answer.status_code == 503 else None

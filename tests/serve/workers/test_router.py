@@ -1,0 +1,268 @@
+"""The live router over real sockets, with workers in threads: what clients are told is what one engine tells, whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from model.initialized import initialized
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.snapshot.wire import Wire
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.page_memory import page_bytes
+from phalanx.serve.workers import messages as m
+from phalanx.serve.workers.page_server import PageServer
+from phalanx.serve.workers.peer import Peer
+from phalanx.serve.workers.router import Router, RouterSettings, Watcher
+from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.serve.workers.serving_worker import ServingWorker
+from phalanx.traffic.events import Identity, Role
+from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Told
+
+TOKEN = "the service's token"
+SPEC = resolve(ModelSpec(layers=1, dim=32, heads=2, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3))
+PAGE_BYTES = page_bytes(SPEC, torch.float32)
+
+
+def built() -> Transformer:
+    model: Transformer = initialized(SPEC).requires_grad_(False).eval()
+    return model
+
+
+def engine(model: Transformer) -> Engine:
+    return Engine(model, SPEC, pages=64, sequence=256, rows=64, weights_id="w")
+
+
+@dataclass
+class Running:
+    """A worker in threads of this process."""
+
+    link: socket.socket
+    server: PageServer
+    thread: threading.Thread
+
+    def kill(self) -> None:
+        """Cuts all its connections, as the kernel does for a process that is killed."""
+        self.link.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+        self.thread.join()
+        self.link.close()
+
+
+@dataclass
+class Fleet:
+    """A router in a thread, and its workers."""
+
+    router: Router
+    loop: asyncio.AbstractEventLoop
+    address: tuple[str, int]
+    joined: queue.SimpleQueue[int]
+    left: queue.SimpleQueue[tuple[int, str]]
+    workers: dict[int, Running] = field(default_factory=dict)
+
+    def start(
+        self, number: int, role: Role, model: Transformer, *, weights: str = "w", token: str = TOKEN
+    ) -> None:
+        """Starts a worker, and waits until the router has taken or refused it."""
+        connection = socket.create_connection(self.address)
+        link = SealedWire(Wire(connection, "the router"), token, "client", m.PURPOSE)
+        link.send(m.encode(m.Opening(number, 1)))
+        own = engine(model)
+        identity = Identity(weights, "numerics", "pages")
+        worker = ServingWorker(own, identity, PAGE_BYTES, TOKEN, link)
+        server = PageServer(worker.offered, identity, TOKEN)
+        door = m.PageDoor("127.0.0.1", server.port)
+        link.send(m.encode(m.Ready(identity, role, own.root, 2048, 64, PAGE_BYTES, 1000.0, door)))
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        self.workers[number] = Running(connection, server, thread)
+
+    def submit(self, request: Request) -> queue.SimpleQueue[Told]:
+        """Asks; what is told comes in the queue."""
+        told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+
+        def sink(some: Sequence[Told]) -> None:
+            for one in some:
+                told.put(one)
+
+        self.loop.call_soon_threadsafe(self.router.submit, request, sink)
+        return told
+
+
+@contextmanager
+def fleet(model: Transformer, *roles: Role, audit_share: float = 0.0) -> Iterator[Fleet]:
+    """A service whose workers have all joined."""
+    joined: queue.SimpleQueue[int] = queue.SimpleQueue()
+    left: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    def gone(peer: Peer, why: str) -> None:
+        left.put((peer.number, why))
+
+    watcher = Watcher(lambda _: None, lambda peer: joined.put(peer.number), gone, gone)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def begin() -> tuple[Router, asyncio.Server]:
+        router = Router(TOKEN, RouterSettings(64, audit_share, late_s=30.0), watcher)
+        return router, await router.listen("127.0.0.1")
+
+    router, server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
+    made = Fleet(router, loop, server.sockets[0].getsockname()[:2], joined, left)
+    try:
+        for number, role in enumerate(roles):
+            made.start(number, role, model)
+            joined.get(timeout=60)
+        yield made
+    finally:
+        asyncio.run_coroutine_threadsafe(router.end(), loop).result()
+        for worker in made.workers.values():
+            worker.thread.join()
+            worker.server.close()
+            worker.link.close()
+        server.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def requests() -> list[Request]:
+    draw = random.Random(1)
+    shared = tuple(draw.randrange(160) for _ in range(130))
+    return [
+        Request(
+            f"r{number}",
+            shared[: length // 2] + tuple(draw.randrange(160) for _ in range(length - length // 2)),
+            tokens,
+            Sampling(seed=number, temperature=0.8),
+            top_logprobs=2,
+            prompt_logprobs=number == 3,
+        )
+        for number, (length, tokens) in enumerate(
+            [(3, 20), (64, 15), (150, 20), (200, 5), (260, 30), (131, 1)]
+        )
+    ]
+
+
+def alone(model: Transformer, asked: Sequence[Request]) -> dict[str, list[Told]]:
+    """What one engine tells."""
+    served = engine(model)
+    told: dict[str, list[Told]] = {request.id: [] for request in asked}
+    for request in asked:
+        served.submit(request)
+    while served.busy:
+        for one in served.step():
+            told[one.request].append(one)
+    return told
+
+
+def heard(told: queue.SimpleQueue[Told]) -> list[Told]:
+    """All that a client hears, up to the end."""
+    found = [told.get(timeout=120)]
+    while not isinstance(found[-1], Ended):
+        found.append(told.get(timeout=120))
+    return found
+
+
+def words(told: list[Told]) -> list[object]:
+    """The same without what may differ: how many tokens were found in pages."""
+    return [(one.outcome, one.text) if isinstance(one, Ended) else one for one in told]
+
+
+@pytest.mark.parametrize("roles", [("both",), ("prefill", "decode"), ("both", "decode")])
+def test_clients_hear_from_any_workers_what_one_engine_tells(roles: tuple[Role, ...]) -> None:
+    model, asked = built(), requests()
+    right = alone(model, asked)
+    with fleet(model, *roles) as served:
+        told = {request.id: served.submit(request) for request in asked}
+        for name, one in told.items():
+            assert words(heard(one)) == words(right[name])
+
+
+def test_a_decode_worker_pulls_the_pages_of_a_prompt_and_computes_less_than_a_page() -> None:
+    model = built()
+    with fleet(model, "prefill", "decode") as served:
+        (request,) = [request for request in requests() if len(request.prompt) == 260]
+        heard(served.submit(request))
+        while (beat := served.router.peers[1].beat) is None or not beat.pulled:
+            time.sleep(0.02)
+        assert (beat.pulled, beat.not_pulled) == (4, 0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_workers_that_are_lost_at_any_time_lose_and_change_no_token(seed: int) -> None:
+    model, asked, draw = built(), requests(), random.Random(seed)
+    right = alone(model, asked)
+    roles: tuple[Role, ...] = ("prefill", "decode", "both")
+    with fleet(model, *roles) as served:
+        told = {request.id: served.submit(request) for request in asked}
+        for _ in range(4):
+            victim = draw.randrange(3)
+            time.sleep(draw.uniform(0, 0.05))
+            served.workers[victim].kill()
+            assert served.left.get(timeout=60)[0] == victim
+            served.start(victim, roles[victim], model)
+            served.joined.get(timeout=60)
+        for name, one in told.items():
+            assert words(heard(one)) == words(right[name])
+        assert served.router.traffic.counts["lost"] == 4
+
+
+def test_a_worker_of_other_weights_is_refused_with_both_identities() -> None:
+    model = built()
+    with fleet(model, "both") as served:
+        served.start(1, "both", model, weights="others")
+        number, why = served.left.get(timeout=60)
+        assert number == 1
+        assert "'w'" in why
+        assert "'others'" in why
+
+
+def test_who_does_not_know_the_token_does_not_become_a_worker() -> None:
+    model = built()
+    with fleet(model, "both") as served:
+        with pytest.raises(CheckpointError):
+            served.start(1, "both", model, token="guessed")
+        assert list(served.router.peers) == [0]
+
+
+def test_a_worker_that_computes_other_bits_is_set_aside_and_texts_are_right_again() -> None:
+    model, wrong = built(), built()
+    with torch.no_grad():
+        next(wrong.parameters()).mul_(1.001)
+    asked = requests()
+    right = alone(model, asked)
+    with fleet(model, "both", "both", "both", audit_share=1.0) as served:
+        served.start(3, "both", wrong)
+        served.joined.get(timeout=60)
+        while 3 not in served.router.traffic.pool.quarantined:
+            for told in [served.submit(request) for request in asked]:
+                heard(told)
+        number, why = served.left.get(timeout=60)
+        assert (number, "other bits" in why) == (3, True)
+        for request in asked:
+            assert words(heard(served.submit(request))) == words(right[request.id])
+
+
+def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
+    model = built()
+    with fleet(model, "both", "both") as served:
+        (end,) = heard(served.submit(Request("r", (500,), 3)))
+        assert isinstance(end, Ended)
+        assert end.outcome == "error"
+        assert "vocabulary" in end.text
+        scored, *_ = heard(served.submit(Request("s", (1, 2), 1, prompt_logprobs=True)))
+        assert isinstance(scored, PromptScored)
