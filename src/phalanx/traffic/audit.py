@@ -56,6 +56,8 @@ class Verdict:
     """The text was wrong, and all who were asked score it right."""
     difference: bool = False
     undecided: bool = False
+    right: bytes = b""
+    """The bits of the majority."""
 
 
 def judge(audit: Audit, others: frozenset[int]) -> Verdict | frozenset[int]:
@@ -78,4 +80,18 @@ def judge(audit: Audit, others: frozenset[int]) -> Verdict | frozenset[int]:
         return frozenset(more[:1]) if more else Verdict(difference=True, undecided=True)
     right = ranked[0][0]
     wrong = frozenset(worker for worker, score in audit.scores.items() if score != right)
-    return Verdict(wrong, not wrong and right != audit.served, difference=True)
+    return Verdict(wrong, not wrong and right != audit.served, difference=True, right=right)
+
+
+def evidence(audit: Audit, worker: int, right: bytes) -> str:
+    """Why ``worker`` is found wrong, with the first number that differs, so that it can be computed again by hand."""
+    numbers = [struct.unpack(f"<{len(each) // 8}d", each) for each in (audit.scores[worker], right)]
+    agree = sum(score == right for score in audit.scores.values())
+    for place, (wrong, expected) in enumerate(zip(*numbers, strict=False)):
+        if struct.pack("<d", wrong) != struct.pack("<d", expected):
+            at = len(audit.tokens) - audit.text + place
+            return (
+                f"it computes other bits than the majority: the log-probability of token {at} (id {audit.tokens[at]}) of an audited text is "
+                f"{wrong.hex()} by it and {expected.hex()} by {agree} others"
+            )
+    return f"it computes other bits than the majority: {len(numbers[0])} log-probabilities where {agree} others have {len(numbers[1])}"

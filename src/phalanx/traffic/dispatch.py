@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx.traffic import journal, pools, routing
-from phalanx.traffic.audit import Audit, Verdict, bits, chosen, judge
+from phalanx.traffic.audit import Audit, Verdict, bits, chosen, evidence, judge
 from phalanx.traffic.events import (
     NOBODY,
     Abandoned,
@@ -408,10 +408,10 @@ def _go_on(state: Traffic, number: int, now_s: float, commands: list[Command]) -
     state.counts["undecided"] += verdict.undecided
     state.counts["unexplained"] += verdict.unexplained
     for worker in sorted(verdict.wrong):
-        _condemn(state, worker, now_s, commands)
+        _condemn(state, worker, evidence(audit, worker, verdict.right), now_s, commands)
 
 
-def _condemn(state: Traffic, number: int, now_s: float, commands: list[Command]) -> None:
+def _condemn(state: Traffic, number: int, why: str, now_s: float, commands: list[Command]) -> None:
     """Takes a worker that miscomputes out of service, with all that may have come from it.
 
     Its pages went to others, and others computed pages from them, whose names do not tell. So all workers drop all pages, and all
@@ -420,7 +420,7 @@ def _condemn(state: Traffic, number: int, now_s: float, commands: list[Command])
     if number in state.pool.quarantined:
         return
     state.counts["quarantined"] += 1
-    orders = pools.quarantine(state.pool, number, "it computes other bits than the majority")
+    orders = pools.quarantine(state.pool, number, why)
     running = [job for job, each in sorted(state.jobs.items()) if not each.audit and each.worker != number]
     requests = [job.request for job in (_drop(state, each, commands) for each in running) if job is not None]
     for other, worker in sorted(state.pool.workers.items()):
