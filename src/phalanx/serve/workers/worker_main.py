@@ -117,7 +117,8 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
             "serve it without --workers"
         )
     _, pages = engine.pages()
-    rows = max(1, min(task.rows, 256, opened.identity.context - 1))
+    context = min(opened.identity.context, engine.context)
+    rows = max(1, min(task.rows, 256, context - 1))
     rate = measured_rate(engine, rows)
     nbytes = page_bytes(opened.spec, engine.dtype)
     identity = Identity(
@@ -128,11 +129,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     server = PageServer(worker.offered, identity, task.token, task.page_host)
     try:
         door = m.PageDoor(task.page_host, server.port)
-        link.send(
-            m.encode(
-                m.Ready(identity, task.role, engine.root, opened.identity.context, pages, nbytes, rate, door)
-            )
-        )
+        link.send(m.encode(m.Ready(identity, task.role, engine.root, context, pages, nbytes, rate, door)))
         return worker.run()
     finally:
         server.close()
