@@ -60,7 +60,7 @@ class RouterPort:
     def __init__(self, service: Service, tell: Callable[[Notice], None]) -> None:
         """Starts the workers and waits until they are ready. Raises EngineError with the reason where one cannot serve."""
         self._service = service
-        self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[Notice | threading.Event | None] = queue.SimpleQueue()
         self._teller = threading.Thread(target=self._tell_all, args=(tell,), name="notices", daemon=True)
         self._teller.start()
         self._begun: Future[Identity] = Future()
@@ -73,6 +73,9 @@ class RouterPort:
         try:
             self._call(self._begin())
             self.identity = self._begun.result(_BEGIN_S)
+            told = threading.Event()
+            self._notices.put(told)
+            told.wait(1.0)  # who is ready is said before what listens
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
@@ -255,5 +258,8 @@ class RouterPort:
     def _tell_all(self, tell: Callable[[Notice], None]) -> None:
         # In a thread of its own: whoever reads what is printed may be slow, or gone.
         while (notice := self._notices.get()) is not None:
+            if isinstance(notice, threading.Event):
+                notice.set()
+                continue
             with suppress(OSError):
                 tell(notice)
