@@ -1,6 +1,6 @@
 """Worker processes of ``phalanx serve`` against one, and the gap in a stream whose worker is killed: ``python -m bench.serve_killed RUN_DIR``.
 
-Rows: tokens/s of streams on ``prefill:1,decode:1`` (a thread each) over one mixed worker with two threads; and the seconds from SIGKILL of a decode worker to
+Rows: tokens/s of streams on ``prefill:1,decode:1`` (a thread each) over one mixed worker with two (or ``--mixed-threads``); and the seconds from SIGKILL of a decode worker to
 the next token, over those to the first token of a prompt as long as the text was. Prompts are random ids below 250.
 """
 
@@ -113,10 +113,14 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixed-threads", type=int, default=2)
     given = parser.parse_args()
     common = ("--name", "bench")
     with (
-        service(given.run_dir, *common, "--workers", "1", "--threads", "2") as (mixed, _),
+        service(given.run_dir, *common, "--workers", "1", "--threads", str(given.mixed_threads)) as (
+            mixed,
+            _,
+        ),
         service(given.run_dir, *common, "--workers", "prefill:1,decode:1", "--threads", "1") as (apart, _),
     ):
         ratios, rates = [], []

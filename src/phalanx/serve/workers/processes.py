@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -146,5 +147,6 @@ class Processes:
 
 def _kill(seat: Seat) -> None:
     if seat.process is not None and seat.process.returncode is None:
+        # Not ``process.kill``, which asks for the exit code first and so takes it away from asyncio, which then knows none.
         with suppress(ProcessLookupError):
-            seat.process.kill()
+            os.kill(seat.process.pid, signal.SIGKILL)

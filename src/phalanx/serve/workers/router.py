@@ -131,6 +131,10 @@ class Router:
             await self._converse(peer)
         except PeerError as error:
             why = str(error)
+        finally:
+            self._part(peer, why)
+
+    def _part(self, peer: Peer, why: str) -> None:
         why = self._refusals.pop(peer.life, why)
         if self.peers.get(peer.number) is peer:
             del self.peers[peer.number]
@@ -162,6 +166,8 @@ class Router:
                     self.drain(peer.number)
 
     def _admit(self, peer: Peer, ready: m.Ready) -> None:
+        if peer.number < 0:
+            raise PeerError("it is ready before it has said which worker it is")
         old = self.peers.get(peer.number)
         if old is not None:
             self._count_past(old)
