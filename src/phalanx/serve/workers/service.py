@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.serve.gateway.model_text import ModelText, read_model_text
+from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.workers.router import RouterSettings
 from phalanx.serve.workers.router_port import Notice, RouterPort, Service
 from phalanx.serve.workers.worker_main import WorkerTask

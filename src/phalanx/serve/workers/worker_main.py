@@ -96,7 +96,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.engine.engine import Engine
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.engine.page_memory import page_bytes
-    from phalanx.serve.gateway.of_run import open_engine
+    from phalanx.serve.gateway.served.of_run import open_engine
     from phalanx.serve.workers.page_server import PageServer
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
     from phalanx.traffic.events import Identity
