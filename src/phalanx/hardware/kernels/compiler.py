@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -28,17 +29,17 @@ class NoHostKernelsError(RuntimeError):
     """The kernels could not be compiled or loaded."""
 
 
-def library_path(source: Path) -> Path:
+def library_path(source: Path, options: Sequence[str] = OPTIONS) -> Path:
     """Where the compiled library of ``source`` lies, or is to lie."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = hashlib.sha256(source.read_bytes() + " ".join((*OPTIONS, platform.machine())).encode())
+    key = hashlib.sha256(source.read_bytes() + " ".join((*options, platform.machine())).encode())
     return cache / "phalanx" / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}.so"
 
 
-def compiled(source: Path) -> Path:
+def compiled(source: Path, options: Sequence[str] = OPTIONS) -> Path:
     """The library of ``source``, compiled if it is not there yet. Raises ``NoHostKernelsError``."""
     try:
-        target = library_path(source)
+        target = library_path(source, options)
         if target.exists():
             return target
         compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -50,7 +51,7 @@ def compiled(source: Path) -> Path:
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                     made = Path(folder) / target.name
-                    command = [compiler, *OPTIONS, str(source), "-o", str(made), "-lm"]
+                    command = [compiler, *options, str(source), "-o", str(made), "-lm"]
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                     made.replace(target)
     except subprocess.CalledProcessError as error:
