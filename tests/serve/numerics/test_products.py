@@ -1,36 +1,158 @@
-"""Probes of matrix products: a shape whose rows depend on each other is named before anything is served."""
+"""Probes of matrix products: fewer rows than keep their bits are noticed, and few rows have the bits of many."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from phalanx.serve.engine.errors import EngineError
+from phalanx.hardware.kernels.host import OPTIONS, NoHostKernelsError
+from phalanx.hardware.kernels.row_product import RowKernel, row_kernel
+from phalanx.model.layers.expert_groups import groups_of_one_slot
+from phalanx.serve.numerics import facts as kept_facts
 from phalanx.serve.numerics import products
+from phalanx.serve.numerics.facts import Facts, facts_path, numbers_of_rows
+from phalanx.serve.numerics.products import RowProducts, Shape, fewest_rows, product_facts
+
+FP32 = torch.float32
 
 
-def test_products_of_a_single_row_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # fp32 kernels compute one to three rows in another order: the rule that products have sixteen rows and more is not for nothing.
-    monkeypatch.setattr(products, "_NUMBERS", (1, 2, 3))
-    assert any(products.dependent_rows(torch.randn(256, inputs)) for inputs in (256, 700, 1024))
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads what another process found, nor keeps what a changed kernel gave."""
+    monkeypatch.setattr(kept_facts, "facts_path", lambda: tmp_path / "facts.json")
+    products._facts_of.cache_clear()
 
 
-def test_a_matrix_whose_rows_depend_on_each_other_is_named_with_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
+def products_of(*shapes: Shape) -> RowProducts:
+    found = {shape: product_facts(shape) for shape in shapes}
+    return RowProducts({shape: facts for shape, facts in found.items() if facts is not None})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([(64, 96), (704, 250), (250, 40)]), st.integers(1, 70), st.booleans(), st.integers(0, 900)
+)
+def test_any_number_of_rows_has_the_bits_of_many(
+    widths: tuple[int, int], rows: int, bias: bool, seed: int
 ) -> None:
-    model = nn.ModuleDict({"good": nn.Linear(8, 16), "bad": nn.Linear(8, 24)})
-    monkeypatch.setattr(
-        products.F,
-        "linear",
-        lambda rows, matrix: rows @ matrix.T + (1 if len(rows) == 64 and len(matrix) == 24 else 0),
+    inputs, outputs = widths
+    generator = torch.Generator().manual_seed(seed)
+    x, matrix = (
+        torch.randn(512, inputs, generator=generator),
+        torch.randn(outputs, inputs, generator=generator),
     )
-    with pytest.raises(EngineError, match=r"bad\.weight: .*8 inputs and 24 outputs.*--numerics fast"):
-        products.require_independent_rows(model)
+    added = torch.randn(outputs, generator=generator) if bias else None
+    product = products_of(Shape(outputs, inputs, FP32, bias))
+    begin = seed % (512 - rows)
+    part = x[begin : begin + rows]
+    with torch.no_grad():
+        found = product(part.view(1, rows, inputs), matrix, added)
+    assert torch.equal(found[0], F.linear(x, matrix, added)[begin : begin + rows])
 
 
-def test_fp32_models_of_usual_widths_pass() -> None:
-    model = nn.ModuleList(
-        nn.Linear(inputs, outputs) for inputs, outputs in ((64, 256), (256, 704), (704, 256))
-    )
-    products.require_independent_rows(model)
+def test_each_experts_rows_have_the_bits_of_many() -> None:
+    matrices, x = torch.randn(4, 48, 256), torch.randn(512, 256)
+    counts = torch.tensor([1, 0, 5, 20])
+    found = products_of(Shape(48, 256, FP32)).grouped(x[:26], matrices, groups_of_one_slot(counts))
+    owners = [0] * 1 + [2] * 5 + [3] * 20
+    whole = torch.stack([F.linear(x, matrix) for matrix in matrices])
+    assert torch.equal(found, torch.stack([whole[owner, row] for row, owner in enumerate(owners)]))
+
+
+def test_a_single_row_by_the_librarys_own_product_would_be_noticed() -> None:
+    # fp32 kernels compute one row in another order: the rule is not for nothing.
+    found = [product_facts(Shape(40, inputs, FP32)) for inputs in (256, 700, 1024)]
+    assert any(facts is not None and facts.fewest > 1 for facts in found)
+
+
+def test_the_fewest_rows_that_keep_their_bits_are_found_whatever_the_rule() -> None:
+    for fewest, multiple in ((1, 1), (4, 4), (16, 4), (32, 32)):
+        found = fewest_rows(lambda number, _, f=fewest, m=multiple: number >= f and number % m == 0, 1024)  # type: ignore[misc]
+        assert found == Facts(fewest, multiple)
+    assert fewest_rows(lambda number, begin: not (number == 64 and begin), 1024) is None
+
+
+@given(st.integers(1, 40), st.sampled_from([1, 4, 16, 32]), st.integers(1, 200))
+def test_padding_leads_to_a_number_that_the_rule_allows(fewest: int, multiple: int, rows: int) -> None:
+    fewest += -fewest % multiple
+    number = rows + Facts(fewest, multiple).padding(rows)
+    assert number >= max(rows, fewest)
+    assert number % multiple == 0
+    assert number <= max(fewest, rows + multiple - 1)
+    assert all(tried >= fewest and tried % multiple == 0 for tried in numbers_of_rows(fewest, multiple, 600))
+
+
+def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unfused(
+        rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, _block: int
+    ) -> torch.Tensor:
+        return (rows[:, None].double() * matrix.double()).sum(2).float() + (0 if bias is None else bias)
+
+    monkeypatch.setattr(products, "row_kernel", lambda: unfused)
+    facts = product_facts(Shape(40, 256, FP32))
+    assert facts is not None
+    assert facts.block == 0
+
+
+def test_without_a_kernel_few_rows_are_padded_and_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "row_kernel", lambda: None)
+    x, matrix = torch.randn(512, 256), torch.randn(40, 256)
+    with torch.no_grad():
+        assert torch.equal(products_of(Shape(40, 256, FP32))(x[:1], matrix), F.linear(x, matrix)[:1])
+
+
+def test_the_kernel_chains_fused_multiply_adds_within_blocks() -> None:
+    kernel = row_kernel()
+    if kernel is None:
+        pytest.skip("there is no C compiler, or no fused multiply-add")
+    x, matrix, bias = torch.randn(3, 37), torch.randn(21, 37), torch.randn(21)
+    # A product of two fp32 numbers and a sum with a third are exact enough in fp64 to be rounded once.
+    expected = torch.zeros(3, 21)
+    for row in range(3):
+        for output in range(21):
+            total = float(bias[output])
+            for begin in range(0, 37, 10):
+                chain = torch.zeros(())
+                for inner in range(begin, min(37, begin + 10)):
+                    chain = (x[row, inner].double() * matrix[output, inner].double() + chain.double()).float()
+                total = float((torch.tensor(total) + chain).float())
+            expected[row, output] = total
+    assert torch.equal(kernel(x, matrix, bias, 10), expected)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NoHostKernelsError, match="no C compiler"):
+        RowKernel()
+    assert "-ffp-contract=off" in OPTIONS
+
+
+def test_what_was_found_is_kept_and_what_no_longer_holds_is_found_again(tmp_path: Path) -> None:
+    shape, path = Shape(40, 256, FP32), tmp_path / "facts.json"
+    found = product_facts(shape)
+    (name,) = json.loads(path.read_text())
+    products._facts_of.cache_clear()
+    assert product_facts(shape) == found
+    for wrong in ({"fewest": 1, "multiple": 1, "block": 7}, {"fewest": 0, "multiple": 0, "block": 0}, "?"):
+        path.write_text(json.dumps({name: wrong}))
+        products._facts_of.cache_clear()
+        assert product_facts(shape) == found
+    path.write_text("{")
+    products._facts_of.cache_clear()
+    assert product_facts(shape) == found
+
+
+def test_facts_are_those_of_a_machine_its_libraries_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    before = facts_path()
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    other = facts_path()
+    assert other != before
+    assert other.name.endswith(".json")

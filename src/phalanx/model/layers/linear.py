@@ -15,14 +15,20 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """``(..., inputs)`` times the transpose of ``(outputs, inputs)``: ``(..., outputs)``."""
 
 
+Affine = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A product and the bias that is added to it, which libraries do in one: ``torch.nn.functional.linear`` and others with its bits."""
+
+
 class Linear(nn.Linear):
     """``torch.nn.Linear`` with an exchangeable product; ``None`` is PyTorch's own."""
 
     product: Product | None = None
+    affine: Affine | None = None
+    """In the place of ``torch.nn.functional.linear``; ``product`` goes before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., inputs)`` to ``(..., outputs)``."""
         if self.product is None:
-            return F.linear(x, self.weight, self.bias)
+            return (F.linear if self.affine is None else self.affine)(x, self.weight, self.bias)
         y = self.product(x, self.weight)
         return y if self.bias is None else y + self.bias

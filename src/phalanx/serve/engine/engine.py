@@ -16,14 +16,15 @@ from torch import Tensor
 
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.independent_rows import make_rows_independent, padding
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.page_memory import PageMemory, Piece, page_bytes, pages_within
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.engine.supported import require_computable, require_supported
-from phalanx.serve.sampling import draw, likeliest
+from phalanx.serve.numerics.exact import exact_numerics
+from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.sampling import draw, likeliest, require_sampling
 from phalanx.traffic.batching import Course, plan_step, youngest
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
@@ -83,7 +84,8 @@ class Engine:
         """Serves ``model``, built of a resolved ``spec``, with so many ``pages`` or what fits into ``memory_bytes``.
 
         ``sequence`` is the length of the training sequences (``data.seq_len``), which exact attention follows; ``context`` the most
-        tokens of a text, 0 for as many as the pages hold. Raises EngineError for a model or memory that cannot serve.
+        tokens of a text, 0 for as many as the pages hold. Exact numerics are tried on this machine first (``phalanx.serve.numerics``), and
+        give the model products whose rows are independent. Raises EngineError for a model, machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
             raise EngineError(
@@ -102,17 +104,16 @@ class Engine:
             raise EngineError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {2 * page_bytes(spec, weight.dtype)} bytes; give more memory"
             )
-        if exact:
-            make_rows_independent(model)
+        self._exact = exact_numerics(model, spec, sequence) if exact else None
         self._model, self._spec, self._rows = model, spec, rows
         self._rule = Rule(exact, sequence)
         self._prefix_cache = prefix_cache
         self.context = min(context or pages * PAGE, pages * PAGE)
         self._table, self._memory = PageTable(pages), PageMemory(spec, weight.dtype, pages)
         self._dtype = weight.dtype
-        self._root = root_name(
-            weights_id, numerics, str(sequence), str(weight.dtype), str(torch.get_num_threads())
-        )
+        self.numerics_id = numerics_id(numerics, weight.dtype, sequence)
+        """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
+        self._root = root_name(weights_id, self.numerics_id)
         self._waiting: list[_Running] = []
         self._running: list[_Running] = []
         self._pending: list[Told] = []
@@ -144,10 +145,11 @@ class Engine:
         return self._table.used, self._table.count
 
     def submit(self, request: Request) -> None:
-        """Takes a request on. Raises RequestError."""
+        """Takes a request on. Raises RequestError, and ValueError for ``sampling`` out of range."""
         if any(held.request.id == request.id for held in (*self._running, *self._waiting)):
             raise RequestError(f"a request {request.id!r} is being computed: give each its own id", "id")
         require_computable(request, self._spec.vocab_size, self.context)
+        require_sampling(request.sampling)
         self._waiting.append(
             _Running(request, [*request.prompt, *request.told], Piece(self._spec, self._dtype))
         )
@@ -306,16 +308,15 @@ class Engine:
         positions = [p for span in spans for p in range(span.begin, span.end)]
         self._rows_last = len(tokens)
         wanted, owners = self._wanted(planned)
-        if self._rule.exact:
-            tokens, positions = _padded(tokens), _padded(positions)
+        tokens, positions = self._padded(tokens), self._padded(positions)
         masks: dict[tuple[int, ...], Tensor] = {}
         cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(self._spec.layers)]
         found: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
-            rows = _padded(wanted) if self._rule.exact else wanted
-            if rows:
-                found.append(log_probabilities(hidden[0, rows], weight, self._spec.logit_cap))
+            product = self._exact.products if self._exact else None
+            if rows := self._padded(wanted):
+                found.append(log_probabilities(hidden[0, rows], weight, self._spec.logit_cap, product))
             return hidden
 
         # Of these, all or none are behind LongRoPE's switch.
@@ -328,6 +329,10 @@ class Engine:
             self._keep_pages(held)
         if found:
             self._read_rows(owners, *found[0])
+
+    def _padded(self, values: list[int]) -> list[int]:
+        """The values with the last one repeated, until rows so many keep their bits."""
+        return values + values[-1:] * (self._exact.rows.padding(len(values)) if self._exact and values else 0)
 
     def _wanted(self, planned: list[tuple[_Running, int]]) -> tuple[list[int], list[tuple[_Running, int]]]:
         """The rows whose distribution is asked for, and of each the request and its place in the text."""
@@ -393,8 +398,3 @@ class Engine:
         held.places = []
         (self._running if held in self._running else self._waiting).remove(held)
         self._pending.append(Ended(held.request.id, outcome, text, held.cached or 0))
-
-
-def _padded(values: list[int]) -> list[int]:
-    """The values with the last one repeated, until products of so many rows keep them apart."""
-    return values + values[-1:] * padding(len(values))

@@ -1,62 +1,203 @@
-"""Probes of matrix products: whether a row's result depends on how many rows are multiplied with it, on this machine.
+"""Probes of matrix products: in which numbers of rows a row's result has the bits that it has among many, on this machine.
 
-Exact serving computes a token among other rows than the trainer did, so each product must give a row the same bits among 16 rows, among many,
-and wherever it lies. Kernels mostly do, and no library promises it: bf16 products of an AMX processor pick another order of
-additions for some shapes and numbers of rows (704 inputs and 256 outputs, for one). So every shape of the model is multiplied with random
-rows in several numbers before anything is served, and a shape that fails is named.
+Exact serving computes a token among other rows than the trainer did, so each product must give a row the bits that it has in a micro-batch.
+No library promises that, and each keeps it in its own way: fp32 products of MKL from four rows on without AVX-512, from sixteen with; bf16 products
+from one row on without AMX, and of some shapes never with it (704 inputs and 256 outputs, for one). So every shape of the model is multiplied
+with random rows in many numbers before anything is served. What is found decides how few rows a product may have; a shape without any such
+number is refused by its name.
+
+Few fp32 rows are computed by a kernel of our own (``phalanx.hardware.kernels.row_product``) where a block of the inner dimension is found with which it
+has the bits of the library's many rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.layers.independent_rows import LEAST, ROWS
-from phalanx.serve.engine.errors import EngineError
+from phalanx.hardware.kernels.host import NoHostKernelsError
+from phalanx.hardware.kernels.row_product import MOST_ROWS, row_kernel
+from phalanx.model.layers.expert_groups import Groups
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.moe import Experts
+from phalanx.serve.numerics.facts import Facts, numbers_of_rows, recalled
 
 _MANY = 1024
 """Rows of a micro-batch, in the trainer; kernels have long settled on their largest blocks then."""
-_NUMBERS = (LEAST, LEAST + ROWS, 2 * LEAST, 52, 64, 100, 128, 256, 516)
+_RULES = ((1, 1), (4, 4), (8, 4), (16, 4), (16, 16), (32, 32))
+"""The fewest rows that a product may have, and of which number its rows are a multiple, in the order in which they are tried."""
 
 
-def require_independent_rows(model: nn.Module) -> None:
-    """Tries the products of all matrices of ``model``. Raises EngineError, which names the first whose rows are not independent."""
-    tried: set[tuple[object, ...]] = set()
-    for name, matrix in _matrices(model):
-        kind = (tuple(matrix.shape), matrix.dtype)
-        if kind in tried:
-            continue
-        tried.add(kind)
-        rows = dependent_rows(matrix)
-        if rows:
-            outputs, inputs = matrix.shape
-            raise EngineError(
-                f"{name}: on this machine, rows of a {matrix.dtype} product with {inputs} inputs and {outputs} outputs depend on how many "
-                f"there are ({rows} against {_MANY}), so numerics cannot be exact: serve with --numerics fast, or with --dtype float32"
-            )
+@dataclass(frozen=True)
+class Shape:
+    """A kind of product."""
+
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    bias: bool = False
+
+    def __str__(self) -> str:
+        added = " and a bias" if self.bias else ""
+        return f"{self.dtype} product with {self.inputs} inputs and {self.outputs} outputs{added}"
 
 
-def dependent_rows(matrix: Tensor) -> int:
-    """The first number of rows, 0 for none, in which products with ``matrix`` ``(outputs, inputs)`` differ from those of many rows."""
+def shape_of(matrix: Tensor, *, bias: bool = False) -> Shape:
+    """That of products with a matrix ``(outputs, inputs)``."""
+    outputs, inputs = matrix.shape
+    return Shape(outputs, inputs, matrix.dtype, bias)
+
+
+def product_facts(shape: Shape) -> Facts | None:
+    """How few rows a product may have on this machine, with this number of threads; ``None`` if no number keeps the bits.
+
+    Found once in a process, and kept in the user's cache folder for the next (``phalanx.serve.numerics.facts``). Memory: a matrix of the shape
+    and two products of 1024 rows.
+    """
+    return _facts_of(shape, torch.get_num_threads())
+
+
+@functools.cache
+def _facts_of(shape: Shape, threads: int) -> Facts | None:  # noqa: ARG001  facts hold for a number of threads
+    name = f"product {shape.outputs} {shape.inputs} {shape.dtype} {shape.bias}"
+    return recalled(name, lambda: _search(shape), lambda facts: _keeps(shape, facts, many=64))
+
+
+@torch.no_grad()
+def _search(shape: Shape) -> Facts | None:
+    rows, matrix, bias = _operands(shape, _MANY)
+    expected = F.linear(rows, matrix, bias)
+
+    def kept(number: int, begin: int) -> bool:
+        part = rows[begin : begin + number].contiguous()
+        return torch.equal(F.linear(part, matrix, bias), expected[begin : begin + number])
+
+    found = fewest_rows(kept, _MANY)
+    if found is None:
+        return None
+    return Facts(found.fewest, found.multiple, _block(rows, matrix, bias, expected))
+
+
+def fewest_rows(kept: Callable[[int, int], bool], many: int) -> Facts | None:
+    """The fewest rows that keep their bits; ``kept`` tells whether so many of ``many`` rows do, from the one with this number on."""
+    for fewest, multiple in _RULES:
+        numbers = numbers_of_rows(fewest, multiple, many)
+        if all(kept(number, begin) for number in numbers for begin in sorted({0, many - number})):
+            return Facts(fewest, multiple)
+    return None
+
+
+@torch.no_grad()
+def _keeps(shape: Shape, facts: Facts, many: int) -> bool:
+    """Whether facts from the cache hold for a few rows: a cheap look at what another process found."""
+    rows, matrix, bias = _operands(shape, many)
+    expected = F.linear(rows, matrix, bias)
+    few = F.linear(rows[: facts.fewest].contiguous(), matrix, bias)
+    if not torch.equal(few, expected[: facts.fewest]):
+        return False
+    return not facts.block or _chain_holds(rows, matrix, bias, expected, facts.block, (1,))
+
+
+def _operands(shape: Shape, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Numbers of many magnitudes, so that another order of additions shows in the first bits that are lost."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_MANY, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
-    with torch.no_grad():
-        expected = F.linear(rows, matrix)
-        for number in _NUMBERS:
-            for begin in (0, _MANY - number):
-                part = rows[begin : begin + number].contiguous()
-                if not torch.equal(F.linear(part, matrix), expected[begin : begin + number]):
-                    return number
+
+    def drawn(*size: int) -> Tensor:
+        scale = torch.randint(-3, 4, size, generator=generator).float().exp2()
+        return torch.randn(size, generator=generator).mul_(scale).to(shape.dtype)
+
+    matrix = torch.randn(shape.outputs, shape.inputs, generator=generator, dtype=torch.float32).to(
+        shape.dtype
+    )
+    return drawn(rows, shape.inputs), matrix, drawn(shape.outputs) if shape.bias else None
+
+
+def _block(rows: Tensor, matrix: Tensor, bias: Tensor | None, expected: Tensor) -> int:
+    """The block of the inner dimension with which the kernel of few rows has the library's bits; 0 if there is none."""
+    if matrix.dtype != torch.float32 or row_kernel() is None:
+        return 0
+    inputs, some = int(matrix.shape[1]), slice(0, 40)
+    few, part = matrix[some].contiguous(), None if bias is None else bias[some]
+    candidates: dict[int, None] = dict.fromkeys(
+        (inputs, inputs // 2, (inputs + 1) // 2, 192, 384, *range(16, 1025, 16))
+    )
+    for block in candidates:
+        if block < 1 or not _chain_holds(rows[:1], few, part, expected[:1, some], block, (1,)):
+            continue
+        if _chain_holds(rows, matrix, bias, expected, block, range(1, MOST_ROWS + 1)):
+            return block
     return 0
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every matrix that rows are multiplied with, an expert's as well, and its name."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            yield name, parameter
-        elif parameter.ndim == 3:
-            yield f"{name}[0]", parameter[0]
+def _chain_holds(
+    rows: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    expected: Tensor,
+    block: int,
+    numbers: tuple[int, ...] | range,
+) -> bool:
+    kernel = row_kernel()
+    if kernel is None:
+        return False
+    try:
+        return all(torch.equal(kernel(rows[:n], matrix, bias, block), expected[:n]) for n in numbers)
+    except NoHostKernelsError:
+        return False
+
+
+class RowProducts:
+    """``torch.nn.functional.linear`` for any number of rows, each with the bits that it has among many."""
+
+    def __init__(self, facts: Mapping[Shape, Facts]) -> None:
+        self._facts = facts
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``(..., inputs)`` times the transpose of ``(outputs, inputs)``, plus ``(outputs,)``: ``(..., outputs)``."""
+        outputs, inputs = matrix.shape
+        facts = self._facts[Shape(outputs, inputs, matrix.dtype, bias is not None)]
+        count = x.numel() // inputs
+        few = facts.block and 0 < count <= MOST_ROWS and not torch.is_grad_enabled()
+        if few and (kernel := row_kernel()) is not None:
+            return kernel(x.reshape(-1, inputs), matrix, bias, facts.block).view(*x.shape[:-1], outputs)
+        added = facts.padding(count)
+        if not added:
+            return F.linear(x, matrix, bias)
+        rows = x.reshape(-1, inputs)
+        padded = torch.cat((rows, rows[-1:].expand(added, -1)))
+        return F.linear(padded, matrix, bias)[:count].view(*x.shape[:-1], outputs)
+
+    def grouped(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        """Each of ``rows`` ``(m, i)`` times the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``."""
+        counts = groups.counts.sum(1).tolist()
+        parts = [
+            self(part, matrix)
+            for part, matrix in zip(torch.split(rows, counts), matrices, strict=True)
+            if len(part)
+        ]
+        return torch.cat(parts) if parts else rows.new_empty(0, matrices.shape[1])
+
+
+def shapes_of(model: nn.Module) -> Iterator[tuple[str, Shape]]:
+    """Every product that ``RowProducts`` computes for a model, and a name of a matrix in it; those of the head and of routers are not among them."""
+    for name, part in model.named_modules():
+        if isinstance(part, Linear):
+            yield f"{name}.weight", shape_of(part.weight, bias=part.bias is not None)
+        elif isinstance(part, Experts):
+            for stack in (part.gate, part.up, part.down):
+                if stack is not None:
+                    yield f"{name}, an expert", shape_of(stack[0])
+
+
+def use_products(model: nn.Module, products: RowProducts) -> None:
+    """Gives all linear layers and experts of ``model`` the products whose rows are independent."""
+    for part in model.modules():
+        if isinstance(part, Linear):
+            part.affine = products
+        elif isinstance(part, Experts):
+            part.product = products.grouped

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function
+from phalanx.model.layers.linear import Affine
 from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.tensor.apply import VocabularyPiece
 from phalanx.parallel.tensor.tree_sums import add_in_tree
@@ -236,18 +237,23 @@ def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _Wanted
     return _Wanted(row.masked_fill(~here, 0), here, ignored)
 
 
-def _logits(hidden: Tensor, weight: Tensor, cap: float) -> tuple[Tensor, Tensor | None]:
+def _logits(
+    hidden: Tensor, weight: Tensor, cap: float, product: Affine | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Logits ``(n, rows)``, and with a soft cap the slope of its bend, both fp32 then."""
-    scores = hidden @ weight.t()
+    scores = hidden @ weight.t() if product is None else product(hidden, weight, None)
     if not cap:
         return scores, None
     bent = torch.tanh(scores.float().div_(cap))
     return bent * cap, 1 - bent.square()
 
 
-def log_probabilities(hidden: Tensor, weight: Tensor, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Logits, and log-probabilities in fp32, both ``(n, vocab)``, of ``hidden`` ``(n, dim)`` by this loss's arithmetic."""
-    scores, _ = _logits(hidden, weight, cap)
+def log_probabilities(
+    hidden: Tensor, weight: Tensor, cap: float = 0.0, product: Affine | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits, and log-probabilities in fp32, both ``(n, vocab)``, of ``hidden`` ``(n, dim)`` by this loss's arithmetic; ``product`` is one
+    with the bits of PyTorch's."""
+    scores, _ = _logits(hidden, weight, cap, product)
     return scores, F.log_softmax(scores, dim=-1, dtype=torch.float32)
 
 

@@ -19,7 +19,7 @@ from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.generate import load_model
-from phalanx.serve.numerics.products import require_independent_rows
+from phalanx.serve.numerics.identity import numerics_id
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,6 @@ def open_engine(
     digest = weights_digest(model)
     engine: Engine
     if isinstance(model, Transformer):
-        if numerics == "exact":
-            require_independent_rows(model)
         paged = PagedEngine(
             model,
             spec,
@@ -81,11 +79,11 @@ def open_engine(
             context=context or sequence,
             weights_id=digest,
         )
-        engine, kind = paged, f"{numerics}-{sequence}"
+        engine, computed = paged, paged.numerics_id
     else:
-        engine, kind = TurnsEngine(model, context or sequence), "turns"
-    numerics_id = f"{kind}-{dtype}-torch{torch.__version__}-threads{torch.get_num_threads()}"
-    return OpenedEngine(engine, Identity(digest, numerics_id, context or sequence), spec)
+        engine = TurnsEngine(model, context or sequence)
+        computed = numerics_id("turns", getattr(torch, dtype), sequence)
+    return OpenedEngine(engine, Identity(digest, computed, context or sequence), spec)
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -1,0 +1,121 @@
+"""Probes of attention: whether a query computed by itself over pages has the bits that it has in a whole training sequence.
+
+The engine's own rule is tried (``phalanx.serve.engine.rows``): keys on to the end of their block or sequence under a mask, queries in multiples of
+four. Random queries and keys of one kind of layer go through the trainer's whole sequence, and then in pieces through the engine's; single queries at
+the edges of vectors, tiles and blocks, and pieces that leave some over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from phalanx.model.block import Block
+from phalanx.model.layers.attention import CausalCore
+from phalanx.model.layers.mla import MlaAttention
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.page_memory import BLOCK, Piece
+from phalanx.serve.engine.rows import LayerRows, Rule, Span
+
+_LONGEST = 4096
+"""Tokens of the longest sequence that is tried; kernels have long settled on their largest tiles then."""
+_PLACES = (0, 1, 2, 3, 5, 30, 31, 32, 63, 64, 127, 128, 191, 255, 256, 300, 511, 512, 513, 767, 768, 1023)
+_PIECES = ((0, 2), (0, 33), (1, 8), (64, 97), (130, 255), (500, 530))
+
+
+def dependent_attention(model: Transformer, sequence: int) -> Iterator[str]:
+    """Each kind of layer, described, whose queries depend on how they are computed."""
+    for layer, block in model.blocks.items():
+        assert isinstance(block, Block), "the model's layers"
+        attention, core = block.attention, block.attention.core
+        assert isinstance(core, CausalCore), "the engine refuses others"
+        dtype = next(model.parameters()).dtype
+        length = min(sequence or 2 * BLOCK, _LONGEST)
+        place = _first_difference(
+            _two_heads(model.spec),
+            isinstance(attention, MlaAttention),
+            core.window,
+            core.score.scale,
+            attention.sinks is not None,
+            dtype,
+            length,
+            torch.get_num_threads(),
+        )
+        if place:
+            yield f"attention of layer {layer} in {dtype} over sequences of {length} ({place})"
+
+
+def _two_heads(spec: ModelSpec) -> ModelSpec:
+    """The model with two heads for keys and values: kernels compute each head by itself."""
+    if spec.mla is not None:
+        return replace(spec, layers=1, heads=2)
+    kept = min(spec.kv_heads, 2)
+    return replace(spec, layers=1, heads=spec.heads // spec.kv_heads * kept, kv_heads=kept)
+
+
+@functools.cache
+@torch.no_grad()
+def _first_difference(
+    spec: ModelSpec,
+    latent: bool,
+    window: int,
+    scale: float | None,
+    sinks: bool,
+    dtype: torch.dtype,
+    length: int,
+    threads: int,  # noqa: ARG001  what is found holds for a number of threads
+) -> str:
+    """The first queries whose bits differ, in words; empty if none do."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    core = CausalCore(scale, window)
+    mla = spec.mla
+    width = spec.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
+    kept = spec.kv_heads if mla is None else spec.heads
+    query = drawn(2, spec.heads, length, width)
+    key, value = (
+        drawn(2, kept, length, width),
+        drawn(2, kept, length, spec.head_dim if mla is None else mla.value_head_dim),
+    )
+    weights = drawn(spec.heads) if sinks else None
+    expected = core(query, key, value, None, weights)
+
+    piece = Piece(spec, dtype)
+    piece.grow(length)
+    # Behind the sequence there are zeros, as in the engine's pieces.
+    keys, values = (
+        torch.nn.functional.pad(one[:1], (0, 0, 0, piece.capacity - length)) for one in (key, value)
+    )
+
+    def expand(held: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        return keys[:, :, : held.shape[-2]], values[:, :, : held.shape[-2]]
+
+    if not latent:
+        for tensor, whole in zip(piece.layers[0], (keys, values), strict=True):
+            tensor.copy_(whole[0])
+    for begin, end in _tried(length):
+        span = slice(begin, end)
+        given = (key[:1, :, span], value[:1, :, span])
+        if latent:
+            given = tuple(one.new_zeros(1, 1, end - begin, one.shape[-1]) for one in piece.layers[0])  # type: ignore[assignment]
+        rows = LayerRows(0, [Span(piece, begin, end)], Rule(exact=True, sequence=length), {})
+        found = rows.mix(core, query[:1, :, span], *given, weights, expand if latent else None)
+        if not torch.equal(found, expected[:1, :, span]):
+            return f"queries {begin} to {end - 1}"
+    return ""
+
+
+def _tried(length: int) -> Iterator[tuple[int, int]]:
+    places = {place for place in (*_PLACES, length // 2, length - 2, length - 1) if 0 <= place < length}
+    yield from ((place, place + 1) for place in sorted(places))
+    yield from (
+        (begin, end) for begin, end in (*_PIECES, (length // 3, length), (0, length)) if begin < end <= length
+    )

@@ -1,0 +1,65 @@
+"""Exact numerics of a model on this machine: everything that they rely on is tried, and what fails is refused by its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.numerics.attention import dependent_attention
+from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.products import (
+    RowProducts,
+    Shape,
+    product_facts,
+    shape_of,
+    shapes_of,
+    use_products,
+)
+from phalanx.serve.numerics.widths import width_facts
+
+_INSTEAD = "so numerics cannot be exact: serve with --numerics fast, or with --dtype float32"
+
+
+@dataclass(frozen=True)
+class Exact:
+    """How a model's rows get the bits that they have among many."""
+
+    products: RowProducts
+    rows: Facts
+    """In which numbers rows go through a model besides its products."""
+
+
+def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int) -> Exact:
+    """What the probes find for ``model``, which then computes with products whose rows are independent.
+
+    ``sequence`` is the length of the training sequences, 0 if it is not known. Raises EngineError, which names what fails.
+    """
+    found: dict[Shape, Facts] = {}
+    head = (
+        model.head.weight if model.head is not None else model.embedding.weight if model.embedding else None
+    )
+    assert head is not None, "a whole model"
+    dtype = head.dtype
+    for name, shape in (*shapes_of(model), ("the output projection", shape_of(head))):
+        if shape in found:
+            continue
+        facts = product_facts(shape)
+        if facts is None:
+            raise EngineError(
+                f"{name}: on this machine, rows of a {shape} depend on how many there are, {_INSTEAD}"
+            )
+        found[shape] = facts
+    rows = Facts(1, 1)
+    for name, facts in width_facts(spec, dtype):
+        if facts is None:
+            raise EngineError(
+                f"{name}: on this machine, rows in {dtype} depend on how many there are, {_INSTEAD}"
+            )
+        rows = Facts(max(rows.fewest, facts.fewest), max(rows.multiple, facts.multiple))
+    for problem in dependent_attention(model, sequence):
+        raise EngineError(f"{problem}: on this machine, queries depend on those beside them, {_INSTEAD}")
+    products = RowProducts(found)
+    use_products(model, products)
+    return Exact(products, rows)

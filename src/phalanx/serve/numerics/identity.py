@@ -1,0 +1,33 @@
+"""The numerics id: two processes with equal ids give equal bits to equal weights and tokens; with unequal ids nothing is promised.
+
+It is a hash of the format computed in, the training sequence that attention follows, and of what decides roundings on this machine
+(``phalanx.serve.numerics.facts.machine``). How rows are padded, and which kernel computes few of them, is not in it: probes show that neither changes a bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+import torch
+
+from phalanx.serve.numerics.facts import machine
+
+Numerics = Literal["exact", "fast"]
+_RULES = 2
+"""The version of the rules by which exact numerics follow the trainer."""
+
+
+def numerics_id(kind: str, dtype: torch.dtype, sequence: int, *, tensor: int = 1) -> str:
+    """The id of numerics ``kind`` in this process, with its present number of threads, for weights divided over ``tensor`` ranks."""
+    facts = {
+        "rules": _RULES,
+        "kind": kind,
+        "dtype": str(dtype),
+        "sequence": sequence,
+        "tensor": tensor,
+        "machine": machine(),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    return f"{kind}-{str(dtype).removeprefix('torch.')}-{digest}"

@@ -1,0 +1,93 @@
+"""Probes of what is not a product: norms, activations, routers and the softmax over the vocabulary, in few rows and among many.
+
+Vectorized kernels compute the elements that are left over behind whole vectors by other code, which for ``sigmoid``, ``tanh`` and ``exp`` rounds
+otherwise. Which elements are left over depends on the width and on the number of rows. So each operation of a model is tried in its width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.model.layers.feed_forward import gated
+from phalanx.model.layers.norm import RMSNorm
+from phalanx.run.kinds.feed_forward import is_gated
+from phalanx.run.spec import ModelSpec, MoeSpec
+from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.products import fewest_rows
+
+_MANY = 576
+_WIDE = 1 << 14
+"""Elements of a row from which on fewer rows are tried: a vocabulary's softmax goes through each row by itself."""
+
+
+def width_facts(spec: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[str, Facts | None]]:
+    """Each operation of a resolved model that is no product, and how few rows it may have; ``None`` if no number keeps the bits."""
+    yield f"the norm of width {spec.dim}", _norm(spec.dim, spec.norm_eps, spec.norm_offset, dtype)
+    inner = {spec.ffn_dim, *((spec.moe.ffn_dim, spec.moe.shared * spec.moe.ffn_dim) if spec.moe else ())}
+    for width in sorted(inner - {0}):
+        yield f"the activation of width {width}", _activation(spec, width, dtype)
+    yield f"the softmax over {spec.vocab_size} tokens", _softmax(spec.vocab_size, spec.logit_cap, dtype)
+    if spec.moe is not None:
+        yield f"the router of {spec.moe.experts} experts", _router(spec.dim, spec.moe)
+        if spec.moe.shared_gate:
+            yield "the gate of the shared experts", _shared_gate(spec.dim, dtype)
+
+
+def _tried(operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> Facts | None:
+    many = _MANY if width < _WIDE else 96
+    rows = torch.randn(many, width, generator=torch.Generator().manual_seed(0)).mul_(4).to(dtype)
+    with torch.no_grad():
+        expected = operation(rows)
+
+        def kept(number: int, begin: int) -> bool:
+            part = operation(rows[begin : begin + number].contiguous())
+            return torch.equal(part, expected[begin : begin + number])
+
+        return fewest_rows(kept, many)
+
+
+@functools.cache
+def _norm(width: int, eps: float, offset: bool, dtype: torch.dtype) -> Facts | None:
+    norm = RMSNorm(width, eps, offset=offset).to(dtype).requires_grad_(False)
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    return _tried(norm, width, dtype)
+
+
+@functools.cache
+def _activation(spec: ModelSpec, width: int, dtype: torch.dtype) -> Facts | None:
+    if is_gated(spec):
+        return _tried(lambda x: gated(spec, x, x.flip(1)), width, dtype)
+    return _tried(F.gelu, width, dtype)
+
+
+@functools.cache
+def _softmax(vocab: int, cap: float, dtype: torch.dtype) -> Facts | None:
+    def read(scores: Tensor) -> Tensor:
+        bent = torch.tanh(scores.float().div_(cap)) * cap if cap else scores
+        return F.log_softmax(bent, dim=-1, dtype=torch.float32)
+
+    return _tried(read, vocab, dtype)
+
+
+@functools.cache
+def _router(dim: int, moe: MoeSpec) -> Facts | None:
+    matrix = torch.randn(moe.experts, dim, generator=torch.Generator().manual_seed(1))
+
+    def scores(tokens: Tensor) -> Tensor:
+        logits = F.linear(tokens, matrix)
+        chosen = logits.softmax(dim=1) if moe.score == "softmax" else logits.sigmoid()
+        return torch.cat((logits, chosen, chosen / (chosen.sum(dim=1, keepdim=True) + 1e-20)), 1)
+
+    return _tried(scores, dim, torch.float32)
+
+
+@functools.cache
+def _shared_gate(dim: int, dtype: torch.dtype) -> Facts | None:
+    # One element of each row: whole vectors of them need 32 rows.
+    matrix = torch.randn(1, dim, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return _tried(lambda tokens: F.linear(tokens, matrix).sigmoid(), dim, dtype)

@@ -1,0 +1,108 @@
+"""Exact numerics rely on nothing that was not tried: what fails is refused by its name, and the id tells what was tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.initialized import initialized
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.rows import LayerRows, Rule
+from phalanx.serve.numerics import attention, exact, widths
+from phalanx.serve.numerics.attention import dependent_attention
+from phalanx.serve.numerics.exact import exact_numerics
+from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics.widths import width_facts
+
+DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160)
+KINDS = {
+    "grouped": DENSE,
+    "latent": replace(DENSE, kv_heads=0, head_dim=0, mla=MlaSpec(0, 32, 16, 8, 16)),
+    "window": replace(DENSE, attention_pattern=("window", "full"), window=40),
+    "sinks": replace(DENSE, sinks=True),
+}
+
+
+def built(kind: str = "grouped", dtype: torch.dtype = torch.float32) -> Transformer:
+    model: Transformer = initialized(resolve(KINDS[kind])).to(dtype).requires_grad_(False).eval()
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence", [0, 192])
+def test_the_engines_attention_holds_on_this_machine(kind: str, dtype: torch.dtype, sequence: int) -> None:
+    assert list(dependent_attention(built(kind, dtype), sequence)) == []
+
+
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+def test_attention_without_its_paddings_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention._first_difference.cache_clear()
+    monkeypatch.setattr(attention, "Rule", lambda exact, sequence: Rule(False, sequence))  # noqa: ARG005
+    found = list(dependent_attention(built(kind), 600))
+    attention._first_difference.cache_clear()
+    assert any(
+        "attention of layer 0 in torch.float32 over sequences of 600 (queries" in problem for problem in found
+    )
+
+
+def test_attention_that_depends_on_its_place_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention._first_difference.cache_clear()
+    mix = LayerRows.mix
+
+    def wrong(self: LayerRows, *given: Tensor) -> Tensor:
+        mixed = mix(self, *given)  # type: ignore[arg-type]
+        return mixed + (mixed.shape[2] == 1)
+
+    monkeypatch.setattr(LayerRows, "mix", wrong)
+    with pytest.raises(EngineError, match=r"attention of layer 0 .*queries 0 to 0.*--numerics fast"):
+        exact_numerics(built(), built().spec, 96)
+    attention._first_difference.cache_clear()
+
+
+def test_a_product_or_a_width_without_any_number_of_rows_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = built()
+    with monkeypatch.context() as patched:
+        patched.setattr(exact, "product_facts", lambda shape: None if shape.outputs == 32 else Facts(1, 1))
+        with pytest.raises(
+            EngineError, match=r"attention.key.weight: .*64 inputs and 32 outputs.*--numerics fast"
+        ):
+            exact_numerics(model, model.spec, 96)
+    monkeypatch.setattr(exact, "width_facts", lambda *_: [("the activation of width 9", None)])
+    with pytest.raises(EngineError, match="the activation of width 9: on this machine"):
+        exact_numerics(model, model.spec, 96)
+
+
+def test_a_width_that_leaves_elements_over_needs_more_rows_than_one_that_does_not() -> None:
+    # One gate for each row: sigmoid computes what is behind whole vectors by other code.
+    moe = MoeSpec(experts=8, per_token=2, ffn_dim=32, shared=1, shared_gate=True)
+    found = dict(width_facts(resolve(replace(DENSE, moe=moe)), torch.float32))
+    gate, activation = found["the gate of the shared experts"], found["the activation of width 32"]
+    assert gate is not None
+    assert activation == Facts(1, 1)
+    assert gate.multiple >= 4
+    assert widths._activation(resolve(replace(DENSE, ffn_dim=33)), 33, torch.float32) != Facts(1, 1)
+
+
+def test_the_id_tells_what_decides_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = numerics_id("exact", torch.float32, 512)
+    assert numerics_id("exact", torch.float32, 512) == one
+    others = {
+        numerics_id("fast", torch.float32, 512),
+        numerics_id("exact", torch.bfloat16, 512),
+        numerics_id("exact", torch.float32, 256),
+        numerics_id("exact", torch.float32, 512, tensor=2),
+    }
+    monkeypatch.setenv("OMP_PLACES", "cores")
+    others.add(numerics_id("exact", torch.float32, 512))
+    assert len(others) == 5
+    assert one not in others
