@@ -31,6 +31,10 @@ KINDS = {
     "wide mixture": replace(DENSE, dim=128, moe=MoeSpec(experts=4, per_token=2, ffn_dim=136, shared=1)),
     "window": replace(DENSE, attention_pattern=("window", "full"), window=40),
     "sinks": replace(DENSE, sinks=True),
+    "tied and capped": replace(DENSE, tie_embeddings=True, logit_cap=5.0, attention_bias=True),
+    "gated shared experts": replace(
+        DENSE, moe=MoeSpec(experts=8, per_token=2, ffn_dim=32, shared=1, shared_gate=True)
+    ),
 }
 
 
@@ -85,7 +89,7 @@ def trained(model: Transformer, text: Sequence[int]) -> torch.Tensor:
     found: list[torch.Tensor] = []
 
     def readout(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        found.append(log_probabilities(hidden.flatten(0, 1), weight)[1])
+        found.append(log_probabilities(hidden.flatten(0, 1), weight, model.spec.logit_cap)[1])
         return hidden
 
     model(batch, readout)

@@ -68,7 +68,7 @@ def _activation(spec: ModelSpec, width: int, dtype: torch.dtype) -> Facts | None
 @functools.cache
 def _softmax(vocab: int, cap: float, dtype: torch.dtype) -> Facts | None:
     def read(scores: Tensor) -> Tensor:
-        bent = torch.tanh(scores.float().div_(cap)) * cap if cap else scores
+        bent = torch.tanh(scores.float() / cap) * cap if cap else scores
         return F.log_softmax(bent, dim=-1, dtype=torch.float32)
 
     return _tried(read, vocab, dtype)
