@@ -23,9 +23,12 @@ def test_a_text_and_its_tokens_have_the_same_line(folder: Path, result: dict[str
     assert plain.output.startswith("text 1: 4 tokens scored, sum -")
     assert "bits per byte" in plain.output
     lines = scored(folder, result, '{"text": "ab cd"}\n\n{"tokens": [97, 98, 32, 99, 100]}\n')
-    first, second = lines.output.splitlines()
+    first, second, together = lines.output.splitlines()
     assert first == plain.output.rstrip("\n")
     assert second == first.replace("text 1", "text 2")
+    total = 2 * float(first.split("sum ")[1].split(",")[0])
+    assert together.startswith(f"all 2 texts: 8 tokens scored, sum {total:.5f}")
+    assert together.endswith(first.rsplit(", ", 1)[1])
 
 
 def test_objects_have_every_log_probability_and_the_step(folder: Path, result: dict[str, object]) -> None:
@@ -34,9 +37,17 @@ def test_objects_have_every_log_probability_and_the_step(folder: Path, result: d
     assert len(newest["log_probs"]) == 4
     assert newest["sum"] == pytest.approx(sum(newest["log_probs"]))
     assert (newest["step"], newest["note"]) == (6, "")
+    assert newest["numerics_id"].startswith("exact-float32-")
     earlier = json.loads(scored(folder, result, "ab cd", "--json", "--step", "3").output)
     assert earlier["step"] == 3
     assert earlier["log_probs"] != newest["log_probs"]
+
+
+def test_texts_are_read_from_standard_input(folder: Path, result: dict[str, object]) -> None:
+    expected = scored(folder, result, '{"tokens": [97, 98, 99]}').output
+    place = str(folder / str(result["run_dir"]))
+    done = CliRunner().invoke(score_command.command, [place, "-"], input='{"tokens": [97, 98, 99]}\n')
+    assert (done.exit_code, done.output) == (0, expected)
 
 
 def test_another_format_than_the_runs_is_noted(folder: Path, result: dict[str, object]) -> None:

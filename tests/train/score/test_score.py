@@ -147,6 +147,14 @@ def test_threads_and_kernels_are_left_as_they_were() -> None:
         (lambda spec: replace(spec, precision=replace(spec.precision, rows="any")), 'precision.rows = "any"'),
         (lambda spec: replace(spec, runtime=replace(spec.runtime, compile=True)), "runtime.compile"),
         (
+            lambda spec: replace(spec, runtime=replace(spec.runtime, device="cuda")),
+            "on GPUs (runtime.device)",
+        ),
+        (
+            lambda spec: replace(spec, model=replace(spec.model, factory="mine:model")),
+            "a module of the user's own (model.factory)",
+        ),
+        (
             lambda spec: replace(spec, parallel=ParallelSpec(context=2)),
             "sums over 2 ranks (parallel.context)",
         ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -50,10 +51,12 @@ def command(
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.serve.numerics.identity import numerics_id
     from phalanx.serve.prompt import load_run_tokenizer
     from phalanx.train.score.score import Scorer
 
-    given = given_texts(file.read(), file.name)
+    name = "standard input" if file is sys.stdin.buffer else file.name
+    given = given_texts(file.read(), name)
     where = checkpoint_place(place, step)
     run_dir = where.root.parent
     with explained(CheckpointError, DataError, RunDirectoryError, ValueError):
@@ -66,15 +69,28 @@ def command(
             tokenizer = None  # tokens alone are scored without one, but not by the byte
         texts = [_encoded(one, tokenizer) for one in given]
         scorer = Scorer.of_run(run_dir, where.step, dtype)
-        found = scorer.score(texts)
+        found = scorer.score(texts, _progress(len(texts)))
+        computed = numerics_id("exact", scorer.dtype, scorer.length, threads=scorer.spec.runtime.threads)
     if scorer.note:
         click.echo(f"note: {scorer.note}", err=True)
-    for number, (text, log_probs) in enumerate(zip(texts, found, strict=True), 1):
-        scored = Scored(tuple(text), tuple(log_probs.tolist()), _bytes(text, tokenizer))
+    every = [
+        Scored(tuple(text), tuple(log_probs.tolist()), _bytes(text, tokenizer))
+        for text, log_probs in zip(texts, found, strict=True)
+    ]
+    for number, scored in enumerate(every, 1):
         if as_json:
-            click.echo(json.dumps(scored.json(scorer.step, scorer.note)))
+            click.echo(json.dumps(scored.json(scorer.step, scorer.note) | {"numerics_id": computed}))
         else:
             click.echo(f"text {number}: {scored}")
+    if len(every) > 1 and not as_json:
+        click.echo(f"all {len(every)} texts: {_together(every)}")
+
+
+def _progress(count: int) -> Callable[[int], None] | None:
+    """Says on a terminal how many of ``count`` texts are scored; ``None`` where nobody looks."""
+    if count < 2 or not sys.stderr.isatty():
+        return None
+    return lambda done: click.echo(f"\r{done} of {count} texts", err=True, nl=done == count)
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,16 @@ class Scored:
             "step": step,
             "note": note,
         }
+
+
+def _together(every: Sequence[Scored]) -> Scored:
+    """All texts as if they were one; without bytes if those of any are not known."""
+    known = all(one.text_bytes for one in every)
+    return Scored(
+        tuple(token for one in every for token in one.tokens),
+        tuple(value for one in every for value in one.log_probs),
+        sum(one.text_bytes for one in every) if known else 0,
+    )
 
 
 def given_texts(content: bytes, name: str) -> list[str | list[int]]:

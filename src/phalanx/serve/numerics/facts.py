@@ -46,8 +46,9 @@ def numbers_of_rows(fewest: int, multiple: int, most: int) -> list[int]:
     return [number for number in tried if fewest <= number < most and number % multiple == 0]
 
 
-def machine() -> dict[str, str]:
-    """What decides how this process rounds, besides shapes: processor, libraries, their environment and the number of threads."""
+def machine(threads: int = 0) -> dict[str, str]:
+    """What decides how this process rounds, besides shapes: processor, libraries, their environment and the number of threads (0: PyTorch's
+    present one)."""
     return {
         "processor": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -56,7 +57,7 @@ def machine() -> dict[str, str]:
         "environment": " ".join(
             f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_STEERING)
         ),
-        "threads": str(torch.get_num_threads()),
+        "threads": str(threads or torch.get_num_threads()),
     }
 
 

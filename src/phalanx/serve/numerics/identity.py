@@ -19,15 +19,15 @@ _RULES = 2
 """The version of the rules by which exact numerics follow the trainer."""
 
 
-def numerics_id(kind: str, dtype: torch.dtype, sequence: int, *, tensor: int = 1) -> str:
-    """The id of numerics ``kind`` in this process, with its present number of threads, for weights divided over ``tensor`` ranks."""
+def numerics_id(kind: str, dtype: torch.dtype, sequence: int, *, tensor: int = 1, threads: int = 0) -> str:
+    """The id of numerics ``kind`` in this process, with ``threads`` (0: PyTorch's present number), for weights divided over ``tensor`` ranks."""
     facts = {
         "rules": _RULES,
         "kind": kind,
         "dtype": str(dtype),
         "sequence": sequence,
         "tensor": tensor,
-        "machine": machine(),
+        "machine": machine(threads),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     return f"{kind}-{str(dtype).removeprefix('torch.')}-{digest}"

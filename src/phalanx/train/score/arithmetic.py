@@ -27,6 +27,10 @@ def _joined(words: list[str]) -> str:
 
 def _reasons(spec: RunSpec, compute: str) -> Iterator[str]:
     model, parallel = spec.model, spec.parallel
+    if spec.runtime.device == "cuda":
+        yield "on GPUs (runtime.device)"
+    if model.factory:
+        yield "a module of the user's own (model.factory), whose rows may depend on those beside them"
     if spec.precision.compute != compute:
         yield f"in {spec.precision.compute} (precision.compute)"
     if spec.precision.matmul != "compute":

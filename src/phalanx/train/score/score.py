@@ -9,7 +9,7 @@ padding in the other rows. Experts have as many rows as their router sends them,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -54,7 +54,7 @@ class Scorer:
         make_rows_independent(model)
         self.spec, self.step = spec, step
         self._model = model.requires_grad_(False).eval()
-        self._compute = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "fp32"
+        self._compute: Compute = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "fp32"
         self.note = other_arithmetic(spec, self._compute)
         """One sentence if the run's own steps computed otherwise, else empty."""
 
@@ -70,13 +70,20 @@ class Scorer:
         return cls(spec, model, restored)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The format computed in."""
+        return _DTYPES[self._compute]
+
+    @property
     def length(self) -> int:
         """The most tokens of a text: as many as a training sequence reads."""
         return self.spec.train.seq_len
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Of each text the log-probabilities ``(n - 1,)``, fp32, nats. Raises ScoreError before anything is computed, and for
-        logits that are not finite."""
+    def score(
+        self, texts: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
+    ) -> list[Tensor]:
+        """Of each text the log-probabilities ``(n - 1,)``, fp32, nats. ``progress`` is told how many texts are scored, after each
+        micro-batch. Raises ScoreError before anything is computed, and for logits that are not finite."""
         for number, text in enumerate(texts, 1):
             self._require(text, number)
         train = self.spec.train
@@ -86,6 +93,8 @@ class Scorer:
         with torch.no_grad(), _as_trained(self.spec):
             for first in range(0, len(texts), together):
                 found += self._micro_batch(texts[first : first + together], rows)
+                if progress is not None:
+                    progress(len(found))
         for number, values in enumerate(found, 1):
             if not bool(torch.isfinite(values).all()):
                 raise ScoreError(
