@@ -1,8 +1,8 @@
-"""Text from a checkpoint: restore the weights alone, fill the cache with the prompt, then decode token by token.
+"""Text from a checkpoint: restore the weights alone, and have the engine continue the prompt.
 
-Decoding keeps each layer's keys and values (``phalanx.model.layers.cache``), so a token costs one pass over the weights instead of one
-over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Tokens are drawn by
-``phalanx.serve.sampling``, so that a seed gives the same text wherever the logits are the same.
+A transformer on the CPU is a client of ``phalanx.serve.engine`` with one request: the same checks and the same code that answer for
+``phalanx serve``, with fast numerics unless exact ones are asked for, since models that are streamed leave no memory for trying kernels. Others are decoded here: a user's own model, whose blocks
+keep nothing, passes over the whole text for each token; on a GPU each layer's keys and values are kept (``phalanx.model.layers.cache``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.supported import require_computable
+from phalanx.serve.numerics.identity import Numerics
 from phalanx.serve.sampling import draw, require_sampling
-from phalanx.traffic.requests import Sampling
+from phalanx.traffic.pages import PAGE
+from phalanx.traffic.requests import Ended, Request, Sampling, Token
 from phalanx.train.score.restored import restored_model
+
+_ROWS = 512
+"""Tokens of a prompt that go through the model at once."""
 
 
 def load_model(
@@ -51,37 +58,51 @@ def generate(
     seed: int = 0,
     stop: Collection[int] = (),
     context: int = 0,
+    numerics: Numerics = "fast",
+    sequence: int = 0,
 ) -> Iterator[int]:
     """Up to ``tokens`` ids that continue the prompt; ends before the first id in ``stop``.
 
     ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all tokens in. ``context`` is the most
-    tokens, prompt included, that may be held at once; 0 sets no limit. Memory: the cache of prompt and ``tokens``.
-    Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text.
+    tokens, prompt included, that may be held at once; 0 sets no limit. With ``numerics`` "exact" the tokens are drawn from the
+    very logits of ``phalanx serve``: the machine's kernels are tried first, which takes the memory of the model's largest matrix, and the model computes with
+    independent rows from then on; ``sequence`` is the length of the training sequences, which exact attention follows, 0 if it is not known.
+    Memory: the keys and values of prompt and ``tokens``, twice. Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text;
+    and for logits that are not finite when they come.
     """
-    vocab_size = model.spec.vocab_size
-    _require_prompt(prompt_ids, vocab_size)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    require_sampling(sampling)
     length = len(prompt_ids) + tokens
-    if tokens < 1:
-        raise ValueError(f"tokens = {tokens}: ask for at least one")
-    if context and length > context:
-        raise ValueError(
-            f"a prompt of {len(prompt_ids)} tokens and {tokens} new ones do not fit into a context of {context}: "
-            "shorten the prompt, or ask for fewer tokens"
-        )
+    request = Request("text", tuple(prompt_ids), tokens, sampling, frozenset(stop))
+    require_computable(request, model.spec.vocab_size, context or length)
+    require_sampling(sampling)
+    if isinstance(model, Transformer) and next(model.parameters()).device.type == "cpu":
+        return _from_engine(_engine_of(model, length, numerics, sequence), request)
     return _decode(model, list(prompt_ids), length, sampling, frozenset(stop))
 
 
-def _require_prompt(prompt_ids: Sequence[int], vocab_size: int) -> None:
-    if not prompt_ids:
-        raise ValueError("the prompt is empty: begin with the end-of-document token, as encode_prompt does")
-    unknown = [token for token in prompt_ids if not 0 <= token < vocab_size]
-    if unknown:
-        raise ValueError(
-            f"token id {unknown[0]} is outside the model's vocabulary of {vocab_size}: encode the prompt with the "
-            "run's own tokenizer"
-        )
+def _engine_of(model: Transformer, length: int, numerics: Numerics, sequence: int) -> Engine:
+    """An engine for one text of ``length`` tokens."""
+    return Engine(
+        model,
+        model.spec,
+        pages=-(-length // PAGE),
+        rows=_ROWS,
+        numerics=numerics,
+        prefix_cache=False,
+        sequence=sequence,
+        context=length,
+        weights_id="",
+    )
+
+
+def _from_engine(engine: Engine, request: Request) -> Iterator[int]:
+    engine.submit(request)
+    while engine.busy:
+        for told in engine.step():
+            if isinstance(told, Token):
+                yield told.id
+            elif isinstance(told, Ended) and told.outcome == "error":
+                raise ValueError(told.text)
 
 
 def _decode(
