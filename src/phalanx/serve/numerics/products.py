@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.hardware.kernels.host import NoHostKernelsError
+from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.kernels.row_product import MOST_ROWS, row_kernel
 from phalanx.model.layers.expert_groups import Groups
 from phalanx.model.layers.linear import Linear
