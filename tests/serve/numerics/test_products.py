@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.hardware.kernels.host import OPTIONS, NoHostKernelsError
+from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError
 from phalanx.hardware.kernels.row_product import RowKernel, row_kernel
 from phalanx.model.layers.expert_groups import groups_of_one_slot
 from phalanx.serve.numerics import facts as kept_facts
