@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,8 @@ def test_what_no_job_can_have_is_refused(launch: dict[str, object], message: str
         ({"launch/lead-exit": "75"}, {"phase": "finished", "reign": 2}, []),
         ({"launch/concluded/by": "another"}, {"phase": "finished", "reign": 2}, []),
         ({}, {"phase": "finished", "reign": 1}, []),
+        ({}, {"phase": "running", "reign": 2, "written": "still"}, []),
+        ({}, {"phase": "running", "reign": 2}, ["scontrol requeue 7"]),
     ],
     ids=[
         "finished",
@@ -144,6 +147,8 @@ def test_what_no_job_can_have_is_refused(launch: dict[str, object], message: str
         "first node there",
         "another does",
         "never succeeded",
+        "given back, and the others train on",
+        "all are gone without a word",
     ],
 )
 def test_the_last_wrapper_of_an_agent_ends_the_job_or_queues_it_again_only_where_the_first_node_is_gone(
@@ -151,7 +156,12 @@ def test_the_last_wrapper_of_an_agent_ends_the_job_or_queues_it_again_only_where
 ) -> None:
     script = batch_script(order())
     body = script[script.index("on_node='") + len("on_node='") :]
-    on_node = body[: body.index("\n'")].replace("seq 630", "seq 2").replace("-lt 30 ]", "-lt 1 ]")
+    on_node = (
+        body[: body.index("\n'")]
+        .replace("seq 630", "seq 2")
+        .replace("-lt 30 ]", "-lt 1 ]")
+        .replace("-ne 15 ]", "-ne 1 ]")
+    )
     (tmp_path / "bin").mkdir()
     for name in ("scancel", "scontrol"):  # what Slurm does then, the test with a real one shows
         tool = tmp_path / "bin" / name
@@ -160,6 +170,11 @@ def test_the_last_wrapper_of_an_agent_ends_the_job_or_queues_it_again_only_where
     for name, text in {**files, "launch/nonce": "7.0\n", "fleet.json": json.dumps(fleet, indent=1)}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    if (
+        "written" in fleet
+    ):  # a coordinator writes the file every second or two: this one is later than the end of the agent
+        later = time.time() + 60
+        os.utime(tmp_path / "fleet.json", (later, later))
     own = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2"}
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     words = ["bash", "-c", on_node, str(tmp_path / "launch" / "nonce"), "bash", "-c", "exit 5"]

@@ -233,13 +233,19 @@ def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
 
 
 def _concluded(order: LaunchOrder) -> Iterator[str]:
-    """What a node does after its agent has ended, within single quotes: it ends the job if the first node, which would, was lost and succeeded."""
+    """What a node does after its agent has ended, within single quotes: it ends the job if the first node, which would, was lost and succeeded.
+
+    An agent also ends whose node is given back while the others train on: as long as a coordinator writes the fleet's file and does not call the run over, the
+    job is theirs. Both times are those of the file system: clocks of nodes and of a file server differ.
+    """
     yield 'grep -Eq ".reign.: *([2-9]|[1-9][0-9])" "${folder%/*}/fleet.json" || exit "$code"'
     yield f"for waited in $(seq {_LAST_WORDS_S + _COPIES_S}); do"
+    yield f'  [ "$waited" -ne {_LAST_WORDS_S // 2} ] || : > "$folder/ended-$SLURMD_NODENAME"'
     yield '  [ ! -e "$folder/lead-exit" ] || exit "$code"'
     yield f'  [ "$waited" -lt {_LAST_WORDS_S} ] || [ -n "$(ls "$folder/at-work")" ] || break'
     yield "  sleep 1"
     yield "done"
+    yield 'grep -Eq ".phase.: *.(finished|failed)" "${folder%/*}/fleet.json" || [ ! "${folder%/*}/fleet.json" -nt "$folder/ended-$SLURMD_NODENAME" ] || exit "$code"'
     yield 'mkdir "$folder/concluded" 2>/dev/null || exit "$code"'
     yield from (line.replace("'", "'\\''") for line in _given_back(order))
     yield 'if [ -e "$folder/stopped" ] || [ -e "${folder%/*}/result.json" ] || grep -Eq ".phase.: *.failed" "${folder%/*}/fleet.json"; then'
