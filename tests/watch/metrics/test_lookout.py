@@ -21,7 +21,7 @@ from phalanx.watch.page.app import application
 from phalanx.watch.page.guard import access_for
 from phalanx.watch.page.views.runs import Runs
 from phalanx.watch.runs.index import RunIndex
-from phalanx.watch.runs.row import RunRow
+from phalanx.watch.runs.row import RunRow, run_id
 from phalanx.watch.why.reason import CODES, Reason
 from watch.made_runs import write_events
 
@@ -69,6 +69,24 @@ def test_two_runs_whose_folders_are_called_alike_have_series_of_their_own(tmp_pa
         _broken_off(tmp_path / place / "a", loss)
     found = _series(_lookout(tmp_path, tmp_path / "one", tmp_path / "other"))
     assert sorted(value for key, value in found.items() if key[0] == "phalanx_loss") == [2.0, 3.0]
+
+
+def test_runs_whose_folders_are_called_alike_keep_their_labels_whichever_of_them_is_the_newest(
+    tmp_path: Path,
+) -> None:
+    first, second = _broken_off(tmp_path / "one" / "a"), tmp_path / "other" / "a"
+    lookout = _lookout(tmp_path, first.parent, second.parent, at=T0 + 60)
+    lookout.look()
+    _broken_off(second, loss=3.0)
+    for number in range(4, 8):
+        newer = (second, first)[number % 2]
+        write_events(newer, [Event(T0 + number, 0, step(number, 100, loss=2.0 if newer == first else 3.0))])
+        samples = lookout.look()
+        named = [(one.metric.name, tuple(sorted(one.labels.pairs.items()))) for one in samples]
+        assert len(set(named)) == len(named)
+        loss = {one.labels.pairs["run"]: one.value for one in samples if one.metric.name == "phalanx_loss"}
+        assert loss == {"a": 2.0, run_id(second): 3.0}
+        assert {one.labels.pairs["run"] for one in samples} == {"a", run_id(second)}
 
 
 def test_half_a_stream_is_not_told_of_since_its_newest_step_would_be_an_old_one(

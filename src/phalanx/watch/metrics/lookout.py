@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from phalanx.observe.metrics.run_samples import RunSampler
@@ -36,7 +36,8 @@ class Lookout:
 
     def __init__(self, rows: Callable[[], Sequence[RunRow]], clock: Callable[[], float] = time.time) -> None:
         self._rows, self._clock = rows, clock
-        self._samplers: dict[str, RunSampler] = {}
+        self._samplers: dict[tuple[str, str], RunSampler] = {}
+        self._labels: dict[str, str] = {}
         self._seen: list[Sample] = []
         self._trouble: Exception | None = None
         self._asked_s = 0.0
@@ -69,16 +70,18 @@ class Lookout:
             time.sleep(max(_LEAST_REST_S, took_s * (1 / _SHARE - 1)))
             with self._lock:
                 if time.monotonic() - self._asked_s > _UNASKED_S:
-                    self._thread, self._seen, self._samplers = None, [], {}
+                    self._thread, self._seen, self._samplers, self._labels = None, [], {}, {}
                     return
 
     def look(self) -> list[Sample]:
         """One round over all runs that count."""
         now = self._clock()
         found: list[Sample] = []
-        samplers: dict[str, RunSampler] = {}
-        for path, label in _labelled(watched(self._rows(), now)):
-            sampler = samplers[path] = self._samplers.get(path) or RunSampler(Path(path), label)
+        samplers: dict[tuple[str, str], RunSampler] = {}
+        self._labels = _labelled(watched(self._rows(), now), self._labels)
+        for path, label in self._labels.items():
+            sampler = self._samplers.get((path, label)) or RunSampler(Path(path), label)
+            samplers[path, label] = sampler
             # Half a stream says that the newest step is days old: a run is told of when all of it was read.
             if sampler.catch_up(_READING_S):
                 found += sampler.samples(0.0)
@@ -95,10 +98,13 @@ def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
     return sorted(kept, key=lambda row: -(row.updated or 0.0))[:MOST_RUNS]
 
 
-def _labelled(rows: Iterable[RunRow]) -> list[tuple[str, str]]:
-    """Path and label of each run: its folder's name, as its own endpoint says it; of several of one name, the newest has it."""
-    found: dict[str, str] = {}
-    for row in rows:
-        name = Path(row.path).resolve().name
-        found[name if name not in found else row.id] = row.path
-    return [(path, label) for label, path in found.items()]
+def _labelled(rows: Sequence[RunRow], before: Mapping[str, str]) -> dict[str, str]:
+    """Path -> label of each run: its folder's name, as its own endpoint says it; of several of one name, who had it ``before``, or the newest.
+
+    Who is the newest changes with each step of runs that train at once, and an alert must not go from one to the other.
+    """
+    names = {row.path: Path(row.path).resolve().name for row in rows}
+    owners = {name: path for path, name in names.items() if before.get(path) == name}
+    for path, name in names.items():
+        owners.setdefault(name, path)
+    return {row.path: names[row.path] if owners[names[row.path]] == row.path else row.id for row in rows}
