@@ -323,6 +323,16 @@ def test_a_node_that_was_lost_and_is_back_is_told_for_some_minutes_as_nothing_to
     assert run.codes(spec=FLEET, fleet=fleet_file(run.t, happenings=long_ago)) == []
 
 
+@pytest.mark.parametrize("role", ["leaving", "drained", "given back"])
+def test_a_node_that_was_lost_and_is_sent_away_by_its_operator_is_not_called_back(
+    run: Watched, role: str
+) -> None:
+    told = (happening(run.t - 5, "node-2", "worker 0 exited with code -9"),)
+    members = (member("node-0", 0), member("node-1", 1), Member("node-2", role, "host-2"))
+    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=told, members=members))
+    assert not any("is back" in one.title for one in found)
+
+
 @pytest.mark.parametrize(
     ("what", "severity"),
     [

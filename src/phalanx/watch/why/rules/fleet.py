@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from phalanx.fleet.control.fleet_file import FleetFile, Happening
+from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.throughput import format_duration
 from phalanx.watch.why.observed import Observed
@@ -21,6 +22,7 @@ _LOST = re.compile(
 )
 """What a fleet says of a node that it has lost, or that has lost its workers."""
 _AWAY = ("lost", "quarantined")
+_GOING = ("leaving", "drained", GIVEN_BACK)
 
 
 def _live(seen: Observed) -> FleetFile | None:
@@ -170,7 +172,7 @@ def nodes_back(seen: Observed) -> Iterator[Reason]:
     fleet = _live(seen)
     if fleet is None:
         return
-    there = {one.name: one for one in fleet.members if one.role not in _AWAY}
+    there = {one.name: one for one in fleet.members if one.role not in (*_AWAY, *_GOING)}
     for name, told in _by_node(fleet.happenings, _LOST).items():
         if name not in there or seen.now - told[-1].unix_s > RECOVERING_S:
             continue
