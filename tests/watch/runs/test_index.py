@@ -234,3 +234,26 @@ def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
     write_labels(tmp_path / "runs" / "b", Labels(("newer",), ""))
     rows(tmp_path / "runs", cache)
     assert known() == ["b"]
+
+
+def test_runs_on_a_disk_that_is_away_are_neither_forgotten_nor_asked_for_when_others_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("here", "away"):
+        make_run(tmp_path / folder / "a")
+    cache, now = tmp_path / "cache", time.time()
+    for folder in ("here", "away"):
+        rows(tmp_path / folder, cache)
+    (tmp_path / "away").rename(tmp_path / "unmounted")
+    monkeypatch.setattr("phalanx.watch.runs.index.time.time", lambda: now + 86_400)
+    asked: list[str] = []
+    really = os.path.isdir
+    monkeypatch.setattr(
+        "phalanx.watch.runs.index.os.path.isdir", lambda path: asked.append(path) or really(path)
+    )
+    write_labels(tmp_path / "here" / "a", Labels(("new",), ""))
+    rows(tmp_path / "here", cache)
+    with sqlite3.connect(cache) as base:
+        known = {path for (path,) in base.execute("SELECT path FROM runs")}
+    assert known == {str(tmp_path / folder / "a") for folder in ("here", "away")}
+    assert not [path for path in asked if "away" in str(path)]

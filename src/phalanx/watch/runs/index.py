@@ -155,7 +155,7 @@ class _Cache:
             with closing(self._open()) as base, base:
                 base.execute(_MADE)
                 base.executemany("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?)", rows)
-                _sweep(base, int(time.time() // _DAY_S))
+                _sweep(base, {os.path.dirname(row[0]) for row in rows}, int(time.time() // _DAY_S))
         except sqlite3.OperationalError:
             return
         except sqlite3.DatabaseError:
@@ -176,11 +176,18 @@ class _Cache:
                 self._path.with_name(name).unlink()
 
 
-def _sweep(base: sqlite3.Connection, day: int) -> None:
-    """Once a day: forgets runs that are no more, and what other versions have kept. The base's own ``user_version`` has the day of the last time."""
+def _sweep(base: sqlite3.Connection, folders: Collection[str], day: int) -> None:
+    """Once a day: forgets runs of ``folders`` that are no more, and what other versions have kept. The base's own ``user_version`` has the day of the last time.
+
+    ``folders`` have just been read. Others are left alone: one may be on a disk that is away for a moment, or on a file server that never answers.
+    """
     if base.execute("PRAGMA user_version").fetchone()[0] == day:
         return
     known = base.execute("SELECT path, shape FROM runs").fetchall()
-    gone = [(path,) for path, shape in known if shape != _SHAPE or not os.path.isdir(path)]
+    gone = [
+        (path,)
+        for path, shape in known
+        if shape != _SHAPE or (os.path.dirname(path) in folders and not os.path.isdir(path))
+    ]
     base.executemany("DELETE FROM runs WHERE path = ?", gone)
     base.execute(f"PRAGMA user_version = {day}")
