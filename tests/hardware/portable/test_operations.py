@@ -38,13 +38,18 @@ x = torch.full((2, 2), 2.0)
 half = torch.addmm(torch.full((2, 2), torch.nan), x, x, beta=0, alpha=0.5)
 roots = [x.sqrt(), x.clone().sqrt_(), torch.sqrt(x, out=torch.empty(0)), torch._foreach_sqrt([x])[0]]
 strided = torch.arange(6.0).view(2, 3).t().sqrt()
+counted, refused = len(products), checks.wrong()
+torch.set_num_threads(2)
+refused_of_two_threads = checks.wrong()
 print(json.dumps({
     "digests": digests,
-    "products": len(products),
+    "products": counted,
     "half": half.tolist(),
     "roots": [root.tolist() for root in roots],
     "strided": strided.pow(2).round().tolist(),
-    "refused": checks.wrong(),
+    "refused": refused,
+    "refused of two threads": refused_of_two_threads,
+    "threads": torch.get_num_threads(),
 }))
 """
 
@@ -69,6 +74,14 @@ def test_the_bits_are_those_that_are_written_down(found: dict[str, object]) -> N
     assert release() in EXPECTED, f"take the digests of PyTorch {release()} with bench/portable.py --digests"
     assert found["digests"] == EXPECTED[release()]
     assert found["refused"] == []
+
+
+def test_a_process_of_several_threads_is_tried_by_the_same_bits_and_keeps_its_threads(
+    found: dict[str, object],
+) -> None:
+    # PyTorch deals elements over threads, and computes those that are left over behind whole vectors by other code.
+    assert found["refused of two threads"] == []
+    assert found["threads"] == 2
 
 
 def test_every_kind_of_product_goes_through_the_portable_kernel(found: dict[str, object]) -> None:

@@ -71,8 +71,17 @@ def _numbers(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def digests() -> dict[str, str]:
-    """The digest of each computation's bits in this process."""
-    return {name: _digest(compute()) for name, compute in computations()}
+    """The digest of each computation's bits in this process, by one thread.
+
+    PyTorch deals elements over threads, and computes those that are left over behind whole vectors by other code: other numbers of threads have
+    other digests, and a run's number is its own.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {name: _digest(compute()) for name, compute in computations()}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _digest(result: Tensor) -> str:
