@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from model.initialized import initialized
+from phalanx.hardware.portable import operations
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.portable import ENVIRONMENT
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.rows import LayerRows, Rule
-from phalanx.serve.numerics import attention, exact, widths
+from phalanx.serve.numerics import attention, exact, facts, widths
 from phalanx.serve.numerics.attention import dependent_attention
 from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.facts import Facts, facts_path, recalled
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.numerics.widths import width_facts
 
@@ -106,3 +109,31 @@ def test_the_id_tells_what_decides_bits(monkeypatch: pytest.MonkeyPatch) -> None
     others.add(numerics_id("exact", torch.float32, 512))
     assert len(others) == 5
     assert one not in others
+
+
+def test_the_id_and_the_facts_of_portable_kernels_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():  # they may be set for other reasons
+        monkeypatch.setenv(name, value)
+    native = numerics_id("exact", torch.float32, 512), facts_path()
+    monkeypatch.setattr(operations, "_registered", [object()])
+    portable = numerics_id("exact", torch.float32, 512), facts_path()
+    assert portable[0] != native[0]
+    assert portable[1] != native[1]
+
+
+def test_facts_are_those_of_the_kernel_of_few_rows_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it no block is found, and with another one the block says nothing.
+    one, name = facts_path(), numerics_id("exact", torch.float32, 512)
+    monkeypatch.setattr(facts, "row_kernel", lambda: None)
+    assert facts_path() != one
+    assert numerics_id("exact", torch.float32, 512) == name
+
+
+def test_without_a_home_for_a_cache_facts_are_found_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    found = Facts(4, 4)
+    assert recalled("a product", lambda: found, lambda _: True) == found

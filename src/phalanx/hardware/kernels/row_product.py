@@ -29,7 +29,10 @@ class RowKernel:
 
     def __init__(self) -> None:
         try:
-            self._product = ctypes.CDLL(str(compiled(_SOURCE, _FUSED))).row_product
+            library = compiled(_SOURCE, _FUSED)
+            self.name = library.stem
+            """Of its source and the compiler's options."""
+            self._product = ctypes.CDLL(str(library)).row_product
         except (OSError, AttributeError) as error:
             raise NoHostKernelsError(str(error)) from error
         pointer, count = ctypes.c_void_p, ctypes.c_int64

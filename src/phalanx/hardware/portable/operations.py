@@ -63,6 +63,11 @@ def begin() -> None:
         )
 
 
+def begun() -> bool:
+    """Whether this process computes with portable numerics."""
+    return bool(_registered)
+
+
 def _require_machine() -> None:
     if platform.machine() != "x86_64" or "avx2" not in _processor_flags() or "fma" not in _processor_flags():
         raise NotPortableError(

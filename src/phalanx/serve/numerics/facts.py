@@ -19,7 +19,10 @@ from pathlib import Path
 
 import torch
 
-_VERSION = 1
+from phalanx.hardware.kernels.row_product import row_kernel
+from phalanx.hardware.portable.operations import begun
+
+_VERSION = 2
 """Of the probes: others have tried other things."""
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_")
 """Beginnings of environment variables by which kernels and threads are chosen."""
@@ -47,9 +50,10 @@ def numbers_of_rows(fewest: int, multiple: int, most: int) -> list[int]:
 
 
 def machine(threads: int = 0) -> dict[str, str]:
-    """What decides how this process rounds, besides shapes: processor, libraries, their environment and the number of threads (0: PyTorch's
-    present one)."""
+    """What decides how this process rounds, besides shapes: kernels, processor, libraries, their environment and the number of threads (0:
+    PyTorch's present one)."""
     return {
+        "kernels": "portable" if begun() else "native",
         "processor": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
@@ -82,15 +86,21 @@ def _processor() -> str:
 
 
 def facts_path() -> Path:
-    """The file of this machine's facts."""
+    """The file of this machine's facts. Raises RuntimeError for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = hashlib.sha256(json.dumps([_VERSION, machine()], sort_keys=True).encode()).hexdigest()[:16]
+    kernel = row_kernel()
+    named = [_VERSION, machine(), kernel.name if kernel is not None else ""]
+    key = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
     return cache / "phalanx" / "numerics" / f"{key}.json"
 
 
 def recalled(name: str, search: Callable[[], Facts | None], holds: Callable[[Facts], bool]) -> Facts | None:
     """The facts under ``name`` that this machine has found before and that still hold, else what ``search`` finds."""
-    path = facts_path()
+    try:
+        path = facts_path()
+    except RuntimeError as error:
+        _log.debug("what is found of this machine's kernels is not kept: %s", error)
+        return search()
     kept = _read(path)
     if name in kept and holds(kept[name]):
         return kept[name]
