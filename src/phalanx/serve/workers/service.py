@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import candidates
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.workers.router import RouterSettings
 from phalanx.serve.workers.router_port import Notice, RouterPort, Service
@@ -32,9 +34,11 @@ def open_service(
 ) -> tuple[ModelText, RouterPort]:
     """The words of a run's model and the workers that compute it, ready to be asked.
 
-    ``memory_bytes`` and ``threads`` are each worker's; 0 threads divide this machine's processors among them. Raises EngineError where a worker
-    cannot serve, and as ``load_run_tokenizer`` does.
+    ``memory_bytes`` and ``threads`` are each worker's; 0 threads divide this machine's processors among them. Without ``step`` all workers, also those
+    that are started again later, serve the step that is the newest now. Raises EngineError where a worker cannot serve, RunDirectoryError for a run
+    without a checkpoint, and as ``load_run_tokenizer`` does.
     """
+    step = _newest_step(run_dir) if step is None else step
     words = read_model_text(
         run_dir, name or run_dir.resolve().name, read_resolved(RunDirectory(run_dir)).model.vocab_size
     )
@@ -43,3 +47,12 @@ def open_service(
     )
     threads = threads or max(1, len(os.sched_getaffinity(0)) // len(roles))
     return words, RouterPort(Service(roles, task, threads, RouterSettings(rows, audit_share)), tell)
+
+
+def _newest_step(run_dir: Path) -> int:
+    """The newest step that is committed: a run that goes on has another one when a worker is started again."""
+    checkpoints = RunDirectory(run_dir).checkpoints
+    steps = candidates(DiskTier(checkpoints)) if checkpoints.is_dir() else []
+    if not steps:
+        raise RunDirectoryError(f"{checkpoints}: no checkpoint is committed; let the run save one first")
+    return steps[0]

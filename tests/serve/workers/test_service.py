@@ -1,0 +1,53 @@
+"""What a service has all its workers open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint.saved_models import save_models
+from phalanx.run.directory.paths import RunDirectoryError
+from phalanx.serve.workers import service
+from phalanx.serve.workers.router_port import Service
+from serve.packed_runs import DENSE, make_run, random_model
+
+
+def served_step(run_dir: Path, step: int | None, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The step that workers are to open, without starting any."""
+    found: list[Service] = []
+    monkeypatch.setattr(service, "read_model_text", lambda *_: None)
+    monkeypatch.setattr(service, "RouterPort", lambda asked, _: found.append(asked))
+    service.open_service(
+        run_dir,
+        step,
+        name=None,
+        dtype="float32",
+        context=None,
+        memory_bytes=1 << 20,
+        rows=64,
+        numerics="exact",
+        roles=("both", "both"),
+        threads=1,
+        audit_share=0.0,
+        tell=lambda _: None,
+    )
+    return found[0].task.step
+
+
+def test_workers_that_start_while_the_run_goes_on_open_the_step_that_the_service_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", DENSE, (1, 3))
+    assert served_step(run_dir, None, monkeypatch) == 3
+    save_models(run_dir / "checkpoints", {5: random_model(DENSE)})
+    assert served_step(run_dir, 3, monkeypatch) == 3
+    assert served_step(run_dir, None, monkeypatch) == 5
+
+
+def test_a_run_without_a_checkpoint_is_refused_before_any_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", DENSE, ())
+    with pytest.raises(RunDirectoryError, match="let the run save one first"):
+        served_step(run_dir, None, monkeypatch)
