@@ -268,3 +268,16 @@ def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
         assert "vocabulary" in end.text
         scored, *_ = heard(served.submit(Request("s", (1, 2), 1, prompt_logprobs=True)))
         assert isinstance(scored, PromptScored)
+
+
+def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> None:
+    async def asked() -> list[Told]:
+        told: list[Told] = []
+        nobody = Watcher(lambda _: None, lambda _: None, lambda *_: None, lambda *_: None)
+        router = Router(TOKEN, RouterSettings(64), nobody)
+        router.submit(Request("before", (1, 2), 3), told.extend)
+        router.fail_all("no worker is left")
+        router.submit(Request("after", (1, 2), 3), told.extend)
+        return told
+
+    assert asyncio.run(asked()) == [Ended(name, "error", "no worker is left") for name in ("before", "after")]

@@ -65,7 +65,7 @@ class Router:
     """Pages pulled and not, of workers that have left."""
 
     def __post_init__(self) -> None:
-        self._root = b""
+        self._root, self._failed = b"", ""
         self._lives = self._newcomers = 0
         self._sinks: dict[str, Sink] = {}
         self._refusals: dict[int, str] = {}  # life -> why
@@ -84,6 +84,9 @@ class Router:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Takes a request on; what is told of it goes to ``sink``."""
+        if self._failed:
+            sink([Ended(request.id, "error", self._failed)])
+            return
         self._sinks[request.id] = sink
         self._hear(e.Submitted(request))
 
@@ -93,7 +96,8 @@ class Router:
             self._hear(e.Abandoned(request_id))
 
     def fail_all(self, why: str) -> None:
-        """Ends all requests with an error."""
+        """Ends all requests with an error, those that come later too: one may be on its way from another thread."""
+        self._failed = why
         for name, sink in list(self._sinks.items()):
             sink([Ended(name, "error", why)])
             self.abandon(name)
