@@ -106,3 +106,12 @@ def test_each_limit_is_told_by_name_and_counted() -> None:
         use.admit(1000, 40.0)
     assert use.refused == {"concurrent": 1, "requests": 1, "tokens": 1}
     assert (use.prompt_tokens, use.generated_tokens) == (455, 455)
+
+
+def test_a_key_has_a_line_of_its_own_behind_a_last_line_that_an_editor_left_open(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    alice = add_key(file, "alice")
+    file.write_text(file.read_text().rstrip("\n"))
+    bob = add_key(file, "bob")
+    keys = read_keys(file)
+    assert [found and found.name for found in (keys.found(alice), keys.found(bob))] == ["alice", "bob"]

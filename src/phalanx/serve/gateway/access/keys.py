@@ -102,9 +102,11 @@ def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
     if limits is not None:
         given = {field.name: getattr(limits, field.name) for field in fields(limits)}
         words += [f"{field}={value}" for field, value in given.items() if value]
-    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "w") as out:
-        out.write(" ".join(words) + "\n")
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "rb+") as out:
+        # An editor may have left the last line without its end.
+        ended = out.seek(0, os.SEEK_END) == 0 or os.pread(handle, 1, out.tell() - 1) == b"\n"
+        out.write(("" if ended else "\n").encode() + " ".join(words).encode() + b"\n")
     return key
 
 
