@@ -156,3 +156,12 @@ def test_facts_are_those_of_a_machine_its_libraries_and_threads(monkeypatch: pyt
     other = facts_path()
     assert other != before
     assert other.name.endswith(".json")
+
+
+def test_a_bias_that_lies_apart_in_memory_is_added_whole() -> None:
+    kernel = row_kernel()
+    if kernel is None:
+        pytest.skip("needs a C compiler")
+    rows, matrix, bias = torch.ones(1, 64), torch.ones(16, 64), torch.arange(32.0)[::2]
+    # A copy that nobody held was overwritten while it was read.
+    assert torch.equal(kernel(rows, matrix, bias, 64), bias + 64 * torch.ones(1, 16))

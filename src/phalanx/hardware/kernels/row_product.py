@@ -43,14 +43,19 @@ class RowKernel:
     def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, block: int) -> Tensor:
         """``(m, i)`` times the transpose of ``(o, i)``, plus ``(o,)``: ``(m, o)``. Within ``block`` inner elements a result is a chain of fused
         multiply-adds; blocks are added one after the other, the first to the bias. Raises ``NoHostKernelsError`` on an unfit processor."""
-        rows, matrix = rows.contiguous(), matrix.contiguous()
+        # Named, so that copies live for as long as they are read.
+        rows, matrix, bias = (
+            rows.contiguous(),
+            matrix.contiguous(),
+            None if bias is None else bias.contiguous(),
+        )
         outputs, inputs = matrix.shape
         product = rows.new_empty(len(rows), outputs)
         threads = min(torch.get_num_threads(), 1 + matrix.numel() // _LEAST_SHARE)
         done = self._product(
             rows.data_ptr(),
             matrix.data_ptr(),
-            None if bias is None else bias.contiguous().data_ptr(),
+            None if bias is None else bias.data_ptr(),
             product.data_ptr(),
             len(rows),
             inputs,
