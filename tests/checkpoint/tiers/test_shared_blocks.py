@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import random
 import tempfile
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -128,6 +130,26 @@ def test_what_a_killed_rank_has_left_is_removed_by_the_next_restore_and_what_is_
     SharedBlocks("s3://bucket/other", folder).close()
     assert sorted(folder.iterdir()) == sorted([held._path, strange])
     held.close()
+
+
+def test_a_file_that_another_user_holds_is_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = hashlib.sha256(b"s3://bucket").hexdigest()[:32]
+    me = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: me)
+    mine = folder / f"phalanx-restore-{me}-{mark}"
+    mine.touch()
+    blocks = list[SharedBlocks]()
+    with mine.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opening = Thread(target=lambda: blocks.append(SharedBlocks("s3://bucket", folder)), daemon=True)
+        opening.start()
+        opening.join(20)
+        assert blocks, "it waits for another user's lock"
+    manifest = Manifest(0, "rank-0", 4, 64, (checksum(b"mine"),), ())
+    assert bytes(blocks[0].block(manifest, 0, lambda: memoryview(b"mine"))) == b"mine"
+    assert not mine.stat().st_size, "nothing of ours is left in it"
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6))

@@ -82,11 +82,11 @@ def _opened(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            mine = os.fstat(descriptor)
-            if mine.st_uid != os.getuid():
+            # Before the lock: another user who holds one on a file of this name would be waited for without end.
+            if os.fstat(descriptor).st_uid != os.getuid():
                 raise PermissionError(f"{path} belongs to another user")
-            if mine.st_nlink:  # else it was removed in between
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.fstat(descriptor).st_nlink:  # else it was removed in between
                 return descriptor
         except BaseException:
             os.close(descriptor)
