@@ -83,6 +83,24 @@ def test_a_rate_that_cannot_be_is_refused_by_name(name: str) -> None:
         data_reading(TRILLION, 0.0, 1, 1, bytes_per_s=1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data_latency_s", "inf"),
+        ("data_latency_s", "1e308"),
+        ("data_bytes_per_s", "1e-300"),
+        ("data_requests_per_s", "1e-320"),
+    ],
+)
+def test_a_store_that_gives_next_to_nothing_is_refused_by_the_name_of_its_figure(
+    name: str, value: str
+) -> None:
+    given = replace(assumed([f"{name}={value}"], RunAssumptions().step_time_band), draws=20)
+    inputs = RunInputs(h100s(64), 1.0, 512 * 8192, 1e9, 1e12, 64, 64, data=TRILLION)
+    with pytest.raises(ValueError, match=f"{name} = .*--assume {name}="):
+        estimate_run(inputs, given)
+
+
 def test_an_estimate_warns_with_the_limit_and_its_remedy_only_where_data_bind() -> None:
     inputs = RunInputs(h100s(64), 1.0, 512 * 8192, 1e9, 1e12, 64, 64, data=TRILLION)
     few = RunAssumptions(draws=20)

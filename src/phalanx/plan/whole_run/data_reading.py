@@ -26,6 +26,14 @@ STORE_REQUESTS_PER_S = 5500.0
 """The same guide: "at least ... 5,500 GET/HEAD requests per second per partitioned prefix"."""
 
 StoreLimit = Literal["bandwidth", "latency", "requests"]
+_FIGURE: dict[StoreLimit, str] = {
+    "bandwidth": "data_bytes_per_s",
+    "latency": "data_latency_s",
+    "requests": "data_requests_per_s",
+}
+"""The assumption that each limit is of."""
+_MOST_SHARE = 1e15
+"""From here on a figure is a slip: a step of a second would take thirty million years."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +94,12 @@ def data_reading(
 ) -> DataReading:
     """The rates of a run whose steps take ``step_s`` on so many nodes, from a store that gives ``bytes_per_s`` in all.
 
-    Raises ``ValueError`` for a rate that is not above 0.
+    Raises ``ValueError`` for a rate that is not above 0, or so low that nothing would ever be read.
     """
     rates = {
-        "bytes_per_s": bytes_per_s,
-        "latency_s": latency_s,
-        "requests_per_s": requests_per_s,
+        "data_bytes_per_s": bytes_per_s,
+        "data_latency_s": latency_s,
+        "data_requests_per_s": requests_per_s,
         "step_s": step_s,
     }
     for name, value in rates.items():
@@ -104,7 +112,14 @@ def data_reading(
         gives["latency"] = REQUESTS_AT_ONCE * max(nodes, replicas) / latency_s
         gives["requests"] = requests_per_s
     limit = min(gives, key=lambda name: gives[name])
-    return DataReading(needed, needed * fetched, gives[limit], limit, needed / gives[limit])
+    share = needed / gives[limit] if gives[limit] else math.inf
+    if not share < _MOST_SHARE:
+        name = _FIGURE[limit]
+        raise ValueError(
+            f"{name} = {rates[name]:g} gives next to nothing, and no step would ever have its samples; "
+            f"give a figure of the store (--assume {name}=...)"
+        )
+    return DataReading(needed, needed * fetched, gives[limit], limit, share)
 
 
 def stored_sample_bytes(seq_len: int, vocab_size: int) -> int:
