@@ -214,3 +214,13 @@ def test_when_no_checkpoint_is_good_the_run_refuses_to_begin_anew(
         flip_a_byte(tier.folder(step) / "rank-00000.safetensors")
     with pytest.raises(AssertionError, match=r"no checkpoint can be restored(.|\n)*step 4(.|\n)*step 2"):
         ranks.run(1, train_on_this_rank, spec)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("begun", [0, 7])
+def test_a_run_that_stops_before_its_first_step_does_not_say_that_a_step_is_saved(
+    begun: int, saved: bool
+) -> None:
+    assert loop.what_is_kept(begun, begun, saved=saved).startswith("no step was done since the start")
+    assert loop.what_is_kept(begun, begun + 1, saved=True) == f"step {begun + 1} is saved"
+    assert "failed" in loop.what_is_kept(begun, begun + 1, saved=False)

@@ -103,7 +103,7 @@ def train(training: Training) -> RunResult | None:
                 # The state is that of the step before: only a step's update changes it, and the samples come before that.
                 if progress.step > begun.step:
                     save(training, progress)
-                _stopped(training, progress)
+                _stopped(training, begun, progress)
                 return None
             recent_s.append(time.perf_counter() - begin)
             spike = progress.spike(report, spec.train)
@@ -136,7 +136,7 @@ def train(training: Training) -> RunResult | None:
             if report.flags.stop or last:
                 recording.last()
             if report.flags.stop and not last:
-                _stopped(training, progress)
+                _stopped(training, begun, progress)
                 return None
     return _finished(training, begun, progress, recent_s)
 
@@ -369,12 +369,19 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
     return evaluation
 
 
-def _stopped(training: Training, progress: TrainProgress) -> None:
+def _stopped(training: Training, begun: TrainProgress, progress: TrainProgress) -> None:
     training.inputs.ledger.switch(Bucket.STOP)
     saved = settle(training)
     settle_copies(training)
-    kept = f"step {progress.step} is saved" if saved else "the last checkpoint failed, an older one is kept"
+    kept = what_is_kept(begun.step, progress.step, saved=saved)
     training.reporter.emit(Stopped(progress.step, f"asked to stop; {kept}", training.inputs.ledger.seconds()))
+
+
+def what_is_kept(begun: int, step: int, *, saved: bool) -> str:
+    """What a run that stops after ``step`` steps, of which this start found ``begun`` done, has kept of them."""
+    if step == begun:
+        return "no step was done since the start, and nothing was to be saved"
+    return f"step {step} is saved" if saved else "the last checkpoint failed, an older one is kept"
 
 
 def _finished(
