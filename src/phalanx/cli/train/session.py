@@ -22,7 +22,8 @@ import click
 from phalanx.observe.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.directory.result import RunResult
-from phalanx.run.spec import RunSpec
+from phalanx.run.portable import NotPortableError
+from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.child_run import changes_from_parent
 from phalanx.train.start.open_run import OpenRun
@@ -163,10 +164,8 @@ def _report(
     result = directory.finished_result()
     assert result is not None
     table = result.to_json() | (asdict(story) if story else {})
-    if spec.sample.prompt:
-        from phalanx.serve.sample import sample_text
-
-        text = sample_text(directory.path, spec.sample)
+    text = _sample(directory.path, spec.sample, console) if spec.sample.prompt else None
+    if text is not None:
         console.rule("[bold]sample[/]", align="left")
         console.print(text, markup=False)
         console.rule()
@@ -176,3 +175,14 @@ def _report(
     console.print(result_table(result, directory, _program()))
     if as_json:
         click.echo(json.dumps(table))
+
+
+def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
+    """The text at the end of a run; ``None``, said aloud, where this process cannot compute as its ranks did."""
+    from phalanx.serve.sample import sample_text
+
+    try:
+        return sample_text(path, sample)
+    except NotPortableError as error:
+        console.print(f"no sample: {error}", markup=False, style="yellow")
+        return None

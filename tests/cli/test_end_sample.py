@@ -1,0 +1,25 @@
+"""The text at the end of a run is an extra: a run whose text cannot be computed here has ended well all the same."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from phalanx.cli.train.session import _sample
+from phalanx.run.portable import NotPortableError
+from phalanx.run.spec import SampleSpec
+
+
+def test_a_process_that_cannot_compute_as_the_ranks_did_says_so_and_prints_no_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_path: Path, _sample: SampleSpec) -> str:
+        raise NotPortableError("PyTorch uses AVX512 [already]")
+
+    monkeypatch.setattr("phalanx.serve.sample.sample_text", refuse)
+    console = Console(file=io.StringIO(), width=200)
+    assert _sample(Path("run"), SampleSpec(prompt="x"), console) is None
+    assert "no sample: PyTorch uses AVX512 [already]" in console.file.getvalue()  # type: ignore[attr-defined]
