@@ -157,6 +157,7 @@ NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "memory.offload_optimizer": (DENSE, "file", "h100:32"),
     "runtime.device": (DENSE, "cpu", "h100:32"),
     "runtime.threads": (DENSE, 4, "cpu:2"),
+    "runtime.numerics": (DENSE, "portable", "cpu:2"),
     "parallel.pipeline_split": (DENSE, (1, 3, 3, 1), "h100:32"),
     "evaluation.every_steps": (DENSE, 1, "h100:32"),
     "evaluation.sequences": (DENSE, 100_000, "h100:32"),
