@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.hardware import matmul_peak
 from phalanx.hardware.detect import gpu_count
 from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
@@ -57,3 +58,18 @@ def test_a_cpu_build_of_torch_has_no_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("phalanx.hardware.detect.metadata.version", lambda _name: "2.13.0+cpu")
     (tmp_path / "0000:01:00.0").mkdir()
     assert gpu_count(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("flops_per_s", "largest"), [(1e9, 256), (1e11, 2048), (1e13, 2048)])
+def test_a_processor_that_multiplies_slowly_is_measured_on_matrices_that_it_can_multiply_in_time(
+    monkeypatch: pytest.MonkeyPatch, flops_per_s: float, largest: int
+) -> None:
+    sizes: list[int] = []
+
+    def seconds(_device: torch.device, _dtype: torch.dtype, size: int, _budget_s: float) -> float:
+        sizes.append(size)
+        return 2 * size**3 / flops_per_s
+
+    monkeypatch.setattr(matmul_peak, "_best_s", seconds)
+    assert measure_matmul_flops(torch.device("cpu"), torch.bfloat16) == pytest.approx(flops_per_s)
+    assert max(sizes) == largest
