@@ -54,6 +54,13 @@ print(json.dumps({
 """
 
 
+@pytest.fixture(autouse=True)
+def _variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ``begin`` sets those that are missing, and they would reach the tests that come after.
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, object]:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(operations.__file__).parents[3])}
