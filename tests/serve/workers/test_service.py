@@ -8,6 +8,7 @@ import pytest
 
 from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
+from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers import service
 from phalanx.serve.workers.router_port import Service
 from serve.packed_runs import DENSE, make_run, random_model
@@ -18,21 +19,9 @@ def served_step(run_dir: Path, step: int | None, monkeypatch: pytest.MonkeyPatch
     found: list[Service] = []
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
     monkeypatch.setattr(service, "RouterPort", lambda asked, _: found.append(asked))
-    service.open_service(
-        run_dir,
-        step,
-        name=None,
-        dtype="float32",
-        context=None,
-        memory_bytes=1 << 20,
-        rows=64,
-        numerics="exact",
-        roles=("both", "both"),
-        threads=1,
-        audit_share=0.0,
-        tell=lambda _: None,
-    )
-    return found[0].task.step
+    served = ServedRun(str(run_dir), step, "float32", None, 1 << 20, 64, "exact")
+    service.open_service(served, None, ("both", "both"), threads=1, audit_share=0.0, tell=lambda _: None)
+    return found[0].task.served.step
 
 
 def test_workers_that_start_while_the_run_goes_on_open_the_step_that_the_service_began_with(

@@ -194,45 +194,29 @@ def command(
     from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.app import Gateway
     from phalanx.serve.gateway.served.of_run import open_run
+    from phalanx.serve.gateway.served.served_run import ServedRun
     from phalanx.serve.gateway.server import ServerError, listen, serve
     from phalanx.serve.gateway.worker import WorkerPort
     from phalanx.serve.workers.service import open_service
 
     if not workers and (threads or audit):
         raise click.UsageError("--threads and --audit are for --workers")
+    if audit and workers is not None and len(workers) < 2:
+        raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
     said = Said(as_json)
     with explained(
         CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
     ):
         keys = None if key_file is None else read_keys(key_file)
         sock = listen(host, port)
+        served = ServedRun(str(run_dir), step, dtype, context, memory, rows, numerics)
+        worker: WorkerPort
         if workers:
-            model, port_of_workers = open_service(
-                run_dir,
-                step,
-                name=name,
-                dtype=dtype,
-                context=context,
-                memory_bytes=memory,
-                rows=rows,
-                numerics=numerics,
-                roles=workers,
-                threads=threads,
-                audit_share=audit,
-                tell=said.notice,
+            model, worker = open_service(
+                served, name, workers, threads=threads, audit_share=audit, tell=said.notice
             )
-            worker: WorkerPort = port_of_workers
         else:
-            model, worker = open_run(
-                run_dir,
-                step,
-                name=name,
-                dtype=dtype,
-                context=context,
-                memory_bytes=memory,
-                rows=rows,
-                numerics=numerics,
-            )
+            model, worker = open_run(served, name)
         gateway = Gateway(model, worker, keys, Limits(requests=requests))
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{sock.getsockname()[1]}/v1"

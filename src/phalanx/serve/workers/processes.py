@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -54,12 +54,12 @@ class Processes:
     def __init__(
         self,
         tasks: Sequence[WorkerTask],
-        threads: int,
+        environment: Mapping[str, str],
         ended: Callable[[Happened], None],
         rule: RestartRule | None = None,
     ) -> None:
         self.seats = [Seat(task) for task in tasks]
-        self._threads, self._ended, self._rule = threads, ended, rule or RestartRule()
+        self._environment, self._ended, self._rule = environment, ended, rule or RestartRule()
         self._watches: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -122,10 +122,7 @@ class Processes:
             await asyncio.sleep(again_s or 0.0)
 
     async def _run(self, seat: Seat) -> int:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(self._threads),
-            "PHALANX_LAUNCHER": str(os.getpid()),
-        }
+        environment = os.environ | dict(self._environment) | {"PHALANX_LAUNCHER": str(os.getpid())}
         try:
             seat.process = await asyncio.create_subprocess_exec(
                 *_COMMAND,

@@ -49,8 +49,8 @@ class Service:
     roles: Sequence[Role]
     task: WorkerTask
     """Of each worker, but for number, role, token and the router's address."""
-    threads: int
-    """Of each worker."""
+    environment: Mapping[str, str]
+    """Variables that each worker starts with, beside this process's."""
     settings: RouterSettings
 
 
@@ -187,7 +187,7 @@ class RouterPort:
             structs.replace(service.task, host=host, port=port, token=token, number=number, role=role)
             for number, role in enumerate(service.roles)
         ]
-        self._processes = Processes(tasks, service.threads, self._happened)
+        self._processes = Processes(tasks, service.environment, self._happened)
         self._notice("router-listening", f"workers connect to {host}:{port}", address=f"{host}:{port}")
         self._processes.start()
 
@@ -228,6 +228,7 @@ class RouterPort:
                 "worker-set-aside", f"worker {peer.number} is set aside: {why}", worker=peer.number, why=why
             )
         self._processes.kill(peer.number)
+        self._end_without_workers()
 
     def _happened(self, happened: Happened) -> None:
         seat, again_s = happened.seat, happened.again_s
@@ -245,9 +246,14 @@ class RouterPort:
             how=happened.how,
             again_s=again_s,
         )
-        if not self._processes.lasting() and not self._router.peers:
+        self._end_without_workers()
+
+    def _end_without_workers(self) -> None:
+        """Tells all requests, if no worker is there or will come. Link and process of the last one end in either order."""
+        if not self._trouble and not self._processes.lasting() and not self._router.peers:
+            failed = max(seat.starts.failed for seat in self._processes.seats)
             self._trouble = (
-                f"no worker is left: each ended {seat.starts.failed} times without serving for long; "
+                f"no worker is left: each ended {failed} times without serving for long, or was set aside; "
                 "the server's own output says how"
             )
             self._router.fail_all(self._trouble)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+
+from msgspec.structs import replace
 
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.portable import numerics_environment
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
+from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers.router import RouterSettings
 from phalanx.serve.workers.router_port import Notice, RouterPort, Service
 from phalanx.serve.workers.worker_main import WorkerTask
@@ -18,35 +21,30 @@ from phalanx.traffic.events import Role
 
 
 def open_service(
-    run_dir: Path,
-    step: int | None,
-    *,
+    served: ServedRun,
     name: str | None,
-    dtype: str,
-    context: int | None,
-    memory_bytes: int,
-    rows: int,
-    numerics: Literal["exact", "fast"],
     roles: Sequence[Role],
+    *,
     threads: int,
     audit_share: float,
     tell: Callable[[Notice], None],
 ) -> tuple[ModelText, RouterPort]:
     """The words of a run's model and the workers that compute it, ready to be asked.
 
-    ``memory_bytes`` and ``threads`` are each worker's; 0 threads divide this machine's processors among them. Without ``step`` all workers, also those
+    Memory and ``threads`` are each worker's; 0 threads divide this machine's processors among them. Without a step all workers, also those
     that are started again later, serve the step that is the newest now. Raises EngineError where a worker cannot serve, RunDirectoryError for a run
     without a checkpoint, and as ``load_run_tokenizer`` does.
     """
-    step = _newest_step(run_dir) if step is None else step
-    words = read_model_text(
-        run_dir, name or run_dir.resolve().name, read_resolved(RunDirectory(run_dir)).model.vocab_size
-    )
-    task = WorkerTask(
-        "", 0, "", 0, "both", str(run_dir.resolve()), step, dtype, context, memory_bytes, rows, numerics
-    )
+    run_dir = served.path.resolve()
+    step = _newest_step(run_dir) if served.step is None else served.step
+    spec = read_resolved(RunDirectory(run_dir))
+    words = read_model_text(run_dir, served.text_name(name), spec.model.vocab_size)
+    task = WorkerTask("", 0, "", 0, "both", replace(served, run_dir=str(run_dir), step=step))
     threads = threads or max(1, len(os.sched_getaffinity(0)) // len(roles))
-    return words, RouterPort(Service(roles, task, threads, RouterSettings(rows, audit_share)), tell)
+    environment = {"OMP_NUM_THREADS": str(threads), **numerics_environment(spec.runtime)}
+    return words, RouterPort(
+        Service(roles, task, environment, RouterSettings(served.rows, audit_share)), tell
+    )
 
 
 def _newest_step(run_dir: Path) -> int:

@@ -11,13 +11,14 @@ import signal
 import socket
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import Wire, secured_client
+from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.events import Role
@@ -37,13 +38,7 @@ class WorkerTask(Struct, frozen=True):
     token: str
     number: int
     role: Role
-    run_dir: str
-    step: int | None
-    dtype: str
-    context: int | None
-    memory_bytes: int
-    rows: int
-    numerics: Literal["exact", "fast"]
+    served: ServedRun
     page_host: str = "127.0.0.1"
     """The address at which the others reach this worker's pages."""
 
@@ -84,15 +79,14 @@ def work(task: WorkerTask) -> str:
 def _reason(error: Exception) -> str:
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.run.portable import NotPortableError
     from phalanx.serve.engine.errors import EngineError
 
-    known = (CheckpointError, TokenizerError, RunDirectoryError, EngineError, OSError)
+    known = (CheckpointError, TokenizerError, RunDirectoryError, EngineError, NotPortableError, OSError)
     return str(error) if isinstance(error, known) else f"a defect: {error!r}"
 
 
 def _serve(task: WorkerTask, link: SealedWire) -> str:
-    from pathlib import Path
-
     from phalanx.serve.engine.engine import Engine
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.engine.page_memory import page_bytes
@@ -101,15 +95,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
     from phalanx.traffic.events import Identity
 
-    opened = open_engine(
-        Path(task.run_dir),
-        task.step,
-        dtype=task.dtype,
-        context=task.context,
-        memory_bytes=task.memory_bytes,
-        rows=task.rows,
-        numerics=task.numerics,
-    )
+    opened = open_engine(task.served)
     engine = opened.engine
     if not isinstance(engine, Engine):
         raise EngineError(
@@ -118,7 +104,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
         )
     _, pages = engine.pages()
     context = min(opened.identity.context, engine.context)
-    rows = max(1, min(task.rows, 256, context - 1))
+    rows = max(1, min(task.served.rows, 256, context - 1))
     rate = measured_rate(engine, rows)
     nbytes = page_bytes(opened.spec, engine.dtype)
     identity = Identity(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
+from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.generate import load_model
@@ -31,59 +30,36 @@ class OpenedEngine:
     spec: ModelSpec
 
 
-def open_run(
-    run_dir: Path,
-    step: int | None,
-    *,
-    name: str | None,
-    dtype: str,
-    context: int | None,
-    memory_bytes: int,
-    rows: int,
-    numerics: Literal["exact", "fast"],
-) -> tuple[ModelText, EngineWorker]:
-    """The model of a run, ready to be asked. Raises EngineError, and as ``load_model`` and ``load_run_tokenizer`` do.
-
-    ``memory_bytes`` are for pages of keys and values, ``rows`` the tokens of a pass at most.
-    """
-    opened = open_engine(
-        run_dir, step, dtype=dtype, context=context, memory_bytes=memory_bytes, rows=rows, numerics=numerics
-    )
-    words = read_model_text(run_dir, name or run_dir.resolve().name, opened.spec.vocab_size)
+def open_run(served: ServedRun, name: str | None) -> tuple[ModelText, EngineWorker]:
+    """The model of a run, ready to be asked. Raises EngineError, and as ``load_model`` and ``load_run_tokenizer`` do."""
+    opened = open_engine(served)
+    words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size)
     return words, EngineWorker(opened.engine, opened.identity)
 
 
-def open_engine(
-    run_dir: Path,
-    step: int | None,
-    *,
-    dtype: str,
-    context: int | None,
-    memory_bytes: int,
-    rows: int,
-    numerics: Literal["exact", "fast"],
-) -> OpenedEngine:
+def open_engine(served: ServedRun) -> OpenedEngine:
     """The engine of a run. Raises EngineError, and as ``load_model`` does."""
-    model, spec = load_model(run_dir, step, dtype=getattr(torch, dtype))
-    sequence = read_resolved(RunDirectory(run_dir)).train.seq_len
-    digest = weights_digest(model)
+    dtype = getattr(torch, served.dtype)
+    model, spec = load_model(served.path, served.step, dtype=dtype)
+    sequence = read_resolved(RunDirectory(served.path)).train.seq_len
+    context, digest = served.context or sequence, weights_digest(model)
     engine: Engine
     if isinstance(model, Transformer):
         paged = PagedEngine(
             model,
             spec,
-            memory_bytes=memory_bytes,
-            rows=rows,
-            numerics=numerics,
+            memory_bytes=served.memory_bytes,
+            rows=served.rows,
+            numerics=served.numerics,
             sequence=sequence,
-            context=context or sequence,
+            context=context,
             weights_id=digest,
         )
         engine, computed = paged, paged.numerics_id
     else:
-        engine = TurnsEngine(model, context or sequence)
-        computed = numerics_id("turns", getattr(torch, dtype), sequence)
-    return OpenedEngine(engine, Identity(digest, computed, context or sequence), spec)
+        engine = TurnsEngine(model, context)
+        computed = numerics_id("turns", dtype, sequence)
+    return OpenedEngine(engine, Identity(digest, computed, context), spec)
 
 
 def weights_digest(model: nn.Module) -> str:
