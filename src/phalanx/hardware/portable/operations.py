@@ -95,27 +95,24 @@ def _processor_flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def _matrix_product(left: Tensor, right: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     return library.multiply(left, right)
 
 
-def _added_product(
-    total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """``beta total + alpha left right``, as ``addmm`` and ``baddbmm`` have it: without ``total``, even a NaN of it, where ``beta`` is 0."""
-    product = library.multiply(left, right)
-    if alpha != 1:
-        product *= alpha
-    return product if beta == 0 else product.add_(total if beta == 1 else total * beta)
+def _vector_product(left: Tensor, right: Tensor) -> Tensor:
+    return library.multiply(left, right.unsqueeze(-1)).squeeze(-1)
 
 
-def _added_vector_product(
-    total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    product = library.multiply(left, right.unsqueeze(-1)).squeeze(-1)
-    if alpha != 1:
-        product *= alpha
-    return product if beta == 0 else product.add_(total if beta == 1 else total * beta)
+def _added(multiply: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """``beta total + alpha left right``, as ``addmm`` and its kin have it: without ``total``, even a NaN of it, where ``beta`` is 0."""
+
+    def compute(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        product = multiply(left, right)
+        if alpha != 1:
+            product *= alpha
+        return product if beta == 0 else product.add_(total if beta == 1 else total * beta)
+
+    return compute
 
 
 def _inner_product(left: Tensor, right: Tensor) -> Tensor:
@@ -195,19 +192,19 @@ def _require_no_dropout(probability: float) -> None:
 
 
 KERNELS: dict[str, Callable[..., object]] = {
-    "mm": _matrix_product,
-    "mm.out": _into(_matrix_product),
-    "bmm": _matrix_product,
-    "bmm.out": _into(_matrix_product),
-    "addmm": _added_product,
-    "addmm.out": _into(_added_product),
-    "addmm_": _in_place(_added_product),
-    "baddbmm": _added_product,
-    "baddbmm.out": _into(_added_product),
-    "baddbmm_": _in_place(_added_product),
-    "addmv": _added_vector_product,
-    "addmv.out": _into(_added_vector_product),
-    "addmv_": _in_place(_added_vector_product),
+    "mm": _product,
+    "mm.out": _into(_product),
+    "bmm": _product,
+    "bmm.out": _into(_product),
+    "addmm": _added(_product),
+    "addmm.out": _into(_added(_product)),
+    "addmm_": _in_place(_added(_product)),
+    "baddbmm": _added(_product),
+    "baddbmm.out": _into(_added(_product)),
+    "baddbmm_": _in_place(_added(_product)),
+    "addmv": _added(_vector_product),
+    "addmv.out": _into(_added(_vector_product)),
+    "addmv_": _in_place(_added(_vector_product)),
     "dot": _inner_product,
     "sqrt": _square_root,
     "sqrt.out": _into(_square_root),
