@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,26 @@ def test_jobs_and_commands_that_are_killed_change_no_byte_and_a_second_command_f
         for pid in cluster.processes_of(node)[:2]:
             os.kill(pid, signal.SIGKILL)
     ended(second)
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
+
+
+def test_a_controller_that_does_not_answer_for_a_moment_costs_no_job(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, tmp_path / "alone")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    squeue, asked = tools / "squeue", tmp_path / "asked"
+    squeue.write_text(
+        f'#!/bin/sh\necho x >> {asked}\n[ $(wc -l < {asked}) -le 2 ] && {{ echo "Unable to contact slurm controller" >&2; exit 1; }}\n'
+        f'exec {shutil.which("squeue")} "$@"\n'
+    )
+    squeue.chmod(0o755)
+    words = ("recipe.toml", "--out", "out", "--slurm", "--workers", "2")
+    ended(prepare(cluster, tmp_path, *words, PATH=f"{tools}:{os.environ['PATH']}"))
+    assert len(asked.read_text().splitlines()) > 2
     assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 

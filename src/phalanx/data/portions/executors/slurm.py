@@ -24,6 +24,8 @@ from phalanx.data.portions.tasks import Workplace
 _LOOK_S = 1.0
 _ASK_S = 5.0
 _ANSWER_S = 60.0
+_TRIES = 4
+"""Times that squeue is asked before the array is given up: a quarter of a minute, or four minutes without an answer."""
 _FAILED = "Error: "
 """How the command line begins the line that says why it ends."""
 
@@ -50,8 +52,11 @@ class SlurmArray:
             if waiting and time.monotonic() - asked_s >= _ASK_S:
                 alive, asked_s = self._alive(), time.monotonic()
                 if gone := [job for job in range(1, self._jobs + 1) if job not in alive]:
-                    yield from self._outcomes(gone, waiting & set(tasks) - place.done(planned))
-                    self._submit(gone, url)
+                    missing = waiting & set(tasks) - place.done(planned)
+                    yield from self._outcomes(gone, missing)
+                    # One without work of its own here is submitted again once a stage has some: else it might end, and come back, for ever.
+                    if needed := [job for job in gone if job not in self._array or self._mine(job, missing)]:
+                        self._submit(needed, url)
             if waiting:
                 time.sleep(_LOOK_S)
 
@@ -63,7 +68,7 @@ class SlurmArray:
     def _outcomes(self, gone: Sequence[int], missing: set[int]) -> Iterator[TaskOutcome]:
         """What became of tasks that belong to jobs that have ended before they did them."""
         for job in gone:
-            mine = sorted(task for task in missing if task % self._jobs == job - 1)
+            mine = self._mine(job, missing)
             log = Path(f"{self._name}-{self._array[job]}_{job}.log") if job in self._array else None
             if log is None:
                 continue
@@ -77,9 +82,13 @@ class SlurmArray:
                         task, lost=f"job {self._array[job]}_{job} ended early; its log is {log}"
                     )
 
+    def _mine(self, job: int, missing: set[int]) -> list[int]:
+        """Those of ``missing`` that are dealt to a job."""
+        return sorted(task for task in missing if task % self._jobs == job - 1)
+
     def _alive(self) -> set[int]:
-        """Numbers of the jobs that are queued or run."""
-        rows = _slurm("squeue", "--me", "-h", "-r", "--name", self._name, "-o", "%F %K").split()
+        """Numbers of the jobs that are queued or run. A controller that begins anew does not answer for a moment."""
+        rows = _slurm("squeue", "--me", "-h", "-r", "--name", self._name, "-o", "%F %K", tries=_TRIES).split()
         found = {int(number): array for array, number in zip(rows[::2], rows[1::2], strict=True)}
         self._array.update(found)
         return set(found)
@@ -98,25 +107,27 @@ class SlurmArray:
         self._array.update(dict.fromkeys(jobs, said.strip().split(";")[0]))
 
 
-def _slurm(*words: str, may_fail: bool = False) -> str:
-    """What one of Slurm's commands prints. Raises ``PreparationError`` with its own words."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
-    except FileNotFoundError:
-        if may_fail:
-            return ""
-        raise PreparationError(
-            f"--slurm needs {words[0]}, which is not here: give the command on a machine that jobs are submitted from, or leave --slurm out"
-        ) from None
-    except subprocess.TimeoutExpired:
-        if may_fail:
-            return ""
-        raise PreparationError(
-            f"{words[0]} has not answered for {_ANSWER_S:.0f} s: is Slurm's controller up? Give the same command again"
-        ) from None
-    if done.returncode and not may_fail:
+def _slurm(*words: str, may_fail: bool = False, tries: int = 1) -> str:
+    """What one of Slurm's commands prints. Raises ``PreparationError`` with its own words, when it has failed so many times."""
+    trouble = ""
+    for attempt in range(tries):
+        if attempt:
+            time.sleep(_ASK_S)
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+        except FileNotFoundError:
+            if may_fail:
+                return ""
+            raise PreparationError(
+                f"--slurm needs {words[0]}, which is not here: give the command on a machine that jobs are submitted from, or leave --slurm out"
+            ) from None
+        except subprocess.TimeoutExpired:
+            trouble = f"{words[0]} has not answered for {_ANSWER_S:.0f} s: is Slurm's controller up? Give the same command again"
+            continue
+        if not done.returncode:
+            return done.stdout
         said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise PreparationError(
-            f"--slurm: {words[0]}: {said}; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT say where and for how long jobs run"
-        )
-    return done.stdout
+        trouble = f"--slurm: {words[0]}: {said}; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT say where and for how long jobs run"
+    if may_fail:
+        return ""
+    raise PreparationError(trouble)
