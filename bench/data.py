@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.dataset import RunData
-from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
-from phalanx.data.shards import ShardWriter, commit
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.reading.dataset import RunData
+from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
+from phalanx.data.stored.shards import ShardWriter, commit
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec, TrainSpec
 
 SEQ_LEN = 2048

@@ -52,7 +52,7 @@ def floor(folder: Path) -> Read:
 
 def phalanx(folder: Path) -> Read:
     """The samples of a run on packed records: permuted, checked, placed in sources; the numbers are those of the run."""
-    from phalanx.data.dataset import RunData
+    from phalanx.data.reading.dataset import RunData
 
     data = RunData.open(folder, SEQ_LEN, seed=0, within_documents=True)
     return lambda numbers: data.train_samples(int(numbers[0]), len(numbers))
@@ -178,9 +178,9 @@ class Child:
 
 def write_records(folder: Path, tokens: int) -> None:
     """A packed dataset of documents with lengths like those of the web, of random bytes."""
-    from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
-    from phalanx.data.shards import ShardWriter, commit
-    from phalanx.data.tokenizer import BytesTokenizer
+    from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
+    from phalanx.data.stored.shards import ShardWriter, commit
+    from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 
     partial = folder.with_name("partial")
     partial.mkdir()
@@ -214,7 +214,7 @@ def write_records(folder: Path, tokens: int) -> None:
 
 def padding() -> dict[str, float]:
     """Padding of 2^24 tokens of documents, and the least that whole records could hold, in percent, by the length of records."""
-    from phalanx.data.packing import WINDOW_TOKENS, Packer
+    from phalanx.data.preparing.packing import WINDOW_TOKENS, Packer
 
     random, found = np.random.default_rng(0), {}
     lengths = np.exp(random.normal(6.1, 1.1, 40_000)).astype(int) + 2

@@ -34,12 +34,12 @@ import numpy as np
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from phalanx.data.block_sums import sums_file
-from phalanx.data.copies import copy_dataset
-from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, read_index
-from phalanx.data.order import SampleOrder
-from phalanx.data.shards import ShardWriter, commit
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.order.permutation import SampleOrder
+from phalanx.data.stored.block_sums import sums_file
+from phalanx.data.stored.copies import copy_dataset
+from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, read_index
+from phalanx.data.stored.shards import ShardWriter, commit
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Store
@@ -193,7 +193,7 @@ def measured(run: Path) -> dict[str, Any]:
 FIRST = """
 import json, sys, time
 from pathlib import Path
-from phalanx.data.dataset import RunData
+from phalanx.data.reading.dataset import RunData
 from phalanx.run.spec import DataSpec, RunSpec, TrainSpec
 url, cache, batch, seq_len = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 spec = RunSpec(data=DataSpec(path=url, cache=cache), train=TrainSpec(batch_size=batch, seq_len=seq_len))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.data.documents import document_ids
+from phalanx.data.reading.documents import document_ids
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.layers.documents import Documents
 from phalanx.model.transformer import Transformer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.servers import free_port
-from phalanx.data.copies import copy_dataset
+from phalanx.data.stored.copies import copy_dataset
 from phalanx_process import RUN_FILE
 from spiking_runs import SPIKE, make_noise
 from store.faulty_proxy import Faults, faulty_proxy

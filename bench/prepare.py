@@ -24,12 +24,12 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 
 import zstandard
 
-from phalanx.data.corpus import python_stdlib
 from phalanx.data.portions.drive import carry_out, place_plan
 from phalanx.data.portions.executors.executor import Executor, InOrder
 from phalanx.data.portions.executors.processes import Processes
-from phalanx.data.portions.recipe import read_recipe
-from phalanx.data.tokenizer import BpeTokenizer, train_bpe
+from phalanx.data.portions.planning.recipe import read_recipe
+from phalanx.data.preparing.corpus import python_stdlib
+from phalanx.data.tokenizers.tokenizer import BpeTokenizer, train_bpe
 
 _PIECE_CHARACTERS = 4096
 _FILE_BYTES = 8 << 20

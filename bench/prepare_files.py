@@ -22,10 +22,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from phalanx.data.corpus import python_stdlib
-from phalanx.data.files import files_of
-from phalanx.data.prepare import prepare
-from phalanx.data.tokenizer import train_bpe
+from phalanx.data.preparing.corpus import python_stdlib
+from phalanx.data.preparing.files import files_of
+from phalanx.data.preparing.prepare import prepare
+from phalanx.data.tokenizers.tokenizer import train_bpe
 
 _BATCH_CHARACTERS = 1 << 21
 _ROUNDS = 5

@@ -29,7 +29,7 @@ BODY = {"model": "free", "prompt": [1], "max_tokens": TOKENS, "stream": True, "s
 
 def gateway() -> ASGIApp:
     """The gateway over an engine that costs nothing."""
-    from phalanx.data.tokenizer import BytesTokenizer
+    from phalanx.data.tokenizers.tokenizer import BytesTokenizer
     from phalanx.serve.gateway.app import Gateway, application
     from phalanx.serve.gateway.served.model_text import ModelText
     from phalanx.serve.gateway.worker import EngineWorker, Identity

@@ -21,8 +21,8 @@ from forked_workers import Forked, Zygote
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.data.places import open_places, tokenizer_folder
-from phalanx.data.sources import index_of_places
+from phalanx.data.reading.places import open_places, tokenizer_folder
+from phalanx.data.reading.sources import index_of_places
 from phalanx.fleet.control.security import make_token
 from phalanx.fleet.node.worker_link import (
     Alive,

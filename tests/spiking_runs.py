@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from phalanx.data.formats.document import Document
-from phalanx.data.prepare import prepare
+from phalanx.data.preparing.prepare import prepare
 from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, RunSpec, SourceSpec
 from tiny_runs import tiny_run
 

@@ -34,6 +34,7 @@ PURE = (
         f"launch/placing/{name}.py"
         for name in ("topology", "place", "seats", "bound", "price", "choose", "verify", "host_list")
     ),
+    "data/order",
     "model/facts",
     "plan/workload",
     "plan/serving",

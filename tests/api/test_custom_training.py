@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from examples.mixer import Mixer
 
-from phalanx.data.dataset import RunData
-from phalanx.data.index import read_index
-from phalanx.data.places import open_places
+from phalanx.data.reading.dataset import RunData
+from phalanx.data.reading.places import open_places
+from phalanx.data.stored.index import read_index
 from phalanx.model.custom import custom_facts
 from phalanx.model.init import fill
 from phalanx.run.directory.paths import RunDirectoryError

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for
-from phalanx.data.shards import ShardWriter, TokenShards, commit
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for
+from phalanx.data.stored.shards import ShardWriter, TokenShards, commit
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 
 
 def gather(shards: TokenShards, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:

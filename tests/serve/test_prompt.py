@@ -15,7 +15,7 @@ from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.data.chat.template import read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.serve import prompt as prompt_module
 from phalanx.serve.generate import generate, load_model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.stop_strings import StopStrings
 from phalanx.serve.text_stream import TextStream
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from phalanx.serve.text_stream import TextStream
 
 BYTES = BytesTokenizer()

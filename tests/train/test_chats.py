@@ -18,15 +18,15 @@ from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import read_chat_template
-from phalanx.data.copies import copy_dataset
-from phalanx.data.dataset import RunData
 from phalanx.data.errors import DatasetError
 from phalanx.data.formats.document import Document
-from phalanx.data.index import HELD_OUT, TRAIN, read_index
-from phalanx.data.places import open_places
-from phalanx.data.prepare import prepare, split_of
-from phalanx.data.sources import read_data_index
-from phalanx.data.tokenizer import tokenizer_from_file
+from phalanx.data.preparing.prepare import prepare, split_of
+from phalanx.data.reading.dataset import RunData
+from phalanx.data.reading.places import open_places
+from phalanx.data.reading.sources import read_data_index
+from phalanx.data.stored.copies import copy_dataset
+from phalanx.data.stored.index import HELD_OUT, TRAIN, read_index
+from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
 from phalanx.train.start.prepare import resolve

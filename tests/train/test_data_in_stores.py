@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.copies import copy_dataset
+from phalanx.data.stored.copies import copy_dataset
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step, Stopped
 from phalanx.run.check import check

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from phalanx.data.formats.document import Document
-from phalanx.data.index import read_index
-from phalanx.data.places import open_places
-from phalanx.data.prepare import prepare
+from phalanx.data.preparing.prepare import prepare
+from phalanx.data.reading.places import open_places
+from phalanx.data.stored.index import read_index
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.run.identity import identity

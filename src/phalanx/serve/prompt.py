@@ -18,8 +18,8 @@ from phalanx.data.chat.kept import turn_ends
 from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
-from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from phalanx.run.data_folders import addresses
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 

@@ -7,7 +7,7 @@ printed plus the flush is exactly what decoding all ids at once gives, for any i
 
 from __future__ import annotations
 
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 

@@ -15,7 +15,7 @@ from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayo
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import MARKS, ChatTemplate
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizer import BpeTokenizer, BytesTokenizer, train_bpe
+from phalanx.data.tokenizers.tokenizer import BpeTokenizer, BytesTokenizer, train_bpe
 
 # Written after the templates that are published with these families, without their tools.
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

@@ -17,11 +17,11 @@ from phalanx.data.chat.encode import ChatLayout
 from phalanx.data.chat.kept import kept_template, save_template, turn_ends
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import ChatTemplate, read_chat_template
-from phalanx.data.copies import copy_dataset
 from phalanx.data.formats.document import Document
-from phalanx.data.places import open_places, template_folder
-from phalanx.data.prepare import prepare
-from phalanx.data.tokenizer import tokenizer_from_file
+from phalanx.data.preparing.prepare import prepare
+from phalanx.data.reading.places import open_places, template_folder
+from phalanx.data.stored.copies import copy_dataset
+from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.serve.gateway.served.model_text import read_model_text
 from phalanx.serve.prompt import encode_chat, published_with

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.data.portions.drive import PreparedDataset, carry_out, place_plan
 from phalanx.data.portions.executors.executor import Executor, InOrder, TaskOutcome, outcome_of
-from phalanx.data.portions.recipe import read_recipe
+from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.portions.tasks import Workplace
 from phalanx.store.open_store import open_store
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from data.portions.making_raw import Hostile, objects, prepared, recipe_file, texts, write_lines
-from phalanx.data.dataset import verify_dataset
 from phalanx.data.errors import PreparationError
-from phalanx.data.index import TRAIN
 from phalanx.data.portions.executors.processes import Processes
-from phalanx.data.portions.recipe import read_recipe
-from phalanx.data.shards import TokenShards
+from phalanx.data.portions.planning.recipe import read_recipe
+from phalanx.data.reading.dataset import verify_dataset
+from phalanx.data.stored.index import TRAIN
+from phalanx.data.stored.shards import TokenShards
 from phalanx.run.problems import RunFileError
 
 EXACT = "[dedup]"

@@ -13,7 +13,7 @@ import pytest
 
 from driven_workers import PATIENCE_S, Driver, Node
 from forked_workers import Zygote
-from phalanx.data.copies import copy_dataset
+from phalanx.data.stored.copies import copy_dataset
 from phalanx.fleet.node.worker_link import Warm
 from store.faulty_proxy import Faults, faulty_proxy
 from store.servers import Server

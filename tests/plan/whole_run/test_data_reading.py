@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s
 from phalanx.cli.plan.plan_command import command
-from phalanx.data.block_sums import BLOCK_BYTES as STORED_BLOCK_BYTES
-from phalanx.data.cache import requests
+from phalanx.data.reading.cache import requests
+from phalanx.data.stored.block_sums import BLOCK_BYTES as STORED_BLOCK_BYTES
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
 from phalanx.plan.whole_run.data_reading import (
     BLOCK_BYTES,

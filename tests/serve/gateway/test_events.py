@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.gateway.answers.course import Piece
 from phalanx.serve.gateway.messages.forms import Form, event_of
 

@@ -11,7 +11,7 @@ import httpx
 from click.testing import CliRunner
 
 from phalanx.cli.weights.serve_command import command
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.gateway.access.keys import add_key, parse_limits, read_keys
 from phalanx.serve.gateway.app import Gateway, application
 from phalanx.serve.gateway.served.model_text import ModelText

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.gateway.app import Gateway, application
 from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.worker import Identity, WorkerLoad

@@ -20,8 +20,8 @@ from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import read_chat_template
 from phalanx.data.formats.document import Document
-from phalanx.data.prepare import prepare
-from phalanx.data.tokenizer import tokenizer_from_file
+from phalanx.data.preparing.prepare import prepare
+from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.verify import verify
 from phalanx.serve.verify.other_engine import by_transformers

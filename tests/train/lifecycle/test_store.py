@@ -14,8 +14,8 @@ import pytest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.verify import verify_tier
-from phalanx.data.index import read_index
-from phalanx.data.places import open_place
+from phalanx.data.reading.places import open_place
+from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
 from phalanx.run.check import check

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.data.index import read_index
+from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, RunStarted
 from phalanx.run.directory.durable import create_once

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.data.index import DatasetIndex, Recipe, ShardFile, Split
+from phalanx.data.stored.index import DatasetIndex, Recipe, ShardFile, Split
 from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec, TrainSpec
 from phalanx.train.start.checks import start_notes
 

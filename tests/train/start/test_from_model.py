@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data.tokenizer import train_bpe
+from phalanx.data.tokenizers.tokenizer import train_bpe
 from phalanx.run.data_folders import ONLY
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.read import read_table

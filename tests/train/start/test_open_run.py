@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data.index import read_index
+from phalanx.data.stored.index import read_index
 from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
     RunDirectory,

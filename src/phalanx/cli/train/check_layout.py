@@ -13,7 +13,7 @@ from phalanx.cli.errors import trouble
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.cli.watch.diff_text import left_out_lines, number_text
 from phalanx.data.errors import DataError
-from phalanx.data.sources import index_of_places
+from phalanx.data.reading.sources import index_of_places
 from phalanx.launch.ranks import ranks_on_this_machine
 from phalanx.launch.replay import ReplayError, replay_locally
 from phalanx.run.directory.paths import RunDirectoryError, step_of

@@ -14,8 +14,8 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.train.data_order import data_origin, read_data_run
 from phalanx.data.errors import DataError
-from phalanx.data.show_batch import ShownSample, show_batch
-from phalanx.data.where import DataOrigin
+from phalanx.data.origin.show_batch import ShownSample, show_batch
+from phalanx.data.origin.where import DataOrigin
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Event, LossSpike, NonFinite, Step
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError

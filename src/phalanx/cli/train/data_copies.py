@@ -30,7 +30,7 @@ def copy_command(source: str, target: str, as_json: bool) -> None:
       phalanx data copy data/books s3://corpora/books
       phalanx data copy s3://corpora/books data/books
     """
-    from phalanx.data.copies import copy_dataset
+    from phalanx.data.stored.copies import copy_dataset
 
     with explained(DataError):
         copied = copy_dataset(source, target, _nothing if as_json else _told("copied"))
@@ -68,13 +68,13 @@ def verify_command(place: str, write_sums: bool) -> None:
             raise click.UsageError(
                 "--write-sums is for folders: write them where the dataset was prepared, and copy it again"
             )
-        from phalanx.data.copies import verify_stored
+        from phalanx.data.stored.copies import verify_stored
 
         with explained(DataError):
             verify_stored(place, _told("read"))
         without = 0
     else:
-        from phalanx.data.dataset import verify_dataset
+        from phalanx.data.reading.dataset import verify_dataset
 
         with explained(DataError):
             without = verify_dataset(Path(place), write_missing_sums=write_sums)

@@ -12,11 +12,11 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.train.data_recipe import carried_out, report
 from phalanx.cli.train.data_workers import ChosenWorkers
-from phalanx.data.corpus import CORPORA
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import place_named_files
-from phalanx.data.portions.named_files import NamedFilesPlan, recipe_of_files
-from phalanx.data.portions.recipe import OutputRecipe
+from phalanx.data.portions.planning.named_files import NamedFilesPlan, recipe_of_files
+from phalanx.data.portions.planning.recipe import OutputRecipe
+from phalanx.data.preparing.corpus import CORPORA
 from phalanx.store.errors import StoreError
 
 

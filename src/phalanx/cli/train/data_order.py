@@ -13,11 +13,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
-from phalanx.data.index import TRAIN, DatasetIndex
-from phalanx.data.places import cache_options, open_place
-from phalanx.data.sources import MixtureIndex, read_data_index
-from phalanx.data.tokenizer import load_tokenizer
-from phalanx.data.where import (
+from phalanx.data.origin.where import (
     DataOrigin,
     index_of,
     mixture_facts,
@@ -25,6 +21,10 @@ from phalanx.data.where import (
     records_of_document,
     steps_of_record,
 )
+from phalanx.data.reading.places import cache_options, open_place
+from phalanx.data.reading.sources import MixtureIndex, read_data_index
+from phalanx.data.stored.index import TRAIN, DatasetIndex
+from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.data_folders import ONLY, addresses, found_again
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, step_of

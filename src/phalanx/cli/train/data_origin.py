@@ -11,11 +11,11 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
-from phalanx.data.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
-from phalanx.data.portions.plan import PLAN_KEY
+from phalanx.data.portions.planning.plan import PLAN_KEY
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Stage, Workplace, total
 from phalanx.data.portions.trace import trace
+from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
 from phalanx.store.errors import MissingObjectError, StoreError
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -88,8 +88,8 @@ def show_command(
 
 def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
     """Prints one record. Raises ``DatasetError`` if there is none."""
-    from phalanx.data.places import open_place
-    from phalanx.data.show_record import show_record
+    from phalanx.data.origin.show_record import show_record
+    from phalanx.data.reading.places import open_place
 
     dataset = open_place(place)
     length = seq_len or dataset.index.packed_seq_len

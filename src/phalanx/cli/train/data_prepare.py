@@ -15,13 +15,13 @@ from phalanx.cli.train.data_recipe import PrepareCommand
 from phalanx.cli.train.data_workers import ChosenWorkers, worker_options
 from phalanx.cli.train.prepare_progress import PrepareProgress
 from phalanx.data.errors import DataError, TokenizerError
-from phalanx.data.portions.recipe import OutputRecipe
+from phalanx.data.portions.planning.recipe import OutputRecipe
 from phalanx.store.open_store import is_remote
 
 if TYPE_CHECKING:
     from phalanx.data.chat.encode import ChatLayout
-    from phalanx.data.files import Files
-    from phalanx.data.index import DatasetIndex
+    from phalanx.data.preparing.files import Files
+    from phalanx.data.stored.index import DatasetIndex
 
 
 @click.command("prepare", short_help="Turn text into token shards.", cls=PrepareCommand)
@@ -146,9 +146,9 @@ def prepare_command(
             text, out, output, chosen, text_field=text_field, on_bad=bad, as_text=as_text, as_json=as_json
         )
         return
-    from phalanx.data.files import Files
     from phalanx.data.formats.document import ReadOptions
-    from phalanx.data.prepare import prepare
+    from phalanx.data.preparing.files import Files
+    from phalanx.data.preparing.prepare import prepare
     from phalanx.train.start.prepare import documents_of
 
     with explained(DataError):

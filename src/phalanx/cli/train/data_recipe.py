@@ -22,7 +22,7 @@ from phalanx.data.portions.drive import (
     sealed_index,
     work_share,
 )
-from phalanx.data.portions.recipe import read_recipe
+from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
 from phalanx.store.errors import StoreError

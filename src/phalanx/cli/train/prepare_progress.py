@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from phalanx.data.files import Files
+    from phalanx.data.preparing.files import Files
 
 _TERMINAL_PAUSE_S = 0.2
 _LOG_PAUSE_S = 5.0

@@ -16,7 +16,7 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
 
 if TYPE_CHECKING:
-    from phalanx.data.tokenizer import Tokenizer
+    from phalanx.data.tokenizers.tokenizer import Tokenizer
 
 
 @click.command("score")

@@ -66,8 +66,8 @@ def _encoded(run_dir: Path, given: Sequence[str]) -> list[list[int]]:
 
 def held_out_prompts(run_dir: Path, count: int) -> list[list[int]]:
     """The beginnings of held-out sequences, evenly spread. Raises DataError."""
-    from phalanx.data.dataset import RunData, inputs_of
     from phalanx.data.errors import DataError
+    from phalanx.data.reading.dataset import RunData, inputs_of
     from phalanx.run.directory.paths import RunDirectory, read_resolved
 
     remedy = "give prompts: --verify-prompt TEXT"

@@ -25,9 +25,9 @@ from tokenizers import processors
 from phalanx.data.chat.messages import ASSISTANT, Conversation, Message, read_conversation, strings_in
 from phalanx.data.chat.template import MARKS, ChatTemplate, ChatTemplateError
 from phalanx.data.errors import TokenizerError
-from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
-from phalanx.data.published_tokenizers.files import COMMON_END_TOKENS
-from phalanx.data.tokenizer import BpeTokenizer, Tokenizer
+from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizers.published.files import COMMON_END_TOKENS
+from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer
 
 TooLong = Literal["drop", "cut"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from phalanx.data.chat.messages import ASSISTANT, Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
-from phalanx.data.published_tokenizers.files import CONFIG_FILE, read_config
-from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, same_tokens
+from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizers.published.files import CONFIG_FILE, read_config
+from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, same_tokens
 
 _ANSWER = "answer"
 

@@ -26,7 +26,7 @@ import jinja2.utils
 from phalanx.data.chat.bounds import BoundedEnvironment, bounded_lines, joined
 from phalanx.data.chat.messages import Message
 from phalanx.data.errors import TokenizerError
-from phalanx.data.published_tokenizers.files import CONFIG_FILE, read_config
+from phalanx.data.tokenizers.published.files import CONFIG_FILE, read_config
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"

@@ -12,15 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.index import DatasetIndex, parse_index
 from phalanx.data.portions.executors.executor import Executor, outcome_of
-from phalanx.data.portions.named_files import NamedFilesPlan, plan_named_files
-from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, PreparationPlan, commit_plan, make_plan
-from phalanx.data.portions.recipe import PreparationRecipe
-from phalanx.data.portions.seal import sweep
+from phalanx.data.portions.planning.named_files import NamedFilesPlan, plan_named_files
+from phalanx.data.portions.planning.plan import (
+    INDEX_KEY,
+    PREPARATION,
+    PreparationPlan,
+    commit_plan,
+    make_plan,
+)
+from phalanx.data.portions.planning.recipe import PreparationRecipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.portions.work.seal import sweep
+from phalanx.data.stored.index import DatasetIndex, parse_index
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.errors import MissingObjectError
 from phalanx.store.open_store import is_remote, is_url
 from phalanx.store.store import require_create

@@ -20,9 +20,9 @@ from pathlib import Path
 import xxhash
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
-from phalanx.data.published_tokenizers.files import CONFIG_FILE, TOKENIZER_FILE
-from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
+from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.section_reader import JsonObject
 from phalanx.store.errors import ExistsError, MissingObjectError
 from phalanx.store.open_store import open_store

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.data.index import HELD_OUT, TRAIN
-from phalanx.data.portions.find_duplicates import without_duplicates
-from phalanx.data.portions.kept import KeptDocument, stepped_documents
 from phalanx.data.portions.tasks import TaskManifest, Workplace
-from phalanx.data.prepare import cut_end, split_of
+from phalanx.data.portions.work.find_duplicates import without_duplicates
+from phalanx.data.portions.work.kept import KeptDocument, stepped_documents
+from phalanx.data.preparing.prepare import cut_end, split_of
+from phalanx.data.stored.index import HELD_OUT, TRAIN
 
 
 def kept_documents(

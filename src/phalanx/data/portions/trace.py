@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.index import DatasetIndex
-from phalanx.data.packing import WINDOW_TOKENS, best_fit, pieces_of
 from phalanx.data.portions.tasks import Workplace
-from phalanx.data.portions.write_portion import origin_key
+from phalanx.data.portions.work.write_portion import origin_key
+from phalanx.data.preparing.packing import WINDOW_TOKENS, best_fit, pieces_of
+from phalanx.data.stored.index import DatasetIndex
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import KeepingTier
-from phalanx.data.dataset import RunData
+from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.core.retention import may_begin
 from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.straggler_watch import StragglerWatch

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import segments_from
-from phalanx.data.dataset import RunData
+from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.control.hang import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
-from phalanx.data.dataset import RunData
+from phalanx.data.reading.dataset import RunData
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.machines import count_machine_ranks
 from phalanx.parallel.mesh.mesh import build_mesh

@@ -19,7 +19,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import KeepingTier
-from phalanx.data.dataset import RunData
+from phalanx.data.reading.dataset import RunData
 from phalanx.hardware.device import device_name, on_gpu
 from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops

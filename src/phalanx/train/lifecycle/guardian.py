@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.data.dataset import RunData
+from phalanx.data.reading.dataset import RunData
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.train.step.built import Built
 from phalanx.train.step.step import Audit, Stepper, StepReport

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.prefetch import Prefetch, WaitEndedError
+from phalanx.data.reading.prefetch import Prefetch, WaitEndedError
 from phalanx.hardware.device import most_memory_bytes, pinned
 from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import (

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from phalanx.data.provenance import provenance
-from phalanx.data.sources import DataIndex
+from phalanx.data.origin.provenance import provenance
+from phalanx.data.reading.sources import DataIndex
 from phalanx.observe.code_patch import CodePatch, code_patch
 from phalanx.observe.machines import leave_machine, machine_differences, newest_machines
 from phalanx.observe.records import environment_record

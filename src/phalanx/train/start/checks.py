@@ -14,10 +14,10 @@ from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
 from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.origin import open_origin
-from phalanx.data.places import DatasetPlace, tokenizer_folder
-from phalanx.data.published_tokenizers.files import TOKENIZER_FILE
-from phalanx.data.sources import DataIndex, MixtureIndex, epoch_problems, index_of_places, mixture_of
-from phalanx.data.tokenizer import load_tokenizer, same_tokens
+from phalanx.data.reading.places import DatasetPlace, tokenizer_folder
+from phalanx.data.reading.sources import DataIndex, MixtureIndex, epoch_problems, index_of_places, mixture_of
+from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
+from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
 from phalanx.run.data_folders import ONLY, field_of

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.data.published_tokenizers.files import TOKENIZER_FILE
+from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 LEARNING_RATE, SEQ_LEN = 1e-5, 1024

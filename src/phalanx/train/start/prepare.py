@@ -12,15 +12,21 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.origin import pinned_in_store
-from phalanx.data.corpus import named_corpus
 from phalanx.data.errors import DataError
-from phalanx.data.files import OnBad, files_of
 from phalanx.data.formats.document import Document, ReadOptions
-from phalanx.data.index import INDEX_FILE
-from phalanx.data.places import DatasetPlace, local_folder, open_places, template_folder, tokenizer_folder
-from phalanx.data.prepare import OnProgress, prepare
-from phalanx.data.sources import MixtureIndex, index_of_places
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.preparing.corpus import named_corpus
+from phalanx.data.preparing.files import OnBad, files_of
+from phalanx.data.preparing.prepare import OnProgress, prepare
+from phalanx.data.reading.places import (
+    DatasetPlace,
+    local_folder,
+    open_places,
+    template_folder,
+    tokenizer_folder,
+)
+from phalanx.data.reading.sources import MixtureIndex, index_of_places
+from phalanx.data.stored.index import INDEX_FILE
+from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.run.data_folders import ONLY, addresses, field_of, found_again
 from phalanx.run.degrees.smaller import problems_on

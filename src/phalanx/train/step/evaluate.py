@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.data.dataset import RunData
+from phalanx.data.reading.dataset import RunData
 from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
 from phalanx.train.step.loss import IGNORE

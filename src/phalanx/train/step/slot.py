@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.documents import document_ids
+from phalanx.data.reading.documents import document_ids
 from phalanx.model.layers.documents import Documents
 from phalanx.model.mtp import targets_ahead, training_loss
 from phalanx.parallel.context.fixed.placement import tiled_positions
@@ -68,7 +68,7 @@ class Losses:
         The arguments lie on the host, where documents are counted; the part is brought to this rank's device.
         """
         tokens, layout, device = samples[:, :-1], self.mesh.layout, self.mesh.device
-        # Of conversations: what is read and not learned is stored inverted (``phalanx.data.dataset.NO_TARGET``).
+        # Of conversations: what is read and not learned is stored inverted (``phalanx.data.reading.dataset.NO_TARGET``).
         tokens, targets = torch.where(tokens < 0, ~tokens, tokens), targets.masked_fill(targets < 0, IGNORE)
         documents = None
         if self.spec.train.targets_within_documents:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.data.errors import DataError
-from phalanx.data.places import open_places
-from phalanx.data.sources import index_of_places
+from phalanx.data.reading.places import open_places
+from phalanx.data.reading.sources import index_of_places
 from phalanx.observe.code_patch import code_patch
 from phalanx.observe.machines import this_machine
 from phalanx.observe.records import code_version, package_versions, variables

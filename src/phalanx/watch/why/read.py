@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from phalanx.data.errors import DataError
-from phalanx.data.sources import read_data_index
+from phalanx.data.reading.sources import read_data_index
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.events import Event, decode
 from phalanx.run.data_folders import addresses, found_again

@@ -13,7 +13,7 @@ from parity.llama3_folder import TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec
 

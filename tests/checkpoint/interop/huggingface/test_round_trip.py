@@ -32,7 +32,7 @@ from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.checkpoint.tiers.verify import verify
-from phalanx.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_from_file, train_bpe
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_from_file, train_bpe
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve

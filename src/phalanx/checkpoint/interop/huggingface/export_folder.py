@@ -42,7 +42,7 @@ from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.gather import gather
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.chat.kept import kept_template, save_template, turn_ends
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 

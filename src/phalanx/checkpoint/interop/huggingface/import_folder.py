@@ -46,8 +46,8 @@ from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.data.errors import TokenizerError
-from phalanx.data.published_tokenizers.files import TOKENIZER_FILE
-from phalanx.data.tokenizer import SENTENCEPIECE_FILE, tokenizer_from_file
+from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
+from phalanx.data.tokenizers.tokenizer import SENTENCEPIECE_FILE, tokenizer_from_file
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table

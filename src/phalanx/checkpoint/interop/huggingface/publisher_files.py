@@ -17,7 +17,7 @@ from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec
 from phalanx.checkpoint.interop.huggingface.folders import CONFIG, GENERATION_CONFIG, read_json
 from phalanx.checkpoint.interop.huggingface.notes import TOKEN_FIELDS
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.serve.gateway.answers.course import Piece
 from phalanx.serve.gateway.messages.requests import RefusedError
 from phalanx.traffic.requests import Token

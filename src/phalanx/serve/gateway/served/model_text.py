@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.serve.gateway.messages.requests import ChatMessage, RefusedError
 from phalanx.serve.prompt import (
     encode_messages,

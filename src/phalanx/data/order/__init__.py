@@ -1,0 +1,1 @@
+"""The order of a run: permutations and fair mixtures, in integers alone."""

@@ -1,0 +1,247 @@
+"""Which stored sequences each step of a run trains on, and which steps train on a stored sequence.
+
+Both directions are closed forms of the run's order (``phalanx.data.order.permutation``, ``phalanx.data.order.mixture``), so that neither needs the run to
+have been trained, nor a log of it. A *record* is a sequence of ``train.seq_len`` tokens of a dataset's training split, counted from 0 in
+the order of its shards; a document lies in one record or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from phalanx.data.errors import DatasetError
+from phalanx.data.order.permutation import SampleOrder, key_of, place_in_permutation
+from phalanx.data.reading.places import DatasetPlace
+from phalanx.data.reading.sources import MixtureIndex, SourceUse, mixture_of, part_of, source_uses
+from phalanx.data.stored.index import TRAIN, DatasetIndex
+from phalanx.run.data_folders import ONLY
+from phalanx.run.mixture_rules import stages_of
+from phalanx.run.spec import RunSpec
+
+_SCANNED_TOKENS = 1 << 24
+_COUNTED_TOKENS = 1 << 27
+"""Documents are numbered by counting their ends from the beginning: seconds up to here, and not done beyond."""
+
+
+@dataclass(frozen=True)
+class DataOrigin:
+    """The place in the data from which a run counts its own steps; another than the beginning for a child run."""
+
+    step: int = 0
+    """Steps that were done before, by its parents."""
+    sample: int = 0
+    """Samples that these drew."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A sample of the run, and where it is stored."""
+
+    sample: int
+    slot: int
+    source: str
+    """Empty for a run of one dataset."""
+    epoch: int
+    record: int
+    file: str
+    """The shard that holds its first token."""
+    offset_bytes: int
+    """Of that token in the shard."""
+
+
+def index_of(index: DatasetIndex | MixtureIndex, name: str) -> DatasetIndex:
+    """The index of a source by its name; that of a dataset alone has the name "". Raises ``DatasetError`` for another name."""
+    if isinstance(index, DatasetIndex):
+        if name != ONLY:
+            raise DatasetError(
+                f"the run has one dataset, and no source called {name!r}: leave the source out"
+            )
+        return index
+    if name not in index.sources:
+        called = repr(name) if name else "nothing"
+        raise DatasetError(f"no source is called {called}; there are: {', '.join(index.sources)}")
+    return index.sources[name]
+
+
+@dataclass(frozen=True)
+class StageShares:
+    """The shares of a run's samples in one of its stages."""
+
+    first_step: int
+    last_step: int | None
+    """None: the stage has no end."""
+    asked: dict[str, float]
+    achieved: dict[str, float]
+    """The same but for weights whose sum, in smallest whole numbers, is beyond ``LONGEST_PATTERN``."""
+
+
+def mixture_facts(
+    spec: RunSpec, index: DatasetIndex | MixtureIndex
+) -> tuple[list[StageShares], list[SourceUse]]:
+    """What a run draws by stage, and of each source by its end; of one dataset alone there are no stages."""
+    if isinstance(index, DatasetIndex):
+        samples, drawn = _alone(spec, index).n, spec.train.steps * spec.train.batch_size
+        once = -(-samples // spec.train.batch_size)
+        return [], [SourceUse(ONLY, samples, drawn, once if drawn >= samples else None, None)]
+    mixture, starts = mixture_of(spec, index), stages_of(spec.data)
+    stages = []
+    for number, (start, end) in enumerate(zip(starts, (*starts[1:], None), strict=True)):
+        total = sum(Fraction(str(source.weights[number])) for source in mixture.sources)
+        stages.append(
+            StageShares(
+                start + 1,
+                end,
+                {
+                    source.name: float(Fraction(str(source.weights[number])) / total)
+                    for source in mixture.sources
+                },
+                {
+                    source.name: float(share)
+                    for source, share in zip(mixture.sources, mixture.shares(number), strict=True)
+                },
+            )
+        )
+    return stages, source_uses(spec, mixture)
+
+
+def readings_of_step(
+    spec: RunSpec, index: DatasetIndex | MixtureIndex, step: int, origin: DataOrigin | None = None
+) -> list[Reading]:
+    """What each slot of step number ``step``, from 1, reads, in the slots' order. Raises ``DatasetError`` for a step before the run's first."""
+    origin = origin or DataOrigin()
+    if not origin.step < step:
+        raise DatasetError(
+            f"the run's first own step is {origin.step + 1}, and step {step} is not its own: ask its parent"
+        )
+    batch = spec.train.batch_size
+    samples = np.arange(batch, dtype=np.int64) + origin.sample + (step - 1 - origin.step) * batch
+    if isinstance(index, MixtureIndex):
+        mixture = mixture_of(spec, index)
+        found = mixture.locate(samples)
+        names = [mixture.sources[number].name for number in found.source.tolist()]
+        firsts = {source.name: _part(spec, index, source.name).start for source in mixture.sources}
+        records = [firsts[name] + record for name, record in zip(names, found.record.tolist(), strict=True)]
+        epochs = found.epoch.tolist()
+    else:
+        alone = _alone(spec, index)
+        records = alone.dataset_indices(int(samples[0]), batch).tolist()
+        epochs, names = (samples // alone.n).tolist(), [ONLY] * batch
+    per_slot = batch // spec.train.slots
+    return [
+        Reading(
+            sample,
+            place // per_slot,
+            name,
+            epoch,
+            record,
+            *_stored(index_of(index, name), record * spec.train.seq_len),
+        )
+        for place, (sample, name, epoch, record) in enumerate(
+            zip(samples.tolist(), names, epochs, records, strict=True)
+        )
+    ]
+
+
+def steps_of_record(
+    spec: RunSpec,
+    index: DatasetIndex | MixtureIndex,
+    source: str,
+    record: int,
+    origin: DataOrigin | None = None,
+) -> list[int]:
+    """The steps of the run, from 1, that train on record number ``record`` of a source; a child run's own steps alone.
+
+    Raises ``DatasetError`` if there is no such source or record. None are returned for a record outside the part that is used.
+    """
+    origin = origin or DataOrigin()
+    records = index_of(index, source).samples(TRAIN, spec.train.seq_len)
+    if not 0 <= record < records:
+        raise DatasetError(
+            f"there is no record {record:,}: the dataset has {records:,} of {spec.train.seq_len} tokens, counted from 0"
+        )
+    if isinstance(index, MixtureIndex):
+        part = _part(spec, index, source)
+        if record not in part:
+            return []
+        steps = mixture_of(spec, index).steps_of(source, record - part.start, spec.train.steps)
+        return [step for step in steps if step > origin.step]
+    return list(_steps_alone(spec, _alone(spec, index), record, origin))
+
+
+def records_of_document(spec: RunSpec, place: DatasetPlace, document: int, end_of_document: int) -> range:
+    """The records that hold tokens of a document of the training split, counted from 0 in the order of the shards.
+
+    Reads the tokens up to its end. A record's tokens are its inputs; the last token of a document can be the target of the one before.
+    Raises ``DatasetError`` if there is no such document.
+    """
+    if place.index.packed_seq_len:
+        raise DatasetError(
+            f"{place.address} is packed, and its documents are not in their order: give the number of a record"
+        )
+    shards = place.shards(TRAIN)
+    seen, begin = 0, 0
+    for start in range(0, shards.tokens, _SCANNED_TOKENS):
+        tokens = shards.read(start, min(start + _SCANNED_TOKENS, shards.tokens))
+        ends = np.flatnonzero(tokens == end_of_document) + start
+        if seen + len(ends) > document:
+            if document > seen:
+                begin = int(ends[document - seen - 1]) + 1
+            end = int(ends[document - seen])
+            return range(begin // spec.train.seq_len, end // spec.train.seq_len + 1)
+        if len(ends):
+            begin = int(ends[-1]) + 1
+        seen += len(ends)
+    raise DatasetError(
+        f"there is no document {document:,}: {place.address} has {place.index.train.documents:,} to train on, counted from 0"
+    )
+
+
+def documents_of_record(place: DatasetPlace, record: int, seq_len: int, end_of_document: int) -> range | None:
+    """The documents, counted from 0 in the order of the shards, whose tokens a record of the training split holds as its inputs.
+
+    The inverse of ``records_of_document``. Reads the tokens before it; ``None`` if there are too many.
+    """
+    start, shards = record * seq_len, place.shards(TRAIN)
+    if start > _COUNTED_TOKENS:
+        return None
+    before = sum(
+        int(np.count_nonzero(shards.read(at, min(at + _SCANNED_TOKENS, start)) == end_of_document))
+        for at in range(0, start, _SCANNED_TOKENS)
+    )
+    inside = shards.read(start, min(start + seq_len, shards.tokens))
+    # An end belongs to its own document, so that one in the last place begins no other.
+    return range(before, before + 1 + int(np.count_nonzero(inside[:-1] == end_of_document)))
+
+
+def _steps_alone(spec: RunSpec, order: SampleOrder, record: int, origin: DataOrigin) -> Iterator[int]:
+    batch = spec.train.batch_size
+    stop = origin.sample + (spec.train.steps - origin.step) * batch
+    for epoch in range(origin.sample // order.n, -(-stop // order.n)):
+        place = place_in_permutation(np.array([record]), n=order.n, key=key_of("epoch", order.seed, epoch))
+        sample = epoch * order.n + int(place[0])
+        if origin.sample <= sample < stop:
+            yield origin.step + (sample - origin.sample) // batch + 1
+
+
+def _alone(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
+    samples = index.samples(TRAIN, spec.train.seq_len)
+    if not samples:
+        raise DatasetError(f"the dataset has no whole sequence of train.seq_len = {spec.train.seq_len}")
+    return SampleOrder(samples, spec.runtime.seed)
+
+
+def _part(spec: RunSpec, index: MixtureIndex, name: str) -> range:
+    source = next(source for source in spec.data.sources if source.name == name)
+    return part_of(source, index.sources[name].samples(TRAIN, spec.train.seq_len))
+
+
+def _stored(index: DatasetIndex, token: int) -> tuple[str, int]:
+    for shard in index.train.shards:
+        if token < shard.tokens:
+            return shard.file, token * index.item_bytes
+        token -= shard.tokens
+    raise IndexError(f"token {token} is beyond the last shard")

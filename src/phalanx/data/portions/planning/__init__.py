@@ -1,0 +1,1 @@
+"""What is prepared: recipes and named files, cut into portions."""

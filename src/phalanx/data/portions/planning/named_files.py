@@ -1,0 +1,137 @@
+"""Files named on the command line as a plan: the short form of a preparation, with the documents, the order and the splits of ``phalanx.data.preparing.prepare``.
+
+A recipe's files come in the order of their URLs, and names alone decide what is held out. Files that are named come in the order of their names, those that
+only describe data are left aside, and of so few documents that a split would be empty, the end of the largest is held out. To know that, documents are
+read until one of each split has been met, which are a few dozen of many, and all of few.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+from phalanx.data.errors import CorpusError
+from phalanx.data.formats.document import BadDocument
+from phalanx.data.portions.planning.plan import HeldOutEnd, PreparationPlan, make_plan
+from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
+from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecipe, RawSource, read_options
+from phalanx.data.portions.work.read_portion import read_portion
+from phalanx.data.preparing.files import files_of
+from phalanx.data.preparing.prepare import split_of
+from phalanx.data.stored.index import HELD_OUT
+from phalanx.data.tokenizers.tokenizer import Tokenizer
+from phalanx.store.open_store import is_remote, is_url
+
+
+@dataclass(frozen=True)
+class NamedFilesPlan:
+    """The plan of files that were named, and what of them is not in it."""
+
+    plan: PreparationPlan
+    tokenizer: Tokenizer | None
+    """The one that was given; ``None`` if it is to be trained."""
+    left_out: tuple[BadDocument, ...] = ()
+    """Files that cannot be read."""
+    aside: tuple[Path, ...] = ()
+    """Files that describe data beside them."""
+    arrays: tuple[Path, ...] = ()
+    """Files read as text that are rows in one JSON array."""
+
+
+def recipe_of_files(
+    named: Sequence[str],
+    output: OutputRecipe,
+    *,
+    text_field: str | None = None,
+    on_bad: Literal["stop", "skip"] = "stop",
+    as_text: bool = False,
+) -> PreparationRecipe:
+    """The recipe of files, folders and globs, paths or URLs, that are named; paths in it are absolute, so that it says the same from anywhere."""
+    field = RawSource.text_field if text_field is None else text_field
+    given = output.tokenizer if output.tokenizer in ("bpe", "bytes") else os.path.abspath(output.tokenizer)
+    template = os.path.abspath(output.chat_template) if output.chat_template else ""
+    return PreparationRecipe(
+        tuple(
+            RawSource(one if is_url(one) else os.path.abspath(one), field, on_bad, as_text) for one in named
+        ),
+        replace(output, tokenizer=given, chat_template=template),
+    )
+
+
+def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFilesPlan:
+    """The plan of a recipe that ``recipe_of_files`` made of the same names. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``."""
+    local = {number: _path_of(one) for number, one in enumerate(named) if not is_remote(one)}
+    files: list[RawFile] = []
+    left_out: tuple[BadDocument, ...] = ()
+    aside: tuple[Path, ...] = ()
+    arrays: tuple[Path, ...] = ()
+    if local:
+        # What is said of one is said of all, so that whichever of them named a file makes no difference.
+        first = next(iter(local))
+        source = recipe.source[first]
+        corpus = files_of(
+            list(local.values()),
+            read_options(recipe, first),
+            on_bad=source.on_bad,
+            json_as_text=source.as_text,
+        )
+        left_out, aside, arrays = corpus.left_out, corpus.aside, tuple(corpus.arrays())
+        files = [
+            RawFile(str(file.path.resolve()), file.name, file.bytes, str(file.modified_ns), first)
+            for file in corpus.files
+            if file.bytes
+        ]
+    for number in range(len(named)):
+        if number not in local:
+            there = list_raw_files([recipe.source[number]], Path())
+            files += [replace(file, source=number) for file in there]
+    twice = next((url for url, count in Counter(file.url for file in files).items() if count > 1), None)
+    if twice is not None:
+        raise CorpusError(f"{twice} is named twice; name each file once, since it is read once")
+    files.sort(key=lambda file: (file.name, file.url))
+    plan, tokenizer = make_plan(recipe, Path(), files)
+    if recipe.output.held_out:
+        plan = replace(plan, held_out_end=_held_out_end(plan))
+    return NamedFilesPlan(plan, tokenizer, left_out, aside, arrays)
+
+
+def _path_of(named: str) -> str:
+    return unquote(urlsplit(named).path) if is_url(named) else named
+
+
+def _held_out_end(plan: PreparationPlan) -> HeldOutEnd | None:
+    """Whose end is held out, if names leave a split without a document; ``None`` if they do not."""
+    share, chats = plan.recipe.output.held_out, plan.recipe.output.layout == "chat"
+    splits: set[str] = set()
+    characters, most, count = 0, 0, 0
+    largest = last = (0, 0)
+    for portion, ordinal, name, length in _documents(plan):
+        splits.add(split_of(name, share))
+        if len(splits) == 2:
+            return None
+        characters, count, last = characters + length, count + 1, (portion, ordinal)
+        if length > most:
+            most, largest = length, last
+    if chats:
+        if count < 2:
+            raise CorpusError(f"there are {count} conversations, and some are to be held out; give more")
+        return HeldOutEnd(*last, 0, to_train_on=splits == {HELD_OUT})
+    if most < 2:
+        raise CorpusError(
+            f"there is too little text in {count} documents to train on some and hold some out; give more"
+        )
+    return HeldOutEnd(*largest, min(math.ceil(share * characters), most // 2))
+
+
+def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, str, int]]:
+    """(portion, number among its documents with text, name, characters) of each document."""
+    for portion in range(len(plan.portions)):
+        kept = (one for _, one in read_portion(plan, portion) if one is not None and one.text)
+        for ordinal, document in enumerate(kept):
+            yield portion, ordinal, document.name, len(document.text)

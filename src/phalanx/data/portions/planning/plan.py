@@ -1,0 +1,389 @@
+"""The plan of a preparation: raw files cut into portions, which follow from the listing and the recipe alone.
+
+A portion is what one task reads: pieces of files, in the order of their URLs, of ``portion_bytes`` or a little more in all. The plan is written
+to the place of the dataset before anything else, by a create that fails if another one lies there; so it is the identity of all that is
+prepared there. It is one small object; the pieces, of which there can be millions, lie beside it and are named by their digest.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import unicodedata
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+from phalanx.data.chat.encode import ChatEncoder, ChatLayout
+from phalanx.data.chat.kept import save_template
+from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
+from phalanx.data.dedup.near import require_rensa
+from phalanx.data.errors import CorpusError, PreparationError, TokenizerError
+from phalanx.data.formats.compressed import Compression
+from phalanx.data.formats.document import ReadOptions, Span
+from phalanx.data.formats.read import require_text, spans
+from phalanx.data.formats.recognize import Format, Kind, recognize
+from phalanx.data.portions.planning.raw_files import LocalBytes, RawFile, list_raw_files
+from phalanx.data.portions.planning.recipe import (
+    PreparationRecipe,
+    differences,
+    read_options,
+    recipe_of,
+    recipe_table,
+    sha256_hex,
+)
+from phalanx.data.preparing.prepare import PREPARATION_FOLDER
+from phalanx.data.steps.choose import resolved
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
+from phalanx.run.problems import Problem
+from phalanx.run.section_reader import JsonObject
+from phalanx.store.errors import ExistsError, MissingObjectError
+from phalanx.store.store import Store
+from phalanx.version import __version__
+
+PREPARATION = PREPARATION_FOLDER
+"""Everything of a dataset's preparation lies below this key, beside the dataset."""
+PLAN_KEY = f"{PREPARATION}/plan.json"
+INDEX_KEY = "index.json"
+_PLAN_VERSION = 1
+_LEAST_PORTION_BYTES = 64 << 20
+_MOST_PORTIONS = 1 << 15
+_HEAD_BYTES = 4 << 20
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A span of one raw file."""
+
+    file: int
+    """Number of the file in the plan."""
+    span: Span
+
+
+@dataclass(frozen=True)
+class HeldOutEnd:
+    """Of so few documents that a split would be empty: whose end is held out (``phalanx.data.portions.planning.named_files``)."""
+
+    portion: int
+    document: int
+    """Its number among the documents with text of the portion."""
+    characters: int
+    """How many of its last characters are held out; 0 moves it whole to the split that is empty."""
+    to_train_on: bool = False
+    """With 0 characters: the split that it is moved to is the one to train on."""
+
+
+@dataclass(frozen=True)
+class PreparationPlan:
+    """What is to be done, in which portions."""
+
+    recipe: PreparationRecipe
+    tokenizer: str
+    """"bytes", "bpe" if it is to be trained, or "file:" and the fingerprint of the one given."""
+    portion_bytes: int
+    files: tuple[RawFile, ...]
+    formats: tuple[Format, ...]
+    """Of each file."""
+    portions: tuple[tuple[Piece, ...], ...]
+    software: dict[str, str]
+    """Versions of whatever decides bytes of the output."""
+    held_out_end: HeldOutEnd | None = None
+    """``None``: names alone decide which split a document is in."""
+
+    @cached_property
+    def pieces_object(self) -> bytes:
+        """The files and the pieces of portions, compressed."""
+        rows = {
+            "files": [
+                [f.url, f.name, f.nbytes, f.mark, f.source, form.kind.value, form.compression.value]
+                for f, form in zip(self.files, self.formats, strict=True)
+            ],
+            "portions": [
+                [[p.file, p.span.start, p.span.stop, p.span.first, p.span.file_bytes] for p in pieces]
+                for pieces in self.portions
+            ],
+        }
+        return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 6)
+
+    @cached_property
+    def head(self) -> JsonObject:
+        """The content of ``plan.json``."""
+        return {
+            "version": _PLAN_VERSION,
+            "recipe": recipe_table(self.recipe),
+            "tokenizer": self.tokenizer,
+            "portion_bytes": self.portion_bytes,
+            "software": self.software,
+            "files": len(self.files),
+            "bytes": sum(file.nbytes for file in self.files),
+            "portions": len(self.portions),
+            "pieces_sha256": sha256_hex(zlib.decompress(self.pieces_object)),
+            **({"held_out_end": asdict(self.held_out_end)} if self.held_out_end is not None else {}),
+        }
+
+    @cached_property
+    def text(self) -> bytes:
+        """The bytes of ``plan.json``."""
+        return (json.dumps(self.head, indent=1) + "\n").encode()
+
+    @cached_property
+    def sha256(self) -> str:
+        """The plan's identity."""
+        return sha256_hex(self.text)
+
+    def bytes_of(self, portion: int) -> int:
+        """Bytes of raw files, as stored, that a portion reads."""
+        return sum(piece.span.file_bytes for piece in self.portions[portion])
+
+
+def make_plan(
+    recipe: PreparationRecipe, folder: Path, files: Sequence[RawFile] | None = None
+) -> tuple[PreparationPlan, Tokenizer | None]:
+    """The plan of a recipe whose file lies in ``folder``, and the tokenizer that it names, if that is there already.
+
+    Lists the sources, unless their ``files`` are given in the order that they are to have, and looks into each file's beginning. Raises
+    ``CorpusError``, ``TokenizerError`` and ``StoreError``.
+    """
+    recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
+    wanted = recipe.output.tokenizer
+    tokenizer: Tokenizer | None = None
+    if wanted == "bytes":
+        tokenizer = BytesTokenizer()
+    elif wanted != "bpe":
+        tokenizer = tokenizer_from_file(folder / wanted)
+    if recipe.output.layout == "chat" and tokenizer is not None:
+        recipe = _with_template(recipe, folder, tokenizer)
+    named = {"bpe": "bpe", "bytes": "bytes"}.get(
+        wanted
+    ) or f"file:{tokenizer.fingerprint if tokenizer else ''}"
+    if files is None:
+        files = list_raw_files(recipe.source, folder)
+    portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
+    formats: list[Format] = []
+    pieces: list[Piece] = []
+    with tempfile.TemporaryDirectory(prefix="phalanx-plan-") as scratch:
+        for number, file in enumerate(files):
+            options = read_options(recipe, file.source)
+            as_text = recipe.source[file.source].as_text
+            form, found = _looked_into(file, portion_bytes, options, Path(scratch), as_text=as_text)
+            formats.append(form)
+            pieces += [Piece(number, span) for span in found]
+    if not pieces:
+        raise CorpusError("the sources of the recipe hold no text: every file is empty")
+    portions = tuple(_portions(pieces, portion_bytes))
+    planned = PreparationPlan(
+        recipe, named, portion_bytes, tuple(files), tuple(formats), portions, software_of(recipe)
+    )
+    return planned, tokenizer
+
+
+def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer) -> PreparationRecipe:
+    """The recipe with the text of its chat template. Raises ``TokenizerError`` if there is none that can be used."""
+    output = recipe.output
+    beside = folder / output.tokenizer
+    given = folder / output.chat_template if output.chat_template else None
+    try:
+        template = read_chat_template(beside if beside.is_dir() else beside.parent, given)
+    except ChatTemplateError as error:
+        raise TokenizerError(f"{error}: name one in output.chat_template") from error
+    ChatEncoder(tokenizer, ChatLayout(template), output.seq_len)
+    return replace(
+        recipe,
+        output=replace(output, template=template.source, special_tokens=dict(template.special_tokens)),
+    )
+
+
+def software_of(recipe: PreparationRecipe) -> dict[str, str]:
+    """Versions, on this machine, of what decides bytes of the output. Raises ``PreparationError`` if a package is missing."""
+    near = recipe.dedup is not None and recipe.dedup.near is not None
+    if near:
+        require_rensa()
+    return {
+        **({"rensa": package_version("rensa")} if near else {}),
+        **({"jinja2": package_version("jinja2")} if recipe.output.layout == "chat" else {}),
+        "phalanx": __version__,
+        "tokenizers": package_version("tokenizers"),
+        "unicode": unicodedata.unidata_version,
+    }
+
+
+def default_portion_bytes(total_bytes: int) -> int:
+    """64 MiB, or what gives 32,768 portions, rounded up to a power of two."""
+    return 1 << (max(_LEAST_PORTION_BYTES, -(-total_bytes // _MOST_PORTIONS)) - 1).bit_length()
+
+
+def _looked_into(
+    file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, *, as_text: bool
+) -> tuple[Format, list[Span]]:
+    local = LocalBytes(file, scratch)
+    try:
+        local.bring(0, _HEAD_BYTES)
+        if file.nbytes > _HEAD_BYTES:
+            local.bring(max(_HEAD_BYTES, file.nbytes - _TAIL_BYTES), file.nbytes)
+        form = recognize(local.path)
+        if as_text and form.kind is Kind.JSONL:
+            form = replace(form, kind=Kind.TEXT)
+        if form.kind is Kind.PARQUET and local.is_copy:
+            bring_parquet_footer(local, file.nbytes)
+        if local.is_copy and form.kind is Kind.ARROW:
+            return form, [Span(0, 1 << 40, 0, file.nbytes)]
+        require_text(local.path, form, options)
+        if local.is_copy and form.kind is Kind.TEXT:
+            # Where a text is cut depends on its line ends, for which all of it would have to be fetched.
+            return form, [Span(0, file.nbytes, 0, file.nbytes)]
+        return form, spans(local.path, form, portion_bytes, options)
+    except CorpusError as error:
+        raise CorpusError(local.named(str(error)).replace("--text-field", "source.text_field")) from error
+    finally:
+        if local.is_copy:
+            local.path.unlink(missing_ok=True)
+
+
+def bring_parquet_footer(local: LocalBytes, nbytes: int) -> None:
+    """Have the footer of a Parquet file, whose length stands in the 8 bytes before its end."""
+    with local.path.open("rb") as copy:
+        copy.seek(nbytes - 8)
+        length = int.from_bytes(copy.read(4), "little")
+    local.bring(max(0, nbytes - 8 - length), nbytes)
+
+
+def _portions(pieces: Sequence[Piece], portion_bytes: int) -> Iterator[tuple[Piece, ...]]:
+    current: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if current and size + piece.span.file_bytes > portion_bytes:
+            yield tuple(current)
+            current, size = [], 0
+        current.append(piece)
+        size += piece.span.file_bytes
+    if current:
+        yield tuple(current)
+
+
+def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None) -> None:
+    """Write the plan and its tokenizer to the store, or find the same there.
+
+    Raises ``PreparationError`` if another plan or other files lie there; nothing of them is changed.
+    """
+    found = _plan_bytes(store)
+    if found is None:
+        other = next((info.key for info in store.list() if not info.key.startswith(f"{PREPARATION}/")), None)
+        if other is not None:
+            what = "a dataset that was not prepared in portions" if _is_there(store, INDEX_KEY) else other
+            raise PreparationError(
+                f"{store.url} holds something else ({what}); choose another --out, or remove it"
+            )
+        store.put(_pieces_key(str(plan.head["pieces_sha256"])), plan.pieces_object)
+        if tokenizer is not None:
+            put_tokenizer(store, tokenizer)
+        try:
+            store.create(PLAN_KEY, plan.text)
+            return
+        except ExistsError:
+            found = store.get(PLAN_KEY)
+    if found != plan.text:
+        raise PreparationError(_how_it_differs(store, found, plan))
+
+
+def _how_it_differs(store: Store, found: bytes, plan: PreparationPlan) -> str:
+    there = json.loads(found)
+    names = differences(there, plan.head)
+    remedy = "choose another --out, or remove that one"
+    listing = {"pieces_sha256", "files", "bytes", "portions", "portion_bytes"}
+    # What follows from the listing and from what is in the files.
+    listing |= {name for name in names if name.startswith("held_out_end")}
+    if names and set(names) <= listing:
+        before = {file.url: file for file in read_plan(store).files}
+        now = {file.url: file for file in plan.files}
+        changed = [url for url in sorted({*before, *now}) if before.get(url) != now.get(url)]
+        first = changed[0] if changed else "a source"
+        how = "is new" if first not in before else "is gone" if first not in now else "changed"
+        more = f", and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
+        return f"{first} {how} since the plan at {store.url} was made{more}; plan again: {remedy}"
+    if all(name.startswith("software") for name in names):
+        return (
+            f"{store.url} was planned with other software ({', '.join(names)}: {there['software']}, here {plan.software}); "
+            f"use that, or {remedy}"
+        )
+    shown = [name.removeprefix("recipe.").removeprefix("output.") for name in names if name not in listing]
+    return f"another recipe lies at {store.url} ({', '.join(dict.fromkeys(shown))} differs); {remedy}"
+
+
+def put_tokenizer(
+    store: Store,
+    tokenizer: Tokenizer,
+    below: str = f"{PREPARATION}/tokenizer/",
+    template: ChatTemplate | None = None,
+) -> list[str]:
+    """Write the tokenizer's files, and the chat template to go with it; returns their keys."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-tokenizer-") as scratch:
+        tokenizer.save(Path(scratch))
+        if template is not None:
+            save_template(Path(scratch), template)
+        files = sorted(Path(scratch).iterdir())
+        for file in files:
+            store.put(f"{below}{file.name}", file.read_bytes())
+        return [f"{below}{file.name}" for file in files]
+
+
+def read_plan(store: Store) -> PreparationPlan:
+    """The plan that lies in the store. Raises ``PreparationError`` if there is none, or it is damaged."""
+    text = _plan_bytes(store)
+    if text is None:
+        raise PreparationError(
+            f"there is no plan at {store.url}; make it: phalanx data plan RECIPE.toml --out {store.url}"
+        )
+    try:
+        head = json.loads(text)
+        if head["version"] != _PLAN_VERSION:
+            raise PreparationError(
+                f"{store.url}/{PLAN_KEY} has version {head['version']!r}, this Phalanx reads {_PLAN_VERSION}; use the release that made it"
+            )
+        problems: list[Problem] = []
+        recipe = recipe_of(head["recipe"], problems)
+        packed = store.get(_pieces_key(head["pieces_sha256"]))
+        unpacked = zlib.decompress(packed)
+        if recipe is None or problems or sha256_hex(unpacked) != head["pieces_sha256"]:
+            raise ValueError("; ".join(map(str, problems)) or "other pieces")
+        rows = json.loads(unpacked)
+        plan = PreparationPlan(
+            recipe,
+            head["tokenizer"],
+            head["portion_bytes"],
+            tuple(RawFile(*row[:5]) for row in rows["files"]),
+            tuple(Format(Kind(row[5]), Compression(row[6])) for row in rows["files"]),
+            tuple(tuple(Piece(row[0], Span(*row[1:])) for row in portion) for portion in rows["portions"]),
+            head["software"],
+            HeldOutEnd(**head["held_out_end"]) if "held_out_end" in head else None,
+        )
+        # What was written is what is read back, whatever zlib made of it.
+        if plan.text != text:
+            raise ValueError("it is not what was written")
+    except (ValueError, KeyError, TypeError, zlib.error, MissingObjectError) as error:
+        raise PreparationError(
+            f"{store.url}/{PLAN_KEY} is damaged ({error}); prepare again with another --out"
+        ) from error
+    return plan
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.info(key)
+    except MissingObjectError:
+        return False
+    return True
+
+
+def _plan_bytes(store: Store) -> bytes | None:
+    try:
+        return store.get(PLAN_KEY)
+    except MissingObjectError:
+        return None
+
+
+def _pieces_key(sha256: str) -> str:
+    return f"{PREPARATION}/pieces-{sha256[:16]}.json.z"

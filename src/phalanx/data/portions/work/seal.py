@@ -1,0 +1,111 @@
+"""The stage ``seal``: one task that makes a dataset of all portions by writing its index, which is the commit.
+
+Until ``index.json`` is there, there is no dataset; and it is written by a create, or, above what a create takes, by a put of the same bytes from whoever seals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.data.errors import PreparationError
+from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, put_tokenizer
+from phalanx.data.portions.tasks import Stage, TaskManifest, Workplace, manifest_key
+from phalanx.data.portions.work.write_portion import chat_encoder, shard_tokens, stored_dtype
+from phalanx.data.stored.index import (
+    HELD_OUT,
+    SPLITS,
+    TRAIN,
+    ChatRecipe,
+    DatasetIndex,
+    Recipe,
+    ShardFile,
+    Split,
+    digest_of_shards,
+)
+from phalanx.store.errors import ExistsError
+from phalanx.store.store import MOST_CREATED_BYTES
+
+
+def seal(place: Workplace, _number: int) -> None:
+    """Do the only task of the stage ``seal``."""
+    manifests = place.manifests(Stage("write", len(place.plan.portions)))
+    _require_objects(place, manifests)
+    index = dataset_index(place, manifests)
+    chat = chat_encoder(place)
+    template = None if chat is None else chat.layout.template
+    put_tokenizer(place.store, place.tokenizer, below="", template=template)
+    text = index.to_json().encode()
+    try:
+        if len(text) <= MOST_CREATED_BYTES:
+            place.store.create(INDEX_KEY, text)
+        else:
+            place.store.put(INDEX_KEY, text)
+    except ExistsError:
+        raise PreparationError(
+            f"{place.url}/{INDEX_KEY} is of another dataset; prepare again with another --out"
+        ) from None
+
+
+def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetIndex:
+    """The index of the shards of all portions, in their order. Raises ``PreparationError`` if there is no text to train on."""
+    plan, tokenizer = place.plan, place.tokenizer
+    output = plan.recipe.output
+    splits = {name: _joined(name, manifests) for name in SPLITS}
+    if not splits[TRAIN].tokens:
+        raise PreparationError(
+            "no document is left to train on; see the reasons: phalanx data show " + place.url
+        )
+    dtype, chat = stored_dtype(place), chat_encoder(place)
+    recipe = Recipe(
+        plan.sha256,
+        plan.tokenizer,
+        output.vocab_size if plan.tokenizer == "bpe" else None,
+        output.held_out,
+        shard_tokens(output.shard_mib, dtype, output.seq_len),
+        tokenizer.document_start if chat is None else (),
+        output.seq_len,
+        None if chat is None else ChatRecipe(chat.layout.template.sha256, chat.end, output.too_long),
+    )
+    return DatasetIndex(
+        dtype,
+        tokenizer.vocab_size,
+        tokenizer.kind,
+        tokenizer.fingerprint,
+        splits[TRAIN],
+        splits[HELD_OUT],
+        None,
+        recipe,
+        document_mask=bool(output.seq_len),
+    )
+
+
+def _joined(name: str, manifests: list[TaskManifest]) -> Split:
+    facts = [manifest.facts[name] for manifest in manifests]
+    shards = tuple(ShardFile(**shard) for fact in facts for shard in fact["shards"])
+    documents, text_bytes, padding, learned = (
+        sum(fact.get(field, 0) for fact in facts)
+        for field in ("documents", "text_bytes", "padding", "learned")
+    )
+    return Split(shards, documents, text_bytes, digest_of_shards(shards), padding, learned)
+
+
+def _require_objects(place: Workplace, manifests: list[TaskManifest]) -> None:
+    there = {info.key: info.nbytes for info in place.store.list()}
+    for manifest in manifests:
+        bad = next((item for item in manifest.objects if there.get(item.key) != item.nbytes), None)
+        if bad is not None:
+            raise PreparationError(
+                f"{place.url}/{bad.key} is gone or cut short since it was written; remove {manifest_key('write', manifest.task)} there, "
+                "and give the same command"
+            )
+
+
+def sweep(place: Workplace, stages: Sequence[str]) -> None:
+    """Remove what only earlier stages needed, and files that killed writers left in a folder. The dataset must be sealed."""
+    for stage in stages:
+        below = f"{PREPARATION}/{stage}"
+        place.store.delete([info.key for info in place.store.list(below)])
+    folder = Path(place.url)
+    for left in folder.glob("**/.*.writing") if folder.is_dir() else ():
+        left.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""From texts to a dataset by one process: corpora, encoding, packing."""

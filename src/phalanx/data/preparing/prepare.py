@@ -1,0 +1,397 @@
+"""Turn documents into a dataset: tokenizer, token shards, and an index that describes them.
+
+The documents are gone through once to learn what they are, once to train a tokenizer if that is asked for, and once
+to encode; at no time are more than a few megabytes of them, or of their tokens, in memory. Which split a document
+belongs to follows from a hash of its name alone, so that it stays there when others are added; of so few documents that
+a split would be empty, the end of the largest is held out instead.
+
+The dataset is written under another name and renamed when it is whole. Preparing the same again finds it there and
+uses it; preparing another where one lies is refused. A preparation that was killed leaves its partial folder, which the
+next one to the same place removes.
+"""
+
+import errno
+import fcntl
+import glob
+import hashlib
+import lzma
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.data.chat.encode import ChatEncoder, ChatLayout
+from phalanx.data.chat.kept import save_template
+from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
+from phalanx.data.formats.document import Document
+from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
+from phalanx.data.stored.index import (
+    HELD_OUT,
+    TRAIN,
+    ChatRecipe,
+    DatasetIndex,
+    Recipe,
+    dtype_for,
+    read_index,
+)
+from phalanx.data.stored.shards import ShardWriter, TokenShards, commit
+from phalanx.data.tokenizers.tokenizer import (
+    BytesTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_from_file,
+    train_bpe,
+)
+
+DEFAULT_BPE_VOCAB_SIZE = 32_768
+DEFAULT_SHARD_TOKENS = 1 << 28
+PREPARATION_FOLDER = "preparation"
+"""Lies beside a dataset that was prepared in portions (``phalanx.data.portions``)."""
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with (stage, documents done, documents in all); 0 in all while they are still being counted."""
+
+
+@dataclass(frozen=True)
+class PreparedInfo:
+    """A prepared dataset."""
+
+    directory: Path
+    index: DatasetIndex
+    reused: bool
+    """True if it was there already."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    @property
+    def held_out_xz_bits_per_byte(self) -> float | None:
+        return self.index.held_out_xz_bits_per_byte
+
+
+def prepare(
+    documents: Iterable[Document],
+    out: Path,
+    *,
+    tokenizer: str | Path = "bpe",
+    vocab_size: int | None = None,
+    held_out_fraction: float = 0.05,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    packed_seq_len: int = 0,
+    chat: ChatLayout | None = None,
+    on_progress: OnProgress | None = None,
+) -> PreparedInfo:
+    """Write the dataset of ``documents`` to ``out``, or find it there.
+
+    ``documents`` must give the same when gone through again: a list or ``Files``, not a generator. ``tokenizer``
+    is "bpe" (trained on the training split, with ``vocab_size`` tokens at most, 32,768 if None), "bytes", or the path
+    of a ``tokenizer.json`` or of sentencepiece's ``tokenizer.model``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
+    also put through ``xz -9``, which takes about 700 MB of memory at most. With a ``packed_seq_len`` documents are packed whole into
+    records of that length; else they are joined end to end. With ``chat`` documents are conversations, as ``conversation_text`` writes them;
+    they are packed whole, in a given tokenizer's tokens.
+
+    Raises ``CorpusError`` (documents unfit or changing), ``TokenizerError``, ``DatasetExistsError`` (``out`` holds
+    something else, untouched), ``NoRoomError`` (disk full, nothing left behind), and ``DatasetError``.
+    """
+    if not 0 <= held_out_fraction < 1:
+        raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
+    if packed_seq_len and packed_seq_len < 2:
+        raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
+    source = _Source(documents, held_out_fraction, on_progress, divisible=chat is None)
+    given = _given_tokenizer(tokenizer)
+    encoder = None
+    if chat is not None:
+        if given is None or not packed_seq_len:
+            raise DatasetError(
+                "chats are packed into records, in the tokens of the model's own tokenizer: give both"
+            )
+        encoder = ChatEncoder(given, chat, packed_seq_len)
+    if given is not None and vocab_size not in (None, given.vocab_size):
+        raise DatasetError(
+            f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
+        )
+    if given is None and vocab_size is None:
+        vocab_size = DEFAULT_BPE_VOCAB_SIZE
+    start = given.document_start if given is not None else ()
+    recipe = Recipe(
+        source.sha256,
+        _describe(given),
+        vocab_size,
+        held_out_fraction,
+        shard_tokens,
+        () if chat is not None else start,
+        packed_seq_len,
+        None
+        if chat is None or encoder is None
+        else ChatRecipe(chat.template.sha256, encoder.end, chat.too_long),
+    )
+    found = _find(out, recipe)
+    if found is not None:
+        return found
+    return _write(source, out, recipe, given, encoder)
+
+
+def split_of(name: str, held_out_fraction: float) -> str:
+    """The split, "train" or "held_out", of a document called ``name``: a hash of the name decides."""
+    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") / 2**64
+    return HELD_OUT if place < held_out_fraction else TRAIN
+
+
+def cut_end(text: str, characters: int) -> tuple[str, str]:
+    """``text`` in two, the second of about ``characters``: it begins after a line's end or a space if one is near."""
+    at = len(text) - characters
+    for separator in ("\n", " "):
+        found = text.rfind(separator, max(at - characters, 0), at)
+        if found >= 0:
+            return text[: found + 1], text[found + 1 :]
+    return text[:at], text[at:]
+
+
+class _Source:
+    """The documents with text in them, which must be the same each time that they are gone through."""
+
+    def __init__(
+        self,
+        documents: Iterable[Document],
+        held_out_fraction: float,
+        on_progress: OnProgress | None,
+        *,
+        divisible: bool,
+    ) -> None:
+        """``divisible``: A document may be cut, so that there is text to hold out."""
+        if iter(documents) is documents:
+            raise CorpusError(
+                "documents are gone through several times: give a list or Files, not a generator"
+            )
+        self._documents = documents
+        self._fraction = held_out_fraction
+        self._on_progress = on_progress
+        self._cut: tuple[int, int] | None = None
+        """Number of the document whose end is held out, and the characters of that end; ``None`` if names decide alone."""
+        self._moved: tuple[int, str] | None = None
+        """Number of the document that is in another split than its name says, so that none is empty, and the split."""
+        self.total = 0
+        self.sha256 = ""
+        splits, characters, most, largest = set(), 0, 0, 0
+        for number, (split, _, text, _) in enumerate(self.read("read")):
+            splits.add(split)
+            characters += len(text)
+            if len(text) > most:
+                most, largest = len(text), number
+        wanted = {TRAIN, HELD_OUT} if held_out_fraction > 0 else {TRAIN}
+        if wanted <= splits:
+            return
+        if not divisible:
+            if self.total < 2:
+                raise CorpusError(
+                    f"there are {self.total} conversations, and some are to be held out; give more"
+                )
+            self._moved = self.total - 1, next(iter(wanted - splits))
+            return
+        if most < 2:
+            raise CorpusError(
+                f"there is too little text in {self.total} documents to train on some and hold some out; give more"
+            )
+        self._cut = largest, min(math.ceil(held_out_fraction * characters), most // 2)
+
+    def read(self, stage: str) -> Iterator[tuple[str, str, str, bytes]]:
+        """(split, name, text, text in UTF-8) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+        digest = hashlib.sha256()
+        done = 0
+        for document in self._documents:
+            if not document.text:
+                continue
+            name, text = _utf8(document.name, document.name), _utf8(document.text, document.name)
+            digest.update(len(name).to_bytes(8, "little") + name + len(text).to_bytes(8, "little"))
+            digest.update(text)
+            if self._cut is not None and self._cut[0] == done:
+                begin, end = cut_end(document.text, self._cut[1])
+                yield TRAIN, document.name, begin, begin.encode()
+                yield HELD_OUT, document.name, end, end.encode()
+            else:
+                moved = self._moved is not None and self._moved[0] == done
+                split = self._moved[1] if self._moved and moved else split_of(document.name, self._fraction)
+                yield split, document.name, document.text, text
+            done += 1
+            if self._on_progress is not None:
+                self._on_progress(stage, done, self.total)
+        if self.sha256 not in ("", digest.hexdigest()):
+            raise CorpusError("the documents changed while they were being prepared; prepare them again")
+        self.total, self.sha256 = done, digest.hexdigest()
+
+    def train_texts(self) -> Iterator[str]:
+        return (text for split, _, text, _ in self.read("train tokenizer") if split == TRAIN)
+
+
+def _write(
+    source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None, chat: ChatEncoder | None
+) -> PreparedInfo:
+    try:
+        with _partial_folder(out) as partial:
+            tokenizer = given or train_bpe(
+                source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
+            )
+            tokenizer.save(partial)
+            if chat is not None:
+                save_template(partial, chat.layout.template)
+            index = _encode(source, partial, recipe, tokenizer, chat)
+            return _commit(partial, out, index)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise NoRoomError(
+                f"no room to write {out} ({error.strerror}): make room there, or choose a directory on another disk; "
+                "what was half written is removed"
+            ) from error
+        raise DatasetError(f"cannot write {out}: {error}") from error
+
+
+@contextmanager
+def _partial_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside ``out``, locked while it is written and removed at the end, unless it has been renamed.
+
+    A folder of an earlier preparation that nobody holds the lock of was left by a process that was killed: it goes too.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    with ExitStack() as held:
+        # Of two that begin at once, neither takes the other's folder, not yet locked, for a left one.
+        with _locked(out.parent):
+            for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
+                with suppress(OSError), _locked(left, wait=False):
+                    shutil.rmtree(left, ignore_errors=True)
+            held.callback(shutil.rmtree, partial, ignore_errors=True)
+            partial.mkdir()
+            held.enter_context(_locked(partial))
+        yield partial
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of ``folder``, which ends with the process, however that ends.
+
+    Raises ``BlockingIOError`` if another holds it and ``wait`` is false, ``FileNotFoundError`` if it is gone.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _encode(
+    source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer, chat: ChatEncoder | None
+) -> DatasetIndex:
+    dtype = dtype_for(tokenizer.vocab_size, with_loss_bit=chat is not None)
+    xz = lzma.LZMACompressor(preset=9)
+    xz_bytes = 0
+    with (
+        ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
+        ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
+    ):
+        encoders: dict[str, SplitEncoder | ChatSplitEncoder] = {
+            split: SplitEncoder(writer, tokenizer, recipe.packed_seq_len)
+            if chat is None
+            else ChatSplitEncoder(writer, chat, dtype, recipe.packed_seq_len)
+            for split, writer in ((TRAIN, train), (HELD_OUT, held_out))
+        }
+        for split, name, text, utf8 in source.read("encode"):
+            encoders[split].add(name, text, len(utf8))
+            if split == HELD_OUT and chat is None:
+                xz_bytes += len(xz.compress(utf8))
+        splits = {name: encoder.close() for name, encoder in encoders.items()}
+    xz_bytes += len(xz.flush())
+    held_out_bytes = splits[HELD_OUT].text_bytes
+    return DatasetIndex(
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_kind=tokenizer.kind,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        train=splits[TRAIN],
+        held_out=splits[HELD_OUT],
+        held_out_xz_bits_per_byte=8 * xz_bytes / held_out_bytes if held_out_bytes and chat is None else None,
+        recipe=recipe,
+        document_mask=bool(recipe.packed_seq_len),
+    )
+
+
+def _commit(partial: Path, out: Path, index: DatasetIndex) -> PreparedInfo:
+    try:
+        commit(partial, out, index)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # Another process prepared there in the meantime: the same, or else this raises.
+        found = _find(out, index.recipe)
+        if found is None:
+            raise
+        return found
+    return PreparedInfo(out, index, reused=False)
+
+
+def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
+    """The dataset in ``out`` if it is of this recipe, None if there is nothing; raises if there is something else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    try:
+        index = read_index(out)
+    except DatasetError as error:
+        raise DatasetExistsError(
+            f"{out} exists and is not a dataset that can be used ({error}); choose another directory, or remove it"
+        ) from error
+    if index.recipe != recipe:
+        raise DatasetExistsError(
+            f"{out} already holds another dataset ({_differences(index.recipe, recipe)}); choose another directory, "
+            "or remove that one"
+            + (
+                "; it was prepared in portions, and is found again with --workers"
+                if (out / PREPARATION_FOLDER).is_dir()
+                else ""
+            )
+        )
+    try:
+        load_tokenizer(out)
+        for split in (TRAIN, HELD_OUT):
+            TokenShards.open(out, split)
+    except DataError as error:
+        raise DatasetExistsError(
+            f"{out} holds this dataset, damaged ({error}); mend it, or remove the directory and prepare again"
+        ) from error
+    return PreparedInfo(out, index, reused=True)
+
+
+def _differences(found: Recipe, wanted: Recipe) -> str:
+    pairs = ((name, getattr(found, name), getattr(wanted, name)) for name in Recipe.__dataclass_fields__)
+    return ", ".join(f"{name} {there!r}, not {here!r}" for name, there, here in pairs if there != here)
+
+
+def _given_tokenizer(choice: str | Path) -> Tokenizer | None:
+    """The tokenizer that need not be trained, or None."""
+    if choice == "bpe":
+        return None
+    return BytesTokenizer() if choice == "bytes" else tokenizer_from_file(Path(choice))
+
+
+def _describe(given: Tokenizer | None) -> str:
+    if given is None or isinstance(given, BytesTokenizer):
+        return "bpe" if given is None else "bytes"
+    return f"file:{given.fingerprint}"
+
+
+def _utf8(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"document {name!a} cannot be written as UTF-8: {error}; mend or leave it out"
+        ) from error

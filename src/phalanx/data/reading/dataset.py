@@ -1,0 +1,314 @@
+"""Samples for a run: the prepared token stream, cut into sequences and asked for by number.
+
+Sample j of a split is tokens j*S to j*S + S inclusive for a sequence length S: S inputs and, one further, S targets,
+documents joined end to end ("packing", as in GPT-3 and after). ``RunData`` hands out training samples in the run's
+order, of one dataset or of several that are mixed, and held-out samples in file order. Nothing here knows how many ranks
+there are: a rank asks for the sample numbers that it needs.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.errors import DatasetError
+from phalanx.data.order.permutation import SampleOrder
+from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShards
+from phalanx.data.reading.places import DatasetPlace, open_place, open_places
+from phalanx.data.reading.sources import DataIndex, index_of_places, mixture_of, part_of
+from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex
+from phalanx.data.stored.shards import verify
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from phalanx.run.data_folders import ONLY
+from phalanx.run.spec import RunSpec
+
+# A whole held-out split may be counted in one call, and as int64 it can be larger than memory.
+_COUNTED_AT_ONCE = 256
+
+
+NO_TARGET = -100
+"""The target of a token that has none: the last of a packed record. The loss passes over it (``phalanx.train.step.loss.IGNORE``).
+
+A token ``t`` of a sample that is read and not learned, as what the user of a conversation wrote, is ``~t``, below 0: see ``inputs_of``.
+"""
+
+
+def inputs_of(samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens of samples, ``(count, seq_len)``, whether there is a loss on them or not."""
+    tokens = samples[:, :-1]
+    return np.where(tokens < 0, ~tokens, tokens)
+
+
+class TokenSequences:
+    """A split in samples of ``seq_len`` inputs and their targets: a stream cut, without an incomplete one at its end, or packed records."""
+
+    def __init__(self, place: DatasetPlace, split: str, seq_len: int) -> None:
+        """Raises ``DatasetError`` if a shard is missing or of another size, or the records are packed for another length."""
+        if seq_len < 1:
+            raise ValueError(f"seq_len = {seq_len} is not positive")
+        self._samples = place.index.samples(split, seq_len)
+        self.shards = place.shards(split)
+        self.seq_len = seq_len
+        self.packed = bool(place.index.packed_seq_len)
+        self._loss_bit = place.index.loss_bit
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples of these numbers (1-D); shape (len(indices), seq_len + 1), int64.
+
+        Inputs are ``[:, :-1]``, targets ``[:, 1:]``. Raises ``IndexError`` for a number not in [0, len(self)).
+        """
+        out = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        self.read_into(out, np.arange(len(indices)), indices)
+        return out
+
+    def read_into(self, out: NDArray[np.int64], rows: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+        """Writes the samples of these numbers into these rows of ``out``. Raises ``IndexError`` for a number not in [0, len(self))."""
+        if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
+            raise IndexError(f"samples {indices.min()}..{indices.max()} are not all in [0, {len(self)})")
+        if self.packed:
+            self.shards.gather(indices * self.seq_len, self.seq_len, out[:, :-1], rows)
+            if self._loss_bit:
+                stored = out[rows, :-1]
+                tokens = stored & (self._loss_bit - 1)
+                out[rows, :-1] = np.where(stored & self._loss_bit, tokens, ~tokens)
+            out[rows, -1] = NO_TARGET
+        else:
+            self.shards.gather(indices * self.seq_len, self.seq_len + 1, out, rows)
+
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Has the samples of these numbers fetched in the background, if they lie in an object store. Returns at once."""
+        if isinstance(self.shards, CachedShards):
+            self.shards.read_ahead(indices * self.seq_len, self.seq_len + (not self.packed))
+
+
+@dataclass(frozen=True)
+class SourceData:
+    """A prepared dataset as one source of a run."""
+
+    name: str
+    place: DatasetPlace
+    train: TokenSequences
+    held_out: TokenSequences
+    first: int = 0
+    """The number of the first sample of the part that the run draws from."""
+
+
+Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""For ``first`` and ``count``: the number of the source, and of the record in its part, of each of these samples of the run."""
+
+
+class RunData:
+    """The data loader of one run: one prepared dataset or several, in the run's order. Threads may share it."""
+
+    index: DataIndex
+    tokenizer: Tokenizer
+
+    def __init__(
+        self,
+        index: DataIndex,
+        tokenizer: Tokenizer,
+        sources: Sequence[SourceData],
+        place: Place,
+        *,
+        within_documents: bool = False,
+    ) -> None:
+        """``within_documents``: What follows the end of a document is no target (``train.targets_within_documents``)."""
+        self.index = index
+        self.tokenizer = tokenizer
+        self._sources = tuple(sources)
+        self._place = place
+        self._within_documents = within_documents
+        end = index.document_end
+        self._document_end = tokenizer.end_of_document if end is None else end
+        self._held_out_starts = np.cumsum([0, *(len(source.held_out) for source in sources)], dtype=np.int64)
+
+    @classmethod
+    def open(cls, directory: Path, seq_len: int, seed: int, *, within_documents: bool = False) -> Self:
+        """The dataset in ``directory`` alone, shuffled by ``seed``.
+
+        Raises ``DatasetError`` if it is missing, damaged, or shorter than one sample.
+        """
+        return cls._alone(open_place(str(directory)), seq_len, seed, within_documents)
+
+    @classmethod
+    def _alone(cls, dataset: DatasetPlace, seq_len: int, seed: int, within_documents: bool) -> Self:
+        index = dataset.index
+        source = _open_source(ONLY, dataset, seq_len)
+        samples = len(source.train)
+        if samples == 0:
+            raise DatasetError(
+                f"{dataset.address} has {index.train_tokens} training tokens, and one sample of seq_len = {seq_len} "
+                f"needs {seq_len + 1}; shorten seq_len or prepare more text"
+            )
+        order = SampleOrder(n=samples, seed=seed)
+
+        def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            return np.zeros(count, dtype=np.int64), order.dataset_indices(first, count)
+
+        return cls(index, tokenizer_of(dataset), [source], place, within_documents=within_documents)
+
+    @classmethod
+    def of_run(cls, spec: RunSpec) -> Self:
+        """The data of a run, in its order. Raises ``DatasetError`` if a dataset is missing, damaged or too short."""
+        places = open_places(spec.data)
+        index, within = index_of_places(places), spec.train.targets_within_documents
+        if isinstance(index, DatasetIndex):
+            return cls._alone(places[ONLY], spec.train.seq_len, spec.runtime.seed, within)
+        mixture = mixture_of(spec, index)
+        parts = {source.name: source for source in spec.data.sources}
+        sources = []
+        for source in mixture.sources:  # in the order of names
+            opened = _open_source(source.name, places[source.name], spec.train.seq_len)
+            tokenizer = tokenizer_of(places[source.name])
+            sources.append(replace(opened, first=part_of(parts[source.name], len(opened.train)).start))
+
+        def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            found = mixture.locate(np.arange(first, first + count, dtype=np.int64))
+            return found.source, found.record
+
+        return cls(index, tokenizer, sources, place, within_documents=within)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, of all tokens and the tokenizer; of several sources, over their names and fingerprints."""
+        return self.index.fingerprint
+
+    @property
+    def seq_len(self) -> int:
+        return self._sources[0].train.seq_len
+
+    @property
+    def held_out_len(self) -> int:
+        return int(self._held_out_starts[-1])
+
+    @property
+    def held_out_parts(self) -> dict[str, range]:
+        """The numbers of each source's held-out samples, by its name; one dataset alone has the name ""."""
+        edges = itertools.pairwise(self._held_out_starts.tolist())
+        return {source.name: range(*edge) for source, edge in zip(self._sources, edges, strict=True)}
+
+    @property
+    def unchecked_folders(self) -> list[Path]:
+        """The datasets whose tokens are not compared with any checksum as they are read: large ones without block sums."""
+        return [source.place.folder for source in self._sources if source.train.shards.unchecked]
+
+    @property
+    def cached(self) -> list[CachedDataset]:
+        """Those datasets that lie in object stores."""
+        return [source.place.cached for source in self._sources if source.place.cached is not None]
+
+    def read_ahead(self, first: int, count: int) -> None:
+        """Has the run's samples ``first`` to ``first + count`` fetched in the background, as far as they lie in object stores."""
+        numbers, records = self._place(first, count)
+        for number in np.unique(numbers).tolist():
+            source = self._sources[number]
+            source.train.read_ahead(source.first + records[numbers == number])
+
+    def waiting_s(self) -> float:
+        """Seconds for which samples have been waited for that an object store has not given yet; 0 if none are."""
+        return max((dataset.requests.waiting_s() for dataset in self.cached), default=0.0)
+
+    def give_up(self) -> None:
+        """Ends the waiting for object stores of whoever asks for samples now, with ``DatasetError``, and forgets what would be read ahead."""
+        for dataset in self.cached:
+            dataset.requests.give_up()
+
+    def train_samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """The run's samples ``first`` to ``first + count``, across epochs; shape (count, seq_len + 1), int64."""
+        numbers, records = self._place(first, count)
+        if len(self._sources) == 1:
+            return self._sources[0].train.samples(self._sources[0].first + records)
+        samples = np.empty((count, self.seq_len + 1), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            source, rows = self._sources[number], np.flatnonzero(numbers == number)
+            source.train.read_into(samples, rows, source.first + records[rows])
+        return samples
+
+    def held_out_samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Held-out samples ``first`` to ``first + count``, source after source, each in file order; shape (count, seq_len + 1), int64.
+
+        Raises ``IndexError`` past ``held_out_len``.
+        """
+        return self._held_out(np.arange(first, first + count, dtype=np.int64))
+
+    def held_out_bytes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of text that the targets of each of these held-out samples stand for; shape (len(indices),), int64."""
+        byte_lengths = np.append(self.tokenizer.byte_lengths, 0)  # of no target, by the index -1
+        if not (prefix := self.tokenizer.prefix_bytes):
+            return self._of_targets(indices, lambda targets, _: byte_lengths[targets])
+        before_text = [self._document_end, *self.tokenizer.document_start][-1]
+
+        def lengths(targets: NDArray[np.int64], previous: NDArray[np.int64]) -> NDArray[np.int64]:
+            # The first token of a text has a space that is not the text's.
+            spelled: NDArray[np.int64] = byte_lengths[targets]
+            return np.where((previous == before_text) & (spelled > 0), spelled - prefix, spelled)
+
+        return self._of_targets(indices, lengths)
+
+    def held_out_targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of targets of each of these held-out samples; shape (len(indices),), int64."""
+        if not self._within_documents and not any(source.held_out.packed for source in self._sources):
+            return np.full(len(indices), self.seq_len, dtype=np.int64)
+        return self._of_targets(indices, lambda targets, _: targets >= 0)
+
+    def _of_targets(
+        self,
+        indices: NDArray[np.int64],
+        figure: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[Any]],
+    ) -> NDArray[np.int64]:
+        """The sum over each sample of a figure of its targets, in which -1 stands for none, and of the tokens before them."""
+        sums = np.empty(len(indices), dtype=np.int64)
+        for start in range(0, len(indices), _COUNTED_AT_ONCE):
+            block = slice(start, start + _COUNTED_AT_ONCE)
+            samples = self._held_out(indices[block])
+            tokens, targets = inputs_of(samples), samples[:, 1:]
+            without = targets < 0
+            if self._within_documents:
+                without |= tokens == self._document_end
+            sums[block] = figure(np.where(without, -1, targets), tokens).sum(axis=1)
+        return sums
+
+    def _held_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        if indices.size and (indices.min() < 0 or indices.max() >= self.held_out_len):
+            raise IndexError(
+                f"samples {indices.min()}..{indices.max()} are not all in [0, {self.held_out_len})"
+            )
+        samples = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        numbers = np.searchsorted(self._held_out_starts, indices, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            rows = np.flatnonzero(numbers == number)
+            within = indices[rows] - self._held_out_starts[number]
+            self._sources[number].held_out.read_into(samples, rows, within)
+        return samples
+
+
+def _open_source(name: str, place: DatasetPlace, seq_len: int) -> SourceData:
+    train, held_out = (TokenSequences(place, split, seq_len) for split in (TRAIN, HELD_OUT))
+    return SourceData(name, place, train, held_out)
+
+
+def tokenizer_of(place: DatasetPlace) -> Tokenizer:
+    """The tokenizer of a dataset. Raises ``DataError`` if it is not the one that the tokens were made with."""
+    tokenizer = load_tokenizer(place.folder)
+    if tokenizer.fingerprint != place.index.tokenizer_fingerprint:
+        raise DatasetError(
+            f"the tokenizer in {place.folder} is not the one that its tokens were made with; copy the dataset again, "
+            "or prepare it anew"
+        )
+    return tokenizer
+
+
+def verify_dataset(directory: Path, *, write_missing_sums: bool = False) -> int:
+    """Read the tokenizer and every shard, and compare them with the index; returns how many shards have no block sums afterwards.
+
+    ``write_missing_sums`` writes those of intact shards. Raises ``DataError`` that names what differs.
+    """
+    tokenizer_of(open_place(str(directory)))
+    return verify(directory, write_missing_sums=write_missing_sums)

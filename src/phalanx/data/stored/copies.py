@@ -1,0 +1,199 @@
+"""Copies of prepared datasets from one place to another, folders or object stores, and verification where they lie.
+
+A copy is read from end to end and compared with the checksums of its index on the way, so that a damaged dataset is not copied. The index is
+written last and only if there is none: before, there is no dataset. A shard's block sums are written after the shard, so that a copy that was
+interrupted goes on behind the shards that have theirs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from phalanx.data.chat.template import TEMPLATE_FILE
+from phalanx.data.errors import DatasetError, DatasetExistsError, TokenizerError
+from phalanx.data.stored.block_sums import BlockSummer, sums_header
+from phalanx.data.stored.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, parse_index
+from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
+from phalanx.data.tokenizers.tokenizer import load_tokenizer
+from phalanx.store.errors import ExistsError, MissingObjectError, ShortObjectError, StoreError
+from phalanx.store.open_store import open_store
+from phalanx.store.store import Store
+
+_READ_BYTES = 8 << 20
+_READ_AT_ONCE = 4
+
+OnBytes = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy did."""
+
+    index: DatasetIndex
+    written_bytes: int
+    """Of shards; less than all if an earlier copy was interrupted."""
+    was_there: bool
+    """True if the same dataset was there already, as a whole."""
+
+
+def copy_dataset(source: str, target: str, on_bytes: OnBytes = lambda _done, _of: None) -> Copied:
+    """Copies the dataset at one path or URL to another, and compares all of it with its checksums on the way.
+
+    Raises ``DatasetError`` if the source is damaged or a store fails, ``DatasetExistsError`` if another dataset lies at ``target``.
+    """
+    try:
+        return _copy(open_store(source), open_store(target), on_bytes)
+    except StoreError as error:
+        raise DatasetError(str(error)) from error
+
+
+def verify_stored(url: str, on_bytes: OnBytes = lambda _done, _of: None) -> None:
+    """Reads every shard of the dataset at a URL. Raises ``DatasetError`` that names all that is not as it was written."""
+    try:
+        store = open_store(url)
+        _, index = _index(store)
+        bad = list(_bad_files(store, index, on_bytes))
+    except StoreError as error:
+        raise DatasetError(str(error)) from error
+    if bad:
+        raise DatasetError(
+            f"{url}: not what was written: {', '.join(bad)}; remove these objects and copy the dataset there again from an intact one "
+            "(`phalanx data copy FOLDER URL`)"
+        )
+
+
+def _copy(source: Store, target: Store, on_bytes: OnBytes) -> Copied:
+    content, index = _index(source)
+    if not _tokenizer_fits(source, index):
+        raise DatasetError(
+            f"the tokenizer at {source.url} is not the one that its tokens were made with; {_REMEDY}"
+        )
+    total = _bytes(index)
+    with suppress(MissingObjectError):
+        if target.get(INDEX_FILE) == content:
+            on_bytes(total, total)
+            return Copied(index, 0, was_there=True)
+        raise DatasetExistsError(
+            f"{target.url} already holds another dataset; choose another place, or remove that one"
+        )
+    for name in (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE):
+        with suppress(MissingObjectError):
+            target.put(name, source.get(name))
+    done = written = 0
+    for shard in _shards(index):
+        nbytes = shard.tokens * index.item_bytes
+        if not _holds_sums(target, shard):
+            _copy_shard(source, target, shard, nbytes)
+            written += nbytes
+        done += nbytes
+        on_bytes(done, total)
+    try:
+        target.create(INDEX_FILE, content)
+    except ExistsError as error:
+        raise DatasetExistsError(
+            f"another dataset was written to {target.url} in the meantime; choose another place, or remove that one"
+        ) from error
+    return Copied(index, written, was_there=False)
+
+
+def _copy_shard(source: Store, target: Store, shard: ShardFile, nbytes: int) -> None:
+    sums = BlockSummer()
+
+    def blocks() -> Iterator[memoryview]:
+        done, checksum = 0, xxhash.xxh3_128()
+        for block in _blocks(source, shard.file, nbytes):
+            checksum.update(block)
+            sums.update(block)
+            done += len(block)
+            if done == nbytes and checksum.hexdigest() != shard.xxh3_128:
+                # Before the last block is handed over, so that the object is never finished.
+                raise DatasetError(
+                    f"{source.url}/{shard.file} is not what was written, and was not copied; {_REMEDY}"
+                )
+            yield block
+
+    target.put_blocks(shard.file, blocks(), nbytes)
+    target.put(_sums_name(shard), sums.content(shard.xxh3_128))
+
+
+def _bad_files(store: Store, index: DatasetIndex, on_bytes: OnBytes) -> Iterator[str]:
+    if not _tokenizer_fits(store, index):
+        yield TOKENIZER_FILE
+    done, total = 0, _bytes(index)
+    for shard in _shards(index):
+        checksum, sums = xxhash.xxh3_128(), BlockSummer()
+        try:
+            for block in _blocks(store, shard.file, shard.tokens * index.item_bytes):
+                checksum.update(block)
+                sums.update(block)
+                done += len(block)
+                on_bytes(done, total)
+        except (MissingObjectError, ShortObjectError):
+            yield f"{shard.file} (missing or cut short)"
+            continue
+        if checksum.hexdigest() != shard.xxh3_128:
+            yield shard.file
+            continue
+        try:
+            if store.get(_sums_name(shard)) != sums.content(shard.xxh3_128):
+                yield _sums_name(shard)
+        except MissingObjectError:
+            yield f"{_sums_name(shard)} (missing)"
+
+
+def _blocks(store: Store, key: str, nbytes: int) -> Iterator[memoryview]:
+    """The object's bytes in order, several requests at a time."""
+    step = _READ_BYTES * _READ_AT_ONCE
+    for start in range(0, nbytes, step):
+        stop = min(start + step, nbytes)
+        spans = [(place, min(place + _READ_BYTES, stop)) for place in range(start, stop, _READ_BYTES)]
+        yield from store.ranges(key, spans)
+
+
+def _index(store: Store) -> tuple[bytes, DatasetIndex]:
+    try:
+        content = store.get(INDEX_FILE)
+    except MissingObjectError as error:
+        raise DatasetError(f"there is no prepared dataset at {store.url}; correct the path or URL") from error
+    return content, parse_index(content.decode(errors="replace"), Path(f"{store.url}/{INDEX_FILE}"))
+
+
+def _tokenizer_fits(store: Store, index: DatasetIndex) -> bool:
+    with tempfile.TemporaryDirectory(prefix="phalanx-tokenizer-") as folder:
+        for name in (TOKENIZER_FILE, CONFIG_FILE):
+            with suppress(MissingObjectError):
+                (Path(folder) / name).write_bytes(store.get(name))
+        try:
+            return load_tokenizer(Path(folder)).fingerprint == index.tokenizer_fingerprint
+        except TokenizerError:
+            return False
+
+
+def _holds_sums(target: Store, shard: ShardFile) -> bool:
+    header = sums_header(shard.xxh3_128)
+    try:
+        return bytes(target.ranges(_sums_name(shard), [(0, len(header))])[0]) == header
+    except (MissingObjectError, ShortObjectError):
+        return False
+
+
+def _shards(index: DatasetIndex) -> Iterable[ShardFile]:
+    return (shard for name in SPLITS for shard in index.split(name).shards)
+
+
+def _bytes(index: DatasetIndex) -> int:
+    return sum(shard.tokens for shard in _shards(index)) * index.item_bytes
+
+
+def _sums_name(shard: ShardFile) -> str:
+    return str(PurePosixPath(shard.file).with_suffix(".sums"))
+
+
+_REMEDY = "copy it again from an intact copy, or prepare the dataset anew"

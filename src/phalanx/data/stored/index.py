@@ -1,0 +1,300 @@
+"""``index.json``: the manifest of a prepared dataset.
+
+It lies beside the token shards and holds everything needed to open them without reading them: dtype, counts and
+checksums of each shard, how much text they stand for, the tokenizer, and how the dataset was made. Its fingerprint is
+a SHA-256 over the token streams and the tokenizer: two datasets with one fingerprint train the same weights, however
+each is cut into shards.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+
+import msgspec
+
+from phalanx.data.errors import DatasetError
+from phalanx.run.problems import Problem
+from phalanx.run.section_reader import read_section, unknown_value
+
+INDEX_FILE = "index.json"
+VERSION = 1
+"""A stream of documents joined end to end, cut to any length when it is read."""
+PACKED_VERSION = 2
+"""Records of one length, in which documents are whole (``phalanx.data.preparing.packing``)."""
+CHAT_VERSION = 3
+"""Records of conversations: the highest bit of a stored token says that there is a loss on it."""
+VERSIONS = (VERSION, PACKED_VERSION, CHAT_VERSION)
+TRAIN = "train"
+HELD_OUT = "held_out"
+SPLITS = (TRAIN, HELD_OUT)
+_ITEM_BYTES = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One flat file of little-endian token ids."""
+
+    file: str
+    """Name within the dataset's directory."""
+    tokens: int
+    xxh3_128: str
+    """Checksum of the whole file, in hex."""
+    sha256: str = ""
+    """Digest of the whole file, in hex; only in datasets whose shards were written by many processes."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One of the two token streams of a dataset, in its shards."""
+
+    shards: tuple[ShardFile, ...]
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of text that the tokens stand for."""
+    sha256: str
+    """Digest in hex of the token stream, all shards joined; where shards have digests of their own, of these (``digest_of_shards``)."""
+    padding: int = 0
+    """Tokens of packed records that fill them up."""
+    learned: int = 0
+    """Of conversations, the tokens with a loss."""
+    left_out: int = 0
+    """Conversations that were bad, or longer than a record."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class ChatRecipe:
+    """What made tokens of conversations (``phalanx.data.chat``)."""
+
+    template_sha256: str
+    """Digest of the chat template and the special tokens that it names."""
+    document_end: int
+    """The token that ends a conversation, and fills records up."""
+    too_long: str
+    """"drop" or "cut": what became of conversations that a record does not hold."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The input of dataset preparation; the same recipe gives the same dataset."""
+
+    source_sha256: str
+    """Digest of the names and texts of all documents, in order."""
+    tokenizer: str
+    """"bytes", "bpe", or "file:" and the fingerprint of the tokenizer given."""
+    vocab_size: int | None
+    """As asked for; the tokenizer's own may be smaller."""
+    held_out_fraction: float
+    shard_tokens: int
+    document_start: tuple[int, ...] = ()
+    """Ids that each document begins with: what the tokenizer puts before a text. Version 0.1.0 put none."""
+    packed_seq_len: int = 0
+    """Tokens of a record that documents are packed into; 0 means that they are joined end to end."""
+    chat: ChatRecipe | None = None
+    """Of conversations; None for text."""
+
+
+@dataclass(frozen=True)
+class DatasetIndex:
+    """The content of ``index.json``."""
+
+    dtype: str
+    """"uint16" or "uint32", little-endian."""
+    vocab_size: int
+    tokenizer_kind: str
+    tokenizer_fingerprint: str
+    train: Split
+    held_out: Split
+    held_out_xz_bits_per_byte: float | None
+    """Bits per byte that ``xz -9`` needs for the held-out text; None where there is none."""
+    recipe: Recipe
+    document_mask: bool = False
+    """Runs keep attention within documents unless they say otherwise. So it is of all packed datasets, but for those prepared before this was said: runs on
+    these go on as they began. The fingerprint does not cover it: the tokens are the same."""
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, over the token streams and the tokenizer."""
+        # How the stream of a version 1 is cut into sequences is the run's; the records of a packed one are its own.
+        parts = (
+            str(self.version),
+            self.dtype,
+            self.tokenizer_fingerprint,
+            self.train.sha256,
+            self.held_out.sha256,
+            *([str(self.packed_seq_len)] if self.packed_seq_len else []),
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
+    def version(self) -> int:
+        """The version of the format."""
+        if self.recipe.chat is not None:
+            return CHAT_VERSION
+        return PACKED_VERSION if self.packed_seq_len else VERSION
+
+    @property
+    def loss_bit(self) -> int:
+        """The bit of a stored token that says that there is a loss on it, as a number; 0 where there is one on all."""
+        return 0 if self.recipe.chat is None else loss_bit(self.dtype)
+
+    @property
+    def document_end(self) -> int | None:
+        """The token that ends documents, if it is not the tokenizer's."""
+        return None if self.recipe.chat is None else self.recipe.chat.document_end
+
+    @property
+    def packed_seq_len(self) -> int:
+        """Tokens of a record; 0 for a stream."""
+        return self.recipe.packed_seq_len
+
+    def samples(self, split: str, seq_len: int) -> int:
+        """Samples of ``seq_len`` inputs and their targets in a split. Raises ``DatasetError`` if its records have another length."""
+        tokens = self.split(split).tokens
+        if not self.packed_seq_len:
+            return max(0, (tokens - 1) // seq_len)
+        if self.packed_seq_len != seq_len:
+            raise DatasetError(
+                f"the dataset is packed for sequences of {self.packed_seq_len} tokens, and train.seq_len is {seq_len}: set it to "
+                f"{self.packed_seq_len}, or prepare the text with --pack --seq-len {seq_len}"
+            )
+        return tokens // seq_len
+
+    @property
+    def train_tokens(self) -> int:
+        return self.train.tokens
+
+    @property
+    def held_out_tokens(self) -> int:
+        return self.held_out.tokens
+
+    def split(self, name: str) -> Split:
+        """The split called "train" or "held_out". Raises ``DatasetError`` for another name."""
+        if name not in SPLITS:
+            raise DatasetError(f"no split is called {name!r}; a dataset has {' and '.join(SPLITS)}")
+        return self.train if name == TRAIN else self.held_out
+
+    def to_json(self) -> str:
+        """The text of ``index.json``."""
+        content = asdict(self)
+        if not self.document_mask:
+            del content["document_mask"]
+        if not self.packed_seq_len:  # as version 1 always was
+            del content["recipe"]["packed_seq_len"]
+            for name in SPLITS:
+                del content[name]["padding"]
+        if self.recipe.chat is None:
+            del content["recipe"]["chat"]
+            for name in SPLITS:
+                del content[name]["learned"], content[name]["left_out"]
+        for name in SPLITS:
+            for shard in content[name]["shards"]:
+                if not shard["sha256"]:
+                    del shard["sha256"]
+        return (
+            json.dumps({"version": self.version, "fingerprint": self.fingerprint, **content}, indent=1) + "\n"
+        )
+
+
+def digest_of_shards(shards: Sequence[ShardFile]) -> str:
+    """The digest of a split from those of its shards, in order: a hash over all bytes at once would have to be computed by one process."""
+    return hashlib.sha256("\n".join(shard.sha256 for shard in shards).encode()).hexdigest()
+
+
+def dtype_for(vocab_size: int, *, with_loss_bit: bool = False) -> str:
+    """The smallest of the two dtypes that holds every token id below ``vocab_size``, and beside it the bit of the loss."""
+    return "uint16" if vocab_size <= 1 << (15 if with_loss_bit else 16) else "uint32"
+
+
+def loss_bit(dtype: str) -> int:
+    """The highest bit of a dtype, as a number."""
+    return 1 << (8 * _ITEM_BYTES[dtype] - 1)
+
+
+def read_index(directory: Path) -> DatasetIndex:
+    """Read ``directory/index.json`` and check that it is whole and of this version. Raises ``DatasetError``."""
+    path = directory / INDEX_FILE
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError as error:
+        what = (
+            f"{directory} holds no {INDEX_FILE}"
+            if directory.is_dir()
+            else f"there is no directory {directory}"
+        )
+        raise DatasetError(f"{what}; prepare the dataset there, or correct the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(
+            f"cannot read {path}: {error}; copy the dataset again, or prepare it again"
+        ) from error
+    return parse_index(text, path)
+
+
+def parse_index(text: str, path: Path) -> DatasetIndex:
+    """The index whose JSON ``text`` is; ``path`` is for messages. Raises ``DatasetError``."""
+    try:
+        content: dict[str, object] = msgspec.json.decode(text)
+        version = content["version"]
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _damaged(path, repr(error)) from error
+    if version not in VERSIONS:
+        raise DatasetError(
+            f"{path} has version {version!r} of the dataset format, this Phalanx reads versions {VERSION} to {CHAT_VERSION}; prepare the "
+            "dataset again, or use the release that made it"
+        )
+    problems: list[Problem] = []
+    fields = {name: value for name, value in content.items() if name not in ("version", "fingerprint")}
+    shards = {name: _many_shards(fields.get(name)) for name in (TRAIN, HELD_OUT)}
+    for name, found in shards.items():
+        if found is not None:
+            fields[name] = {**fields[name], "shards": []}  # type: ignore[dict-item]
+    index = read_section(DatasetIndex, fields, problems)
+    if index is not None:
+        splits = {
+            name: replace(index.split(name), shards=some) for name, some in shards.items() if some is not None
+        }
+        index = replace(index, **splits)  # type: ignore[arg-type]
+    if index is not None and index.dtype not in _ITEM_BYTES:
+        problems.append(unknown_value("dtype", index.dtype, _ITEM_BYTES))
+    if index is None or problems:
+        raise _damaged(path, "; ".join(map(str, problems)))
+    if index.version != version:
+        raise _damaged(
+            path, f"version {version} and packed_seq_len {index.packed_seq_len} contradict each other"
+        )
+    if content.get("fingerprint") != index.fingerprint:
+        raise DatasetError(
+            f"{path} was changed: its content has fingerprint {index.fingerprint}, it says {content.get('fingerprint')}"
+            "; copy the dataset again, or prepare it again"
+        )
+    return index
+
+
+def _many_shards(split: object) -> tuple[ShardFile, ...] | None:
+    """The shards of a split, all at once; ``None`` if something about them is wrong, which is then found one by one, and named.
+
+    A dataset may have a hundred thousand, and nothing is trained before they are read.
+    """
+    found = split.get("shards") if isinstance(split, dict) else None
+    known = {part.name for part in dataclass_fields(ShardFile)}
+    try:
+        shards = msgspec.convert(found, tuple[ShardFile, ...])
+        if all(type(one["tokens"]) is int and known.issuperset(one) for one in found or ()):
+            return shards
+    except msgspec.ValidationError:
+        pass
+    return None
+
+
+def _damaged(path: Path, reason: str) -> DatasetError:
+    return DatasetError(f"{path} is damaged ({reason}); copy the dataset again, or prepare it again")

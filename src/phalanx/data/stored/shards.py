@@ -1,0 +1,397 @@
+"""Token shards: a split's token stream in flat files, read through memory maps and written once.
+
+A shard holds little-endian token ids and nothing else, so that any tool can read it; counts and checksums are in
+``index.json`` beside it. Opening checks every file's size, which finds a copy cut short. Whatever is read was compared before
+with the checksum of its block (``phalanx.data.stored.block_sums``), so that a flipped bit is named and never handed out; ``verify``
+reads everything. Of a dataset that was prepared without block sums, each shard is compared as a whole when it is mapped, unless
+the dataset is too large for that (``MOST_WHOLE_BYTES``). A dataset is written into a directory of another name, forced to disk, and takes its own
+name in one rename: under its name it is whole or not there.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from phalanx.data.errors import DatasetError
+from phalanx.data.stored.block_sums import (
+    BLOCK_BYTES,
+    BlockSummer,
+    CheckedBlocks,
+    check_whole,
+    read_sums,
+    sums_file,
+)
+from phalanx.data.stored.index import (
+    INDEX_FILE,
+    SPLITS,
+    DatasetIndex,
+    ShardFile,
+    digest_of_shards,
+    read_index,
+)
+from phalanx.run.directory.durable import sync, write_atomically
+
+# Each map and that of its sums hold a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
+MAX_OPEN_MAPS = 256
+MOST_WHOLE_BYTES = 8 << 30
+"""Datasets up to this size have shards without block sums compared as a whole, at some 10 GB/s from memory, in every process."""
+_READ_BYTES = 8 << 20
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+
+class Shards(Protocol):
+    """The token stream of one split, as if in one array, wherever its shards lie. Threads may share it."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def unchecked(self) -> bool:
+        """True if there are shards whose tokens are handed out without having been compared with a checksum."""
+        ...
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """Tokens ``start`` to ``stop`` as stored (uint16 or uint32).
+
+        Raises ``IndexError`` for a stretch that is not within the stream, ``DatasetError`` for one that cannot be had as it was written.
+        """
+        ...
+
+    def gather(
+        self, starts: NDArray[np.int64], length: int, out: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> None:
+        """Writes ``length`` tokens from each of ``starts`` into that of the ``rows`` of ``out``, int64. Raises as ``read`` does."""
+        ...
+
+
+class TokenShards:
+    """The token stream of one split in the shards of a folder. Threads may share it."""
+
+    def __init__(self, directory: Path, split: str, index: DatasetIndex) -> None:
+        shards = index.split(split).shards
+        self.directory = directory
+        self.dtype = np.dtype(index.dtype).newbyteorder("<")
+        self._shards = shards
+        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
+        self._maps: OrderedDict[int, _MappedShard] = OrderedDict()
+        self._lock = threading.Lock()
+        tokens = sum(index.split(name).tokens for name in SPLITS)
+        self._whole = tokens * index.item_bytes <= MOST_WHOLE_BYTES
+
+    @classmethod
+    def open(cls, directory: Path, split: str) -> Self:
+        """Open the split "train" or "held_out", checking each file's size; no token is read.
+
+        Raises ``DatasetError`` if a shard is missing or of another size.
+        """
+        index = read_index(directory)
+        for shard in index.split(split).shards:
+            _check_size(directory, shard, index.item_bytes)
+        return cls(directory, split, index)
+
+    @property
+    def tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def unchecked(self) -> bool:
+        """True if there are shards without block sums that are too large to be compared as a whole: their tokens are not checked."""
+        missing = (shard for shard in self._shards if not sums_file(self.directory / shard.file).exists())
+        return not self._whole and next(missing, None) is not None
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """Tokens ``start`` to ``stop`` as stored (uint16 or uint32); a read-only view where they lie in one shard.
+
+        Raises ``IndexError`` for a stretch that is not within the stream, ``DatasetError`` for one that is not what was written.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start}..{stop} are not within the {self.tokens} of {self.directory}")
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        pieces: list[TokenArray] = []
+        while start < stop:
+            offset, end = start - int(self._starts[number]), min(stop, int(self._starts[number + 1]))
+            mapped = self._map(number)
+            mapped.require(np.array([offset]), end - start)
+            pieces.append(mapped.tokens[offset : offset + end - start])
+            start, number = end, number + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([np.empty(0, dtype=self.dtype), *pieces])
+
+    def gather(
+        self, starts: NDArray[np.int64], length: int, out: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> None:
+        """Writes ``length`` tokens from each of ``starts`` into that of the ``rows`` of ``out``, int64.
+
+        Raises ``IndexError`` for a stretch that is not within the stream, ``DatasetError`` for one that is not what was written.
+        """
+        if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
+            raise IndexError(
+                f"{length} tokens from {starts.min()}..{starts.max()} are not within the {self.tokens}"
+            )
+        if not starts.size or not length:
+            return
+        numbers = np.searchsorted(self._starts, starts, side="right") - 1
+        offsets = starts - self._starts[numbers]
+        maps = {number: self._map(number) for number in np.unique(numbers).tolist()}
+        # Left to page faults, each sample waits for the disk alone, and drags in a hundred times its size around it.
+        chosen = {number: offsets[numbers == number] if len(maps) > 1 else offsets for number in maps}
+        for number, mapped in maps.items():
+            mapped.announce(chosen[number], length)
+        for number, mapped in maps.items():
+            mapped.require(chosen[number], length)
+        for number, offset, row in zip(numbers.tolist(), offsets.tolist(), rows.tolist(), strict=True):
+            tokens = maps[number].tokens[offset : offset + length]
+            if len(tokens) < length:
+                start = int(self._starts[number]) + offset
+                tokens = self.read(start, start + length)
+            out[row] = tokens
+
+    def _map(self, number: int) -> "_MappedShard":
+        with self._lock:
+            mapped = self._maps.get(number)
+            if mapped is None:
+                mapped = _map_shard(self.directory, self._shards[number], self.dtype, whole=self._whole)
+                self._maps[number] = mapped
+                if len(self._maps) > MAX_OPEN_MAPS:
+                    self._maps.popitem(last=False)
+            return mapped
+
+
+@dataclass(frozen=True)
+class _MappedShard:
+    mapping: mmap.mmap
+    tokens: TokenArray
+    checked: CheckedBlocks
+
+    def announce(self, offsets: NDArray[np.int64], count: int) -> None:
+        """Have the system begin to read ``count`` tokens from each of ``offsets``, and return at once."""
+        starts, length_bytes = offsets * self.tokens.itemsize, count * self.tokens.itemsize
+        stops = np.minimum(starts + length_bytes, len(self.mapping))
+        unseen = self.checked.unseen(starts, length_bytes)
+        if unseen is not None:  # they are looked at by whole blocks
+            starts = np.where(unseen, starts - starts % BLOCK_BYTES, starts)
+            stops = np.where(
+                unseen, np.minimum(-(-stops // BLOCK_BYTES) * BLOCK_BYTES, len(self.mapping)), stops
+            )
+        starts -= starts % mmap.PAGESIZE
+        madvise, willneed = self.mapping.madvise, mmap.MADV_WILLNEED
+        for start, size in zip(starts.tolist(), (stops - starts).tolist(), strict=True):
+            madvise(willneed, start, size)
+
+    def require(self, offsets: NDArray[np.int64], count: int) -> None:
+        """Compare the blocks of ``count`` tokens from each of ``offsets`` that were not yet. Raises ``DatasetError``."""
+        self.checked.check(offsets * self.tokens.itemsize, count * self.tokens.itemsize)
+
+
+@dataclass(frozen=True)
+class WrittenSplit:
+    """The shards of a split that has been written, and the digest of its stream."""
+
+    shards: tuple[ShardFile, ...]
+    sha256: str
+
+
+class ShardWriter:
+    """Cuts a token stream into shards of ``shard_tokens`` in ``directory``; ``close`` makes them durable.
+
+    As a context manager it leaves no file open, and closes nothing for you: without ``close`` there is no split.
+    """
+
+    def __init__(self, directory: Path, split: str, *, dtype: str, shard_tokens: int) -> None:
+        if shard_tokens < 1:
+            raise DatasetError(f"shard_tokens = {shard_tokens} is not positive")
+        self._directory = directory
+        self._split = split
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._shard_tokens = shard_tokens
+        self._shards: list[ShardFile] = []
+        self._stream_digest = hashlib.sha256()
+        self._open: _OpenShard | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            self._open.abandon()
+
+    def append(self, tokens: NDArray[Any]) -> None:
+        """Write token ids (1-D, any integer dtype; each must fit the stored dtype) at the stream's end."""
+        tokens = tokens.astype(self._dtype)
+        self._stream_digest.update(tokens.data)
+        while tokens.size:
+            if self._open is None:
+                self._open = _OpenShard(self._directory / f"{self._split}-{len(self._shards):05d}.bin")
+            room = self._shard_tokens - self._open.tokens
+            self._open.write(tokens[:room])
+            tokens = tokens[room:]
+            if self._open.tokens == self._shard_tokens:
+                self._finish_shard()
+
+    def close(self) -> WrittenSplit:
+        """Finish the last shard."""
+        self._finish_shard()
+        return WrittenSplit(tuple(self._shards), self._stream_digest.hexdigest())
+
+    def _finish_shard(self) -> None:
+        if self._open is not None:
+            self._shards.append(self._open.finish())
+            self._open = None
+
+
+class _OpenShard:
+    """The shard being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokens = 0
+        self._path = path
+        self._file = path.open("xb", buffering=1 << 20)
+        self._checksum = xxhash.xxh3_128()
+        self._sums = BlockSummer()
+
+    def write(self, tokens: TokenArray) -> None:
+        self._file.write(tokens.data)
+        self._checksum.update(tokens.data)
+        self._sums.update(tokens.data)
+        self.tokens += len(tokens)
+
+    def finish(self) -> ShardFile:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        checksum = self._checksum.hexdigest()
+        sums_file(self._path).write_bytes(self._sums.content(checksum))  # made durable by ``commit``
+        return ShardFile(self._path.name, self.tokens, checksum)
+
+    def abandon(self) -> None:
+        # Closing flushes what is buffered, which fails anew on a full disk; the file is closed all the same.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def commit(partial: Path, directory: Path, index: DatasetIndex) -> None:
+    """Write the index of the shards in ``partial``, force all to disk, and give it the name ``directory``.
+
+    Raises ``OSError`` (ENOTEMPTY or EEXIST) if ``directory`` exists and is not empty; then nothing has changed there.
+    """
+    (partial / INDEX_FILE).write_bytes(index.to_json().encode())
+    for path in partial.iterdir():
+        sync(path)
+    sync(partial)
+    partial.rename(directory)
+    sync(directory.parent)
+
+
+def verify(
+    directory: Path,
+    *,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    write_missing_sums: bool = False,
+) -> int:
+    """Read every shard of the dataset and compare it with its checksum, and its block sums with its blocks.
+
+    Args:
+        directory: The dataset's.
+        on_progress: Called with (shard file, shards done, shards in all).
+        write_missing_sums: Write the block sums of intact shards that have none.
+
+    Returns:
+        The number of shards that have no block sums afterwards.
+
+    Raises:
+        DatasetError: It names every bad shard.
+    """
+    index = read_index(directory)
+    shards = [(name, shard) for name in SPLITS for shard in index.split(name).shards]
+    digests = {name: hashlib.sha256() for name in SPLITS}
+    bad: list[str] = []
+    without_sums = 0
+    for done, (name, shard) in enumerate(shards, start=1):
+        _check_size(directory, shard, index.item_bytes)
+        path, sums = directory / shard.file, BlockSummer()
+        digest = hashlib.sha256() if shard.sha256 else digests[name]
+        if _checksum(path, digest.update, sums.update) != shard.xxh3_128 or (
+            shard.sha256 and digest.hexdigest() != shard.sha256
+        ):
+            bad.append(shard.file)
+        elif sums_file(path).exists():
+            read_sums(path, shard, path.stat().st_size)  # says what a torn one lacks
+            if sums_file(path).read_bytes() != sums.content(shard.xxh3_128):
+                bad.append(sums_file(path).name)
+        elif write_missing_sums:
+            write_atomically(sums_file(path), sums.content(shard.xxh3_128))
+        else:
+            without_sums += 1
+        if on_progress is not None:
+            on_progress(shard.file, done, len(shards))
+    if bad:
+        raise DatasetError(
+            f"{directory}: not what was written: {', '.join(bad)}; copy these files again from an intact copy, or "
+            "prepare the dataset anew (block sums can be removed and made again: --write-sums)"
+        )
+    for name in SPLITS:
+        split = index.split(name)
+        own = any(shard.sha256 for shard in split.shards)
+        if (digest_of_shards(split.shards) if own else digests[name].hexdigest()) != split.sha256:
+            raise DatasetError(
+                f"{directory}: the {name} shards are not those of the fingerprint; prepare it anew"
+            )
+    return without_sums
+
+
+def _check_size(directory: Path, shard: ShardFile, item_bytes: int) -> None:
+    path, expected_bytes = directory / shard.file, shard.tokens * item_bytes
+    try:
+        found_bytes = path.stat().st_size
+    except OSError as error:
+        raise DatasetError(
+            f"cannot open {path}: {error.strerror}; copy it again, or prepare the dataset anew"
+        ) from error
+    if found_bytes != expected_bytes:
+        raise DatasetError(
+            f"{path} has {found_bytes} bytes instead of {expected_bytes}; copy it again from an intact copy, or "
+            "prepare the dataset anew"
+        )
+
+
+def _map_shard(directory: Path, shard: ShardFile, dtype: np.dtype[Any], *, whole: bool) -> "_MappedShard":
+    """Maps a shard. ``whole``: If it has no block sums, all of it is compared now; else none of it ever is."""
+    _check_size(directory, shard, dtype.itemsize)
+    path = directory / shard.file
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    sums = read_sums(path, shard, len(mapping))
+    if sums is None and whole:
+        check_whole(path, shard, mapping)
+    checked = CheckedBlocks(path, shard, memoryview(mapping), sums)
+    return _MappedShard(mapping, np.frombuffer(mapping, dtype=dtype), checked)
+
+
+def _checksum(path: Path, *also: Callable[[bytes], None]) -> str:
+    checksum = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                checksum.update(block)
+                for take in also:
+                    take(block)
+    except OSError as error:
+        raise DatasetError(
+            f"cannot read {path}: {error}; copy it again, or prepare the dataset anew"
+        ) from error
+    return checksum.hexdigest()

@@ -1,0 +1,379 @@
+"""Text to token ids and back, losing nothing.
+
+Two kinds, one interface. ``BytesTokenizer`` makes each byte of UTF-8 a token: nothing to train, fit for tests and tiny
+models. ``BpeTokenizer`` is byte-level byte-pair encoding (Sennrich et al. 2016; on bytes, Radford et al. 2019) by
+Hugging Face's ``tokenizers``, trained here or loaded from any byte-level ``tokenizer.json``. A third, BPE that falls back to bytes, is
+only loaded (``published.byte_fallback``).
+
+All know how many bytes of text each token stands for: a loss in bits per byte can be compared between tokenizers,
+and with a general compressor, where a loss per token cannot. A document's text never yields the end-of-document
+token, even where it spells its name. Where a tokenizer begins each text with a token of its own (Llama 3's does), documents and
+prompts begin with it, but ``encode`` gives the text alone. Saved, all are a Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HfTokenizer
+
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer, is_byte_fallback
+from phalanx.data.tokenizers.published.files import (
+    COMMON_END_TOKENS,
+    CONFIG_FILE,
+    PROBE,
+    TOKENIZER_FILE,
+    decoded,
+    named_token,
+    read_bytes,
+    read_config,
+    require_known_ids,
+    save_tokenizer,
+)
+from phalanx.data.tokenizers.published.sentencepiece_model import read_model, to_tokenizer_json
+from phalanx.data.tokenizers.published.tiktoken_ranks import (
+    bytes_spelling,
+    is_ranks,
+    ranks_to_tokenizer_json,
+    read_ranks,
+    splitting_of,
+)
+
+END_OF_DOCUMENT = "<|endoftext|>"
+BYTES_VOCAB_SIZE = 257
+SENTENCEPIECE_FILE = "tokenizer.model"
+
+# The split of GPT-4's tokenizer (also Llama 3's): words with the space before them, up to three digits, punctuation.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LONGEST_WORD = 1_024
+"""Characters of a word for training, whose time grows with the square of a word's length: DNA, hex and rulers have no spaces."""
+_LONG_WORDS = re.compile(
+    rf"[^\W\d_]{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}|(?:[^\w\s]|_){{{_LONGEST_WORD + 1},}}"
+)
+
+
+class Tokenizer(Protocol):
+    """The tokenizer interface that the data pipeline uses."""
+
+    @property
+    def kind(self) -> str: ...  # "bytes" or "bpe"
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end_of_document(self) -> int: ...
+    @property
+    def document_start(self) -> tuple[int, ...]: ...  # put before each document and prompt; mostly none
+    @property
+    def prefix_bytes(self) -> int: ...  # 1 if ids of a text begin with a space that is not the text's, else 0
+    @property
+    def fingerprint(self) -> str: ...  # sha256, in hex, of all that decides how text is encoded
+    @property
+    def byte_lengths(
+        self,
+    ) -> NDArray[np.int64]: ...  # (vocab_size,): bytes of text per token; 0 for special tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text`` alone, without ``document_start`` and ``end_of_document``."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """As ``encode`` for each text, on all cores where the kind allows it."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:
+        """The text; special tokens are left out, and bytes that end amid a character become U+FFFD.
+
+        The ids are those of a text from its start, or, if ``at_start`` is false, of what stands amid one.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``load_tokenizer`` reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class BytesTokenizer:
+    """Each byte of UTF-8 is the token of its value; 256 ends a document."""
+
+    kind: str = field(default="bytes", init=False)
+    vocab_size: int = field(default=BYTES_VOCAB_SIZE, init=False)
+    end_of_document: int = field(default=256, init=False)
+    document_start: tuple[int, ...] = field(default=(), init=False)
+    prefix_bytes: int = field(default=0, init=False)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"phalanx bytes tokenizer, end of document 256").hexdigest()
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        lengths = np.ones(self.vocab_size, dtype=np.int64)
+        lengths[self.end_of_document] = 0
+        lengths.flags.writeable = False
+        return lengths
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
+        require_known_ids(ids, self.vocab_size)
+        return bytes(token for token in ids if token != self.end_of_document).decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        # As a BPE without merges, other people's tools can load it too.
+        byte_of_char = _byte_of_char()
+        hf = HfTokenizer(models.BPE(vocab=byte_of_char, merges=[]))
+        hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        hf.decoder = decoders.ByteLevel()
+        hf.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+        save_tokenizer(directory, hf.to_str(), END_OF_DOCUMENT, self.kind)
+
+
+@dataclass(frozen=True)
+class BpeTokenizer:
+    """A byte-level BPE held as the text of its ``tokenizer.json``; build it with ``train_bpe`` or ``from_file``."""
+
+    serialized: str = field(repr=False)
+    end_token: str
+    kind: str = field(default="bpe", init=False)
+    prefix_bytes: int = field(default=0, init=False)
+    end_of_document: int = field(init=False, compare=False)
+    _hf: HfTokenizer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises ``TokenizerError`` if this is no byte-level tokenizer or does not give text back as it was."""
+        hf = _parse(self.serialized)
+        end_of_document = hf.token_to_id(self.end_token)
+        if end_of_document is None:
+            raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")
+        object.__setattr__(self, "_hf", hf)
+        object.__setattr__(self, "end_of_document", end_of_document)
+        if end_of_document in self.encode(self.end_token):
+            raise TokenizerError(
+                f"text that spells {self.end_token!r} would end its document: mark that token as special, or name "
+                f'another as "eos_token" in {CONFIG_FILE}'
+            )
+        lengths = self.byte_lengths
+        ids = self.encode(PROBE)
+        if self.decode(ids) != PROBE or lengths[ids].sum() != len(PROBE.encode()):
+            raise TokenizerError(
+                f"the tokenizer turns {PROBE!r} into {self.decode(ids)!r}; only byte-level BPE, which gives every "
+                "text back as it was, can be used: choose such a tokenizer.json, or train one ('bpe')"
+            )
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._hf.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def document_start(self) -> tuple[int, ...]:
+        # The post-processor's own tokens are of no sequence. (Transformers, from version 5 on, reads no add_bos_token beside
+        # a tokenizer.json.)
+        encoded = self._hf.encode("a", add_special_tokens=True)
+        first = next(place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
+        return tuple(encoded.ids[:first])
+
+    @cached_property
+    def _for_templates(self) -> HfTokenizer:
+        # A tokenizer of 128,000 tokens takes a second to parse, which a server has not for each chat.
+        hf = HfTokenizer.from_str(self.serialized)
+        hf.no_truncation()
+        hf.no_padding()
+        return hf
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.end_token}\0{self.serialized}".encode()).hexdigest()
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        # Each character of a byte-level token is one byte; an added token is itself, and a special one no text at all.
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._hf.get_vocab(with_added_tokens=False).items():
+            lengths[number] = len(token)
+        for number, added in self._hf.get_added_tokens_decoder().items():
+            lengths[number] = 0 if added.special else len(added.content.encode())
+        lengths[self.end_of_document] = 0
+        lengths.flags.writeable = False
+        return lengths
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._hf.encode(text, add_special_tokens=False).ids)
+
+    def encode_template(self, text: str) -> list[int]:
+        """As ``encode``, but the name of a special token is that token: for what a chat template has made."""
+        return list(self._for_templates.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        encodings = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
+        require_known_ids(ids, self.vocab_size)
+        return str(self._hf.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, directory: Path) -> None:
+        save_tokenizer(directory, self.serialized, self.end_token, self.kind)
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
+    """Learn a byte-level BPE of at most ``vocab_size`` tokens (fewer if the text has too few distinct pairs).
+
+    The same texts give the same tokenizer, whatever the number of threads. Memory grows with the number of distinct
+    words only. ``vocab_size`` counts the 256 bytes and the end-of-document token, hence is at least 257.
+    """
+    if vocab_size < BYTES_VOCAB_SIZE:
+        raise TokenizerError(
+            f"vocab_size = {vocab_size} is too small: 256 bytes and the end-of-document token need {BYTES_VOCAB_SIZE}"
+        )
+    hf = HfTokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    hf.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    hf.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(END_OF_DOCUMENT, special=True, normalized=False)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    hf.train_from_iterator((piece for text in texts for piece in _without_long_words(text)), trainer)
+    return BpeTokenizer(hf.to_str(), END_OF_DOCUMENT)
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """``text`` in pieces, cut within words of more than ``_LONGEST_WORD`` characters."""
+    start = 0
+    for word in _LONG_WORDS.finditer(text):
+        for cut in range(word.start() + _LONGEST_WORD, word.end(), _LONGEST_WORD):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
+    """Load a tokenizer that was trained elsewhere, by its file or the directory of its model.
+
+    The content says what it is: a ``tokenizer.json`` with a byte-level BPE or one that falls back to bytes, or sentencepiece's
+    ``tokenizer.model``, or tiktoken's ranks. The token that ends documents is the ``eos_token`` of the ``tokenizer_config.json``
+    beside it, or else the one that sentencepiece names, or the first well-known name that the tokenizer has; ``add_bos_token`` there says if texts begin
+    with sentencepiece's first token, which they do if it has one. Raises ``TokenizerError``.
+    """
+    file = path
+    if path.is_dir():
+        names = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
+        file = next((path / name for name in names if (path / name).is_file()), path / TOKENIZER_FILE)
+    content = read_bytes(file)
+    config = read_config(file.parent)
+    end_token = named_token(config, "eos_token")
+    try:
+        if content.startswith(b"\n") and not content.lstrip().startswith(b"{"):
+            add_bos = config.get("add_bos_token")
+            serialized, named = to_tokenizer_json(
+                read_model(content), add_bos=add_bos if isinstance(add_bos, bool) else None
+            )
+            end_token = end_token or named
+        elif is_ranks(content):
+            ranks = read_ranks(content)
+            serialized = ranks_to_tokenizer_json(ranks, splitting_of(ranks, config))
+        else:
+            serialized = decoded(content, file)
+        if end_token is None:
+            end_token = _guess_end_token(serialized)
+        if is_byte_fallback(_model_of(serialized)):
+            return FallbackTokenizer(serialized, end_token)
+        return BpeTokenizer(serialized, end_token)
+    except TokenizerError as error:
+        raise TokenizerError(f"{file}: {error}") from error
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer saved in ``directory``. Raises ``TokenizerError``."""
+    if read_config(directory).get("phalanx_kind") == "bytes":
+        return BytesTokenizer()
+    return tokenizer_from_file(directory)
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """True if both turn text into the same ids, as far as their vocabularies and a sample of text tell.
+
+    Fingerprints tell only that the files are the same: exported to other software and read back, a tokenizer is another file.
+    """
+    if one.fingerprint == other.fingerprint:
+        return True
+    if (one.vocab_size, one.end_of_document, one.document_start) != (
+        other.vocab_size,
+        other.end_of_document,
+        other.document_start,
+    ):
+        return False
+    return one.encode(PROBE) == other.encode(PROBE) and all(
+        one.decode([token]) == other.decode([token]) for token in range(one.vocab_size)
+    )
+
+
+def _model_of(serialized: str) -> dict[str, object]:
+    """The ``model`` of a ``tokenizer.json``, once the library can read it."""
+    _read_by_library(serialized)
+    model = json.loads(serialized)["model"]
+    return model if isinstance(model, dict) else {}
+
+
+def _read_by_library(serialized: str) -> HfTokenizer:
+    try:
+        return HfTokenizer.from_str(serialized)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot parse
+        raise TokenizerError(f"not a tokenizer.json that can be read: {error}") from error
+
+
+def _parse(serialized: str) -> HfTokenizer:
+    hf = _read_by_library(serialized)
+    model = json.loads(serialized)["model"]
+    vocab = model["vocab"]
+    if (
+        model.get("type", "BPE") != "BPE"
+        or not isinstance(vocab, dict)
+        or not vocab.keys() >= _byte_of_char().keys()
+    ):
+        raise TokenizerError(
+            "neither a byte-level BPE nor one that falls back to bytes, the only sorts that can spell every text: choose such "
+            "a tokenizer, or train one ('bpe')"
+        )
+    # A tokenizer saved from training often cuts or pads to a length, and would silently drop text.
+    hf.no_truncation()
+    hf.no_padding()
+    hf.encode_special_tokens = True
+    return hf
+
+
+def _guess_end_token(serialized: str) -> str:
+    hf = _read_by_library(serialized)
+    for token in COMMON_END_TOKENS:
+        if hf.token_to_id(token) is not None:
+            return token
+    special = [added.content for added in hf.get_added_tokens_decoder().values() if added.special]
+    raise TokenizerError(
+        f'which token ends a document? Name it as "eos_token" in a {CONFIG_FILE} beside the file; '
+        f"its special tokens are {special[:10]}"
+    )
+
+
+def _byte_of_char() -> dict[str, int]:
+    return {char: byte for byte, char in enumerate(bytes_spelling())}

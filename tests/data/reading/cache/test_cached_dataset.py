@@ -1,0 +1,343 @@
+"""A dataset in an object store gives the tokens of the same dataset in a folder, whatever becomes of the cache and on the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.making import write_dataset
+from phalanx.data.errors import DatasetError
+from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShards, cached_in
+from phalanx.data.stored.block_sums import BLOCK_BYTES
+from phalanx.data.stored.index import HELD_OUT, TRAIN
+from phalanx.data.stored.shards import TokenShards
+from phalanx.store.errors import UnavailableError
+from store.memory_store import MemoryStore
+
+BLOCK_TOKENS = BLOCK_BYTES // 2
+STREAM = np.random.default_rng(0).integers(0, 257, 10 * BLOCK_TOKENS + 999)
+SHARD_TOKENS = 4 * BLOCK_TOKENS + 500
+"""Shards end within a block."""
+MUCH = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stored") / "set"
+    write_dataset(directory, STREAM, held_out=STREAM[:3000], shard_tokens=SHARD_TOKENS)
+    return directory
+
+
+def stored(dataset: Path) -> MemoryStore:
+    return MemoryStore({path.name: path.read_bytes() for path in dataset.iterdir()})
+
+
+def opened(store: MemoryStore, root: Path, limit_bytes: int = MUCH) -> CachedDataset:
+    return cached_in(store, store, root, limit_bytes)
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
+
+
+def samples(shards: CachedShards | TokenShards, starts: list[int], length: int) -> list[list[int]]:
+    out = np.empty((len(starts), length), dtype=np.int64)
+    shards.gather(np.array(starts, dtype=np.int64), length, out, np.arange(len(starts)))
+    return out.tolist()
+
+
+def expected(starts: list[int], length: int) -> list[list[int]]:
+    return [STREAM[start : start + length].tolist() for start in starts]
+
+
+def harmed(folder: Path, harm: str, seed: int) -> None:
+    """Does to a file of the cache what a disk, a kill or another process might do."""
+    draw = np.random.default_rng(seed)
+    files = sorted(folder.glob("train-*"))
+    if not files:
+        return
+    file = files[draw.integers(len(files))]
+    size = file.stat().st_size
+    if harm == "flip" and size:
+        file.write_bytes(flipped(file.read_bytes(), int(draw.integers(size))))
+    elif harm == "cut":
+        os.truncate(file, int(draw.integers(size + 1)))
+    elif harm == "empty":
+        os.truncate(file, 0)
+    elif harm == "remove":
+        file.unlink()
+
+
+@given(
+    reads=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, len(STREAM) - 2 * BLOCK_TOKENS), max_size=4),
+            st.sampled_from([1, 100, BLOCK_TOKENS, 2 * BLOCK_TOKENS]),
+            st.sampled_from(["", "flip", "cut", "empty", "remove", "reopen"]),
+            st.integers(0, 99),
+        ),
+        max_size=8,
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_what_is_read_is_the_folders_whatever_becomes_of_the_cached(
+    dataset: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    reads: list[tuple[list[int], int, str, int]],
+) -> None:
+    root, store = tmp_path_factory.mktemp("root"), stored(dataset)
+    cache = opened(store, root)
+    shards = CachedShards(cache, TRAIN)
+    for starts, length, harm, seed in reads:
+        assert samples(shards, starts, length) == expected(starts, length)
+        harmed(cache.folder, harm, seed)
+        if harm == "reopen":
+            shards = CachedShards(opened(store, root), TRAIN)
+    shutil.rmtree(root)
+
+
+def test_reading_a_stretch_gives_the_folders_tokens_across_shards_and_in_both_splits(
+    dataset: Path, tmp_path: Path
+) -> None:
+    cache = opened(stored(dataset), tmp_path)
+    for split in (TRAIN, HELD_OUT):
+        here, there = TokenShards.open(dataset, split), CachedShards(cache, split)
+        assert there.tokens == here.tokens
+        assert not there.unchecked
+        found = there.read(7, here.tokens)
+        assert found.dtype == here.dtype
+        assert found.tolist() == here.read(7, here.tokens).tolist()
+        with pytest.raises(IndexError):
+            there.read(0, here.tokens + 1)
+
+
+def test_what_was_fetched_is_not_asked_for_again_by_later_processes(dataset: Path, tmp_path: Path) -> None:
+    store = stored(dataset)
+    samples(CachedShards(opened(store, tmp_path), TRAIN), [5, 20_000], 600)
+    store.read_bytes = 0
+    again = opened(store, tmp_path)
+    assert samples(CachedShards(again, TRAIN), [5, 20_000], 600) == expected([5, 20_000], 600)
+    assert store.read_bytes == 0
+    assert (again.traffic.asked_bytes, again.traffic.fetched_bytes) == (2 * 1200, 0)
+
+
+def test_only_the_blocks_of_a_sample_are_fetched(dataset: Path, tmp_path: Path) -> None:
+    store = stored(dataset)
+    samples(CachedShards(opened(store, tmp_path), TRAIN), [BLOCK_TOKENS - 10], 20)
+    assert store.read_bytes == 2 * BLOCK_BYTES
+
+
+def test_of_many_who_miss_a_block_at_once_one_fetches_it(dataset: Path, tmp_path: Path) -> None:
+    # Each has opened the cache for itself, as processes do; locks of open file descriptions keep these apart as they do processes.
+    store, asked = stored(dataset), []
+
+    def slowly(operation: str, key: str) -> None:
+        if operation == "ranges" and key.endswith(".bin"):
+            asked.append(key)
+            time.sleep(0.1)
+
+    store.before = slowly
+    readers = [CachedShards(opened(store, tmp_path), TRAIN) for _ in range(8)]
+    found: list[list[list[int]]] = []
+    threads = [
+        threading.Thread(target=lambda one=one: found.append(samples(one, [5], 600))) for one in readers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected([5], 600)] * 8
+    assert len(asked) == 1
+
+
+def test_a_bit_that_flips_on_the_way_is_asked_for_again(dataset: Path, tmp_path: Path) -> None:
+    store = stored(dataset)
+    shards = CachedShards(opened(store, tmp_path), TRAIN)
+    intact, asked = dict(store.objects), 0
+
+    def flip_the_first(operation: str, key: str) -> None:
+        nonlocal asked
+        if operation == "ranges" and key.endswith(".bin"):
+            asked += 1
+            store.objects[key] = flipped(intact[key], 100) if asked == 1 else intact[key]
+
+    store.before = flip_the_first
+    assert samples(shards, [5], 600) == expected([5], 600)
+    assert asked == 2
+
+
+def test_a_byte_that_the_store_has_wrong_is_named_and_never_handed_out(dataset: Path, tmp_path: Path) -> None:
+    store = stored(dataset)
+    store.objects["train-00001.bin"] = flipped(store.objects["train-00001.bin"], BLOCK_BYTES + 17)
+    shards = CachedShards(opened(store, tmp_path), TRAIN)
+    before = samples(shards, [SHARD_TOKENS], 100)
+    assert before == expected([SHARD_TOKENS], 100)
+    with pytest.raises(
+        DatasetError,
+        match=r"memory://store/train-00001\.bin: bytes 8192 to 16384 are not what was written.*data copy",
+    ):
+        samples(shards, [SHARD_TOKENS + BLOCK_TOKENS], 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("index.json", None, r"memory://store holds no index\.json; correct the URL"),
+        ("index.json", b"{", r"memory:/store/index\.json is damaged"),
+        ("tokenizer.json", None, r"holds no tokenizer\.json"),
+        (
+            "train-00000.sums",
+            None,
+            r"train-00000\.sums is not there, and without block sums nothing.*--write-sums",
+        ),
+        (
+            "train-00000.sums",
+            b"torn",
+            r"memory://store/train-00000\.sums holds no block sums of train-00000\.bin",
+        ),
+        ("train-00000.bin", None, r"train-00000\.bin: there is no such object.*data copy"),
+        ("train-00000.bin", b"short", r"train-00000\.bin: ends before.*data copy"),
+    ],
+)
+def test_what_is_missing_or_torn_in_the_store_is_named_with_its_remedy(
+    dataset: Path, tmp_path: Path, name: str, change: bytes | None, message: str
+) -> None:
+    store = stored(dataset)
+    del store.objects[name]
+    if change is not None:
+        store.objects[name] = change
+    with pytest.raises(DatasetError, match=message):
+        samples(CachedShards(opened(store, tmp_path), TRAIN), [0], 10)
+
+
+def test_another_dataset_under_the_same_url_has_another_cached(dataset: Path, tmp_path: Path) -> None:
+    store = stored(dataset)
+    first = opened(store, tmp_path / "root")
+    write_dataset(tmp_path / "other", STREAM[::-1], shard_tokens=SHARD_TOKENS)
+    second = opened(stored(tmp_path / "other"), tmp_path / "root")
+    assert first.folder != second.folder
+    assert samples(CachedShards(second, TRAIN), [0], 50) == [STREAM[::-1][:50].tolist()]
+
+
+def test_a_dataset_that_was_opened_before_can_be_opened_while_its_store_does_not_answer(
+    dataset: Path, tmp_path: Path
+) -> None:
+    store = stored(dataset)
+    samples(CachedShards(opened(store, tmp_path), TRAIN), [5], 600)
+
+    def refuse(_operation: str, key: str) -> None:
+        raise UnavailableError(f"{key}: has not answered for 3 s", key, "get")
+
+    store.before = refuse
+    assert samples(CachedShards(opened(store, tmp_path), TRAIN), [5], 600) == expected([5], 600)
+    with pytest.raises(UnavailableError, match="has not answered"):
+        opened(store, tmp_path / "another")
+
+
+def test_a_cache_stays_below_its_limit_and_what_it_drops_is_read_again(dataset: Path, tmp_path: Path) -> None:
+    limit_bytes = 5 * BLOCK_BYTES
+    shards = CachedShards(opened(stored(dataset), tmp_path, limit_bytes), TRAIN)
+    for start in [*range(0, len(STREAM) - 100, BLOCK_TOKENS)] * 2:
+        assert samples(shards, [start], 100) == expected([start], 100)
+        held_bytes = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*/*.bin"))
+        assert held_bytes <= limit_bytes
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_reading(dataset: Path, tmp_path: Path) -> None:
+    import resource
+
+    store = stored(dataset)
+    shards = CachedShards(opened(store, tmp_path), TRAIN)
+    samples(shards, [0], 10)  # opens the first shard
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = _ignore_file_size_signal()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES, hard))  # as a full disk
+    try:
+        assert samples(shards, [2 * BLOCK_TOKENS], 100) == expected([2 * BLOCK_TOKENS], 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        before()
+
+
+def _ignore_file_size_signal() -> Callable[[], object]:
+    import signal
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    return lambda: signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_what_is_read_ahead_is_there_when_it_is_asked_for(dataset: Path, tmp_path: Path) -> None:
+    store = stored(dataset)
+    cached = opened(store, tmp_path)
+    shards = CachedShards(cached, TRAIN)
+    starts = [0, 5000, 17_000, 39_000]
+    shards.read_ahead(np.array(starts), 400)
+    deadline_s = time.monotonic() + 30
+    while cached.traffic.requests < len(starts) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.05)  # the last may still be written
+    store.read_bytes = 0
+    assert samples(shards, starts, 400) == expected(starts, 400)
+    assert store.read_bytes == 0
+
+
+def test_a_failure_of_what_is_read_ahead_is_told_to_nobody_until_it_is_needed(
+    dataset: Path, tmp_path: Path
+) -> None:
+    store = stored(dataset)
+    shards = CachedShards(opened(store, tmp_path), TRAIN)
+
+    def refuse(_operation: str, key: str) -> None:
+        raise UnavailableError(f"{key}: has not answered for 3 s", key, "ranges")
+
+    store.before = refuse
+    shards.read_ahead(np.array([0]), 10)
+    with pytest.raises(
+        DatasetError,
+        match=r"has not answered for 3 s; training goes on from its last checkpoint.*data\.timeout_s",
+    ):
+        samples(shards, [0], 10)
+    store.before = lambda _operation, _key: None
+    assert samples(shards, [0], 10) == expected([0], 10)
+
+
+def test_whoever_waits_for_a_store_that_does_not_answer_can_be_told_to_give_up(
+    dataset: Path, tmp_path: Path
+) -> None:
+    store = stored(dataset)
+    cache = opened(store, tmp_path)
+    asked, answer = threading.Event(), threading.Event()
+
+    def hang(_operation: str, _key: str) -> None:
+        asked.set()
+        answer.wait(30)
+
+    store.before = hang
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            samples(CachedShards(cache, TRAIN), [0], 10)
+        except DatasetError as error:
+            failed.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert asked.wait(30)
+    assert 0 < cache.requests.waiting_s() < 30
+    cache.requests.give_up()
+    reader.join(30)
+    answer.set()
+    assert [str(error) for error in failed] == ["reading was ended before the store had answered"]
+    assert cache.requests.waiting_s() == 0
+    store.before = lambda _operation, _key: None
+    assert samples(CachedShards(cache, TRAIN), [0], 10) == expected([0], 10)
