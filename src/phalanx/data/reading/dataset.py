@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DatasetError
 from phalanx.data.order.permutation import SampleOrder
 from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShards
+from phalanx.data.reading.located_ahead import LocatedAhead, Place
 from phalanx.data.reading.places import DatasetPlace, open_place, open_places
 from phalanx.data.reading.sources import DataIndex, index_of_places, mixture_of, part_of
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex
@@ -100,10 +101,6 @@ class SourceData:
     """The number of the first sample of the part that the run draws from."""
 
 
-Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""For ``first`` and ``count``: the number of the source, and of the record in its part, of each of these samples of the run."""
-
-
 class RunData:
     """The data loader of one run: one prepared dataset or several, in the run's order. Threads may share it."""
 
@@ -123,7 +120,7 @@ class RunData:
         self.index = index
         self.tokenizer = tokenizer
         self._sources = tuple(sources)
-        self._place = place
+        self._place = LocatedAhead(place)
         self._within_documents = within_documents
         end = index.document_end
         self._document_end = tokenizer.end_of_document if end is None else end

@@ -104,7 +104,8 @@ class CheckedBlocks:
         self._path = path
         self._shard = shard
         self._content = content
-        self._sums = np.empty(0, np.uint64) if sums is None else sums
+        # A plain array: indexing a memmap costs several times as much.
+        self._sums = np.empty(0, np.uint64) if sums is None else np.asarray(sums)
 
     def check(self, starts_bytes: NDArray[np.int64], length_bytes: int) -> None:
         """Compares the blocks of ``length_bytes`` (at least 1) from each of ``starts_bytes`` that were not yet; what is beyond the end is left out.
@@ -116,14 +117,17 @@ class CheckedBlocks:
         first = starts_bytes // BLOCK_BYTES
         last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._done) - 1)
         steps = range(int((last - first).max()) + 1)
-        touched = np.unique(np.concatenate([np.minimum(first + step, last) for step in steps]))
-        pending = touched[~self._done[touched]]
+        touched = np.concatenate([np.minimum(first + step, last) for step in steps])
+        pending = np.unique(touched[~self._done[touched]])
+        if not pending.size:
+            return
         content, digest = self._content, xxhash.xxh3_64_intdigest
-        for number, expected in zip(pending.tolist(), self._sums[pending].tolist(), strict=True):
-            start = number * BLOCK_BYTES
-            if digest(content[start : start + BLOCK_BYTES]) != expected:
-                self._refuse(start)
-            self._done[number] = True
+        found = [digest(content[start : start + BLOCK_BYTES]) for start in (pending * BLOCK_BYTES).tolist()]
+        wrong = np.flatnonzero(np.array(found, np.uint64) != self._sums[pending])
+        if wrong.size:
+            self._done[pending[: wrong[0]]] = True
+            self._refuse(int(pending[wrong[0]]) * BLOCK_BYTES)
+        self._done[pending] = True
         # Counted and not counted down: two threads that compare one block would count it twice.
         self._left = len(self._done) - int(np.count_nonzero(self._done))
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -48,6 +49,9 @@ MAX_OPEN_MAPS = 256
 MOST_WHOLE_BYTES = 8 << 30
 """Datasets up to this size have shards without block sums compared as a whole, at some 10 GB/s from memory, in every process."""
 _READ_BYTES = 8 << 20
+_ANNOUNCED = 256
+"""So many batches are announced to the system before they are read, once one had to wait for the disk; where all is in memory, that would be
+a fifth of the time that reading takes."""
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
@@ -89,6 +93,7 @@ class TokenShards:
         self._lock = threading.Lock()
         tokens = sum(index.split(name).tokens for name in SPLITS)
         self._whole = tokens * index.item_bytes <= MOST_WHOLE_BYTES
+        self._announced_left = 0
 
     @classmethod
     def open(cls, directory: Path, split: str) -> Self:
@@ -146,10 +151,13 @@ class TokenShards:
         numbers = np.searchsorted(self._starts, starts, side="right") - 1
         offsets = starts - self._starts[numbers]
         maps = {number: self._map(number) for number in np.unique(numbers).tolist()}
-        # Left to page faults, each sample waits for the disk alone, and drags in a hundred times its size around it.
         chosen = {number: offsets[numbers == number] if len(maps) > 1 else offsets for number in maps}
-        for number, mapped in maps.items():
-            mapped.announce(chosen[number], length)
+        from_disk = _reads_from_disk()
+        if self._announced_left:
+            # Left to page faults, each sample waits for the disk alone, and drags in a hundred times its size around it.
+            self._announced_left -= 1
+            for number, mapped in maps.items():
+                mapped.announce(chosen[number], length)
         for number, mapped in maps.items():
             mapped.require(chosen[number], length)
         for number, offset, row in zip(numbers.tolist(), offsets.tolist(), rows.tolist(), strict=True):
@@ -158,6 +166,8 @@ class TokenShards:
                 start = int(self._starts[number]) + offset
                 tokens = self.read(start, start + length)
             out[row] = tokens
+        if _reads_from_disk() > from_disk:
+            self._announced_left = _ANNOUNCED
 
     def _map(self, number: int) -> "_MappedShard":
         with self._lock:
@@ -380,6 +390,11 @@ def _map_shard(directory: Path, shard: ShardFile, dtype: np.dtype[Any], *, whole
         check_whole(path, shard, mapping)
     checked = CheckedBlocks(path, shard, memoryview(mapping), sums)
     return _MappedShard(mapping, np.frombuffer(mapping, dtype=dtype), checked)
+
+
+def _reads_from_disk() -> int:
+    """Page faults of this thread for which the disk was read (getrusage(2): ``ru_majflt``); 0 where the system does not say it of threads."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def _checksum(path: Path, *also: Callable[[bytes], None]) -> str:
