@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
@@ -287,7 +288,7 @@ def put_what_is_touched(one: Path, store: Store, shards: int) -> None:
     index = read_index(one)
     (shard,) = index.train.shards
     names = [f"train-{number:05d}.bin" for number in range(shards)]
-    copies = tuple(replace(shard, file=name) for name in names)
+    copies = tuple(msgspec.structs.replace(shard, file=name) for name in names)
     whole = replace(index, train=replace(index.train, shards=copies))
     seed = RunSpec().runtime.seed
     first = SampleOrder(whole.samples(TRAIN, SEQ_LEN), seed).dataset_indices(0, BATCH) * SEQ_LEN

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -226,7 +227,10 @@ def test_an_index_of_many_shards_is_read_at_once_and_what_is_wrong_with_one_of_t
 ) -> None:
     index = read_index(make_dataset(tmp_path / "words"))
     (shard,) = index.train.shards
-    many = replace(shard, tokens=1), *(replace(shard, file=f"{n}.bin") for n in range(2000))
+    many = (
+        msgspec.structs.replace(shard, tokens=1),
+        *(msgspec.structs.replace(shard, file=f"{n}.bin") for n in range(2000)),
+    )
     large = replace(index, train=replace(index.train, shards=many))
     assert parse_index(large.to_json(), tmp_path) == large
     content = json.loads(large.to_json())

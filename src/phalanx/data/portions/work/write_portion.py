@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from dataclasses import asdict
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -101,7 +101,7 @@ class _SplitWriter:
             )
             self._place.put(self._manifest, origin_key(self._name), zlib.compress(rows.encode(), 1))
         return {
-            "shards": [asdict(shard) for shard in self._shards],
+            "shards": [msgspec.structs.asdict(shard) for shard in self._shards],
             "documents": len(self._origin),
             "text_bytes": self._text_bytes,
             "padding": self._packer.padding_tokens if self._packer is not None else 0,

@@ -147,7 +147,7 @@ class CachedShards:
         self.dtype = np.dtype(dataset.index.dtype).newbyteorder("<")
         self._dataset = dataset
         self._shards = dataset.index.split(split).shards
-        self._starts = np.cumsum([0, *(shard.tokens for shard in self._shards)], dtype=np.int64)
+        self._starts = np.cumsum([0, *[shard.tokens for shard in self._shards]], dtype=np.int64)
         self._open: OrderedDict[int, CachedShard] = OrderedDict()
         self._lock = threading.Lock()
 
