@@ -152,6 +152,26 @@ def test_a_file_that_another_user_holds_is_not_waited_for(
     assert not mine.stat().st_size, "nothing of ours is left in it"
 
 
+def test_ranks_that_find_other_room_look_for_blocks_at_the_same_places(folder: Path) -> None:
+    image = bytes(range(256)) * 2
+    blocks = [memoryview(image)[start : start + 64] for start in range(0, len(image), 64)]
+    manifest = Manifest(0, "rank-0", len(image), 64, tuple(map(checksum, blocks)), ())
+    fetched: Counter[int] = Counter()
+
+    def fetch(number: int) -> memoryview:
+        fetched[number] += 1
+        return blocks[number]
+
+    with ExitStack() as held:
+        ranks = [SharedBlocks("s3://bucket", folder, most_bytes=places * 64) for places in (5, 3, 7)]
+        for rank in ranks:
+            held.callback(rank.close)
+        for number, block in enumerate(blocks):
+            for rank in ranks:
+                assert rank.block(manifest, number, partial(fetch, number)) == block
+    assert fetched == dict.fromkeys(range(len(blocks)), 1)
+
+
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_however_few_places_there_are_a_block_is_the_one_that_was_asked_for(seed: int, places: int) -> None:
     chance = random.Random(seed)

@@ -24,6 +24,8 @@ from phalanx.run.directory.range_lock import range_locked
 _MOST_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 """Part of the free room of the file system that the file may take."""
+_SIZE_LOCK = 1 << 60
+"""The byte, behind any block, whose lock is for the file's size."""
 
 
 class SharedBlocks:
@@ -42,6 +44,7 @@ class SharedBlocks:
             self._descriptor = _opened(self._path)
             found = os.statvfs(folder)
             most_bytes = min(most_bytes, int(found.f_bavail * found.f_frsize * _SHARE_OF_FREE))
+            most_bytes = _agreed_bytes(self._path, self._descriptor, most_bytes)
         self._most_bytes = most_bytes
 
     def block(self, manifest: Manifest, number: int, fetch: Callable[[], memoryview]) -> memoryview:
@@ -92,6 +95,14 @@ def _opened(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _agreed_bytes(path: Path, descriptor: int, most_bytes: int) -> int:
+    """The size of the file, which is what the first of its ranks finds room for: by another size, a rank would look for blocks at other places."""
+    with range_locked(path, _SIZE_LOCK, _SIZE_LOCK + 1):
+        if not os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, most_bytes)  # a hole: it takes room as blocks are left in it
+        return os.fstat(descriptor).st_size
 
 
 def _remove_unless_held(path: Path) -> None:
