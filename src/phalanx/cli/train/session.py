@@ -26,6 +26,7 @@ from phalanx.run.portable import NotPortableError
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.child_run import changes_from_parent
+from phalanx.train.start.earlier_data import notes_of_earlier_data
 from phalanx.train.start.open_run import OpenRun
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
 def tell_on(console: Console) -> Callable[[str], None]:
     """Returns a function for launchers: it prints what becomes of a request to stop."""
     return lambda words: console.print(f"[yellow]{words}[/]")
+
+
+def tell_earlier_data(run: OpenRun, console: Console) -> None:
+    """Prints which runs of this run file are left behind because their dataset was prepared anew."""
+    from rich.markup import escape
+
+    for note in notes_of_earlier_data(run):
+        console.print(f"[yellow]note:[/] {escape(note)}")
 
 
 def tell_parent(run: OpenRun, console: Console) -> None:

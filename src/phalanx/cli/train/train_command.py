@@ -16,6 +16,7 @@ from phalanx.cli.train.session import (
     console_for,
     event_display,
     progress_on,
+    tell_earlier_data,
     tell_on,
     tell_parent,
 )
@@ -199,6 +200,7 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine"
     )
     tell_parent(run, console)
+    tell_earlier_data(run, console)
     for change in run.layout_changes:
         console.print(
             f"[yellow]another layout than before[/]: {change}; the bits of the weights depend on it"

@@ -18,6 +18,7 @@ from phalanx.cli.train.session import (
     console_for,
     event_display,
     progress_on,
+    tell_earlier_data,
     tell_on,
     tell_parent,
 )
@@ -61,6 +62,7 @@ def train_fleet(
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
     tell_parent(run, console)
+    tell_earlier_data(run, console)
     console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
     fleet = LocalFleet(nodes, spares, planned, lead=lead)
     with explained(SecurityError):

@@ -1,0 +1,76 @@
+"""A run file whose dataset was prepared anew begins another run, and says so with what goes on with the old one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from phalanx.data.stored.index import read_index
+from phalanx.run.directory.paths import CHECKPOINT_INDEX, step_folder
+from phalanx.run.spec import RunSpec
+from phalanx.train.start.earlier_data import notes_of_earlier_data
+from phalanx.train.start.open_run import OpenRun, open_run
+from run.specs import replace_at
+from tiny_runs import make_dataset, tiny_run
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+    """A run that names no directory, on a dataset of its own."""
+    monkeypatch.chdir(tmp_path)
+    return dataclasses.replace(tiny_run(make_dataset(tmp_path / "words"), tmp_path), run_dir="")
+
+
+def opened(spec: RunSpec) -> OpenRun:
+    run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
+    os.close(run.lock_fd)
+    return run
+
+
+def saved(run: OpenRun) -> None:
+    folder = step_folder(run.directory.checkpoints, 4)
+    folder.mkdir(parents=True)
+    (folder / CHECKPOINT_INDEX).touch()
+
+
+def prepared_anew(spec: RunSpec) -> None:
+    shutil.rmtree(spec.data.path)
+    make_dataset(Path(spec.data.path), salt="other words")
+
+
+def test_of_a_dataset_that_was_prepared_anew_the_run_before_is_named(spec: RunSpec) -> None:
+    before = opened(spec)
+    saved(before)
+    prepared_anew(spec)
+    run = opened(spec)
+    assert run.directory.path != before.directory.path
+    (note,) = notes_of_earlier_data(run)
+    assert f"{before.directory.path}, at step 4, is of this run file" in note
+    assert "begins at step 0" in note
+    assert "bring its dataset back" in note
+    saved(run)
+    assert notes_of_earlier_data(opened(spec)) == [], "it is said once: a run that has saved goes on"
+
+
+def test_what_a_dataset_packed_anew_asks_for_is_named_with_what_goes_on_without_it(spec: RunSpec) -> None:
+    before = opened(replace_at(spec, "train.document_mask", False))
+    saved(before)
+    (note,) = notes_of_earlier_data(opened(replace_at(spec, "train.document_mask", True)))
+    assert str(before.directory.path) in note
+    assert "--set train.document_mask=false goes on with that one" in note
+
+
+@pytest.mark.parametrize("other", ["train.steps", "run_dir", "unsaved"])
+def test_other_runs_and_runs_that_never_saved_are_not_named(
+    spec: RunSpec, other: str, tmp_path: Path
+) -> None:
+    before = opened(replace_at(spec, "train.steps", 9) if other == "train.steps" else spec)
+    if other != "unsaved":
+        saved(before)
+    prepared_anew(spec)
+    run = opened(dataclasses.replace(spec, run_dir=str(tmp_path / "mine")) if other == "run_dir" else spec)
+    assert notes_of_earlier_data(run) == []
