@@ -95,6 +95,29 @@ def test_jobs_and_commands_that_are_killed_change_no_byte_and_a_second_command_f
     assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 
+def test_after_a_kill_a_command_with_another_number_of_jobs_ends_the_jobs_of_the_first_and_changes_no_byte(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    raw_folder(tmp_path, files=6)
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, tmp_path / "alone")
+    words = ("recipe.toml", "--out", "out", "--slurm", "--workers")
+    first = prepare(cluster, tmp_path, *words, "2")
+    cluster.wait_until(lambda: len(jobs(cluster)) == 2)
+    first.kill()
+    first.wait()
+    second = prepare(cluster, tmp_path, *words, "3")
+    cluster.wait_until(
+        lambda: second.poll() is not None or any(row.split()[1][-2:] == "-3" for row in jobs(cluster))
+    )
+    assert not [
+        row for row in jobs(cluster) if row.split()[1].endswith("-2") and row.split()[2] != "COMPLETING"
+    ]
+    ended(second)
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
+    cluster.wait_until(lambda: not jobs(cluster))
+
+
 def test_a_controller_that_does_not_answer_for_a_moment_costs_no_job(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:

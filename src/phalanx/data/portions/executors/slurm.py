@@ -2,7 +2,7 @@
 
 Jobs and this process tell each other nothing: what is done stands in the store, who still works says ``squeue``, and why one has failed says its log, which
 lies where the command was given. The array's name says which place and which plan it works on, so that a command that is given again, after the first
-was killed, finds the jobs that still run. Partition, account and time limit are what sbatch's own variables say (``SBATCH_PARTITION``,
+was killed, finds the jobs that still run; those of a command with another number of jobs it ends. Partition, account and time limit are what sbatch's own variables say (``SBATCH_PARTITION``,
 ``SBATCH_ACCOUNT``, ``SBATCH_TIMELIMIT``: https://slurm.schedmd.com/sbatch.html, "INPUT ENVIRONMENT VARIABLES").
 """
 
@@ -42,7 +42,9 @@ class SlurmArray:
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
         place = Workplace(url)
         mark = hashlib.sha256(f"{place.plan.sha256} {url}".encode()).hexdigest()[:12]
-        self._name = f"phalanx-data-{mark}-{self._jobs}"
+        if not self._name:
+            self._name = f"phalanx-data-{mark}-{self._jobs}"
+            self._end_other_arrays(f"phalanx-data-{mark}-")
         (planned,) = (one for one in stages_of(place.plan) if one.name == stage)
         waiting, asked_s = set(tasks), -_ASK_S
         while waiting:
@@ -64,6 +66,12 @@ class SlurmArray:
         """Take what is left of the array out of the queue."""
         if self._name:
             _slurm("scancel", "--me", "--quiet", "--name", self._name, may_fail=True)
+
+    def _end_other_arrays(self, begin: str) -> None:
+        """Take arrays of another number of jobs, as a command that was killed has left them, out of the queue: both would do the same work."""
+        names = set(_slurm("squeue", "--me", "-h", "-o", "%j", tries=_TRIES).split())
+        if others := sorted(name for name in names if name.startswith(begin) and name != self._name):
+            _slurm("scancel", "--me", "--quiet", "--name", ",".join(others), may_fail=True)
 
     def _outcomes(self, gone: Sequence[int], missing: set[int]) -> Iterator[TaskOutcome]:
         """What became of tasks that belong to jobs that have ended before they did them."""
