@@ -124,7 +124,7 @@ QUICK = (
     "phalanx.cli.plan.plan_command",
     "phalanx.cli.plan.show_command",
     "phalanx.cli.plan.spec_command",
-    "phalanx.cli.train.data_command",
+    "phalanx.cli.data.data_command",
     "phalanx.cli.train.train_command",
     "phalanx.cli.runs",
     "phalanx.cli.watch",

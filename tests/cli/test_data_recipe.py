@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from data.portions.making_raw import raw_folder, recipe_file
-from phalanx.cli.train.data_command import command
+from phalanx.cli.data.data_command import command
 
 
 def said(*arguments: str, code: int = 0) -> str:

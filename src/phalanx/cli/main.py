@@ -21,7 +21,7 @@ from phalanx.version import __version__
 _COMMANDS = {
     "train": ("train", "Train a run on this machine, or as a rank of torchrun or srun."),
     "new": ("train", "Write a first run file, each field explained."),
-    "data": ("train", "Prepare and check token shards; what a run reads of them, and when."),
+    "data": ("data", "Prepare and check token shards; what a run reads of them, and when."),
     "generate": ("weights", "Text from a checkpoint."),
     "serve": ("weights", "A run's model behind OpenAI's HTTP interface."),
     "score": ("weights", "Log-probabilities of given text, by the trainer's arithmetic."),

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from data.portions.making_raw import Hostile, objects, raw_folder, texts, write_lines
-from phalanx.cli.train.data_command import command
+from phalanx.cli.data.data_command import command
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.drive import PreparedDataset, carry_out, place_named_files
 from phalanx.data.portions.executors.executor import Executor, InOrder

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from phalanx.cli.train.data_copies import copy_command, verify_command
-from phalanx.cli.train.data_order import mixture_command, order_command, where_command
-from phalanx.cli.train.data_origin import show_command, trace_command
-from phalanx.cli.train.data_prepare import prepare_command
-from phalanx.cli.train.data_recipe import plan_command, work_command
+from phalanx.cli.data.copies import copy_command, verify_command
+from phalanx.cli.data.order import mixture_command, order_command, where_command
+from phalanx.cli.data.origin import show_command, trace_command
+from phalanx.cli.data.prepare import prepare_command
+from phalanx.cli.data.recipe import plan_command, work_command
 
 
 @click.group("data")

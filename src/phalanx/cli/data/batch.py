@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.cli.data.order import data_origin, read_data_run
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.train.data_order import data_origin, read_data_run
 from phalanx.data.errors import DataError
 from phalanx.data.origin.show_batch import ShownSample, show_batch
 from phalanx.data.origin.where import DataOrigin

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
+from phalanx.cli.data.named import prepare_in_portions
+from phalanx.cli.data.prepared import report_prepared
+from phalanx.cli.data.progress import PrepareProgress
+from phalanx.cli.data.recipe import PrepareCommand
+from phalanx.cli.data.workers import ChosenWorkers, worker_options
 from phalanx.cli.errors import explained
-from phalanx.cli.train.data_named import prepare_in_portions, say_array
-from phalanx.cli.train.data_recipe import PrepareCommand
-from phalanx.cli.train.data_workers import ChosenWorkers, worker_options
-from phalanx.cli.train.prepare_progress import PrepareProgress
 from phalanx.data.errors import DataError, TokenizerError
 from phalanx.data.portions.planning.recipe import OutputRecipe
 from phalanx.store.open_store import is_remote
 
 if TYPE_CHECKING:
     from phalanx.data.chat.encode import ChatLayout
-    from phalanx.data.preparing.files import Files
-    from phalanx.data.stored.index import DatasetIndex
 
 
 @click.command("prepare", short_help="Turn text into token shards.", cls=PrepareCommand)
@@ -127,44 +125,62 @@ def prepare_command(
       phalanx data prepare s3://raw/web/*.jsonl.zst --out s3://bucket/web --workers 8
       phalanx data prepare recipe.toml --out s3://bucket/web     # by a recipe, on many workers: phalanx data prepare recipe.toml --help
     """
-    chats = layout == "chat"
-    _require_options_of_layout(chats, pack, seq_len, tokenizer, chat_template, as_text, too_long)
+    _require_options_of_layout(layout == "chat", pack, seq_len, tokenizer, chat_template, as_text, too_long)
     chosen = ChosenWorkers(workers, dask, spark, ray, slurm)
     chosen.require_one_kind()
-    bad = "skip" if skip_bad else on_bad
-    if chosen.said or any(map(is_remote, (out, *text))):
-        output = OutputRecipe(
-            layout,
-            str(chat_template or ""),
-            too_long,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            held_out=held_out,
-            seq_len=seq_len or 0,
-        )
-        prepare_in_portions(
-            text, out, output, chosen, text_field=text_field, on_bad=bad, as_text=as_text, as_json=as_json
-        )
-        return
+    output = OutputRecipe(
+        layout,
+        str(chat_template or ""),
+        too_long,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        held_out=held_out,
+        seq_len=seq_len or 0,
+    )
+    in_portions = chosen.said or any(map(is_remote, (out, *text)))
+    prepare = partial(prepare_in_portions, workers=chosen) if in_portions else _prepare_here
+    prepare(
+        text,
+        out,
+        output,
+        text_field=text_field,
+        on_bad="skip" if skip_bad else on_bad,
+        as_text=as_text,
+        as_json=as_json,
+    )
+
+
+def _prepare_here(
+    text: tuple[str, ...],
+    out: str,
+    output: OutputRecipe,
+    *,
+    text_field: str | None,
+    on_bad: Literal["stop", "skip"],
+    as_text: bool,
+    as_json: bool,
+) -> None:
+    """Prepare what is named in this process, and say what was read as what and what was left out."""
     from phalanx.data.formats.document import ReadOptions
     from phalanx.data.preparing.files import Files
     from phalanx.data.preparing.prepare import prepare
     from phalanx.train.start.prepare import documents_of
 
     with explained(DataError):
-        documents = documents_of(text, ReadOptions(text_field, chats), on_bad=bad, json_as_text=as_text)
-        chat = _chat_layout(Path(tokenizer), chat_template, too_long, bad) if chats else None
+        documents = documents_of(
+            text, ReadOptions(text_field, output.layout == "chat"), on_bad=on_bad, json_as_text=as_text
+        )
         files = documents if isinstance(documents, Files) else None
         progress = None if as_json else PrepareProgress(files)
         try:
             info = prepare(
                 documents,
                 Path(out),
-                tokenizer=tokenizer,
-                vocab_size=vocab_size if tokenizer == "bpe" else None,
-                held_out_fraction=held_out,
-                packed_seq_len=seq_len or 0,
-                chat=chat,
+                tokenizer=output.tokenizer,
+                vocab_size=output.vocab_size if output.tokenizer == "bpe" else None,
+                held_out_fraction=output.held_out,
+                packed_seq_len=output.seq_len,
+                chat=_chat_layout(output, on_bad) if output.layout == "chat" else None,
                 on_progress=progress,
             )
         except KeyboardInterrupt:
@@ -173,53 +189,7 @@ def prepare_command(
         finally:
             if progress is not None:
                 progress.close()
-    if files is not None:
-        _show_left_out(files)
-        for path in files.arrays():
-            say_array(path)
-    facts = {
-        "path": out,
-        "reused": info.reused,
-        "vocab_size": info.vocab_size,
-        "train_tokens": info.index.train.tokens,
-        "held_out_tokens": info.index.held_out.tokens,
-        "xz_bits_per_byte": info.held_out_xz_bits_per_byte,
-        "fingerprint": info.fingerprint,
-        "padding": info.index.train.padding / max(1, info.index.train.tokens),
-        **_chat_facts(info.index),
-        **_read_facts(files),
-    }
-    if as_json:
-        click.echo(json.dumps(facts))
-        return
-    click.echo(f"{out}: {'was there already' if info.reused else 'written'}")
-    if files is not None:
-        click.echo(f"  {what_was_read(files)}")
-        if files.report.without_text:
-            click.echo(f"  without text: {_count(files.report.without_text, 'document')}")
-        if files.aside:
-            click.echo(
-                f"  not read, since they describe data beside them: {', '.join(map(str, files.aside[:3]))}"
-                + (f" and {len(files.aside) - 3} more" if len(files.aside) > 3 else "")
-            )
-    click.echo(f"  {facts['train_tokens']:,} tokens to train on, {facts['held_out_tokens']:,} held out")
-    if seq_len:
-        padding = f"{facts['padding']:.3%} of them padding"
-        few = (
-            "; documents are too few to fill them better"
-            if info.index.train.padding > 0.01 * info.index.train.tokens
-            else ""
-        )
-        click.echo(f"  packed whole into records of {seq_len:,} tokens, {padding}{few}")
-    if chats:
-        train = info.index.train
-        click.echo(
-            f"  {_count(train.documents, 'conversation')} to train on, {train.learned / max(1, train.tokens):.1%} of their tokens learned; "
-            f"left out, being {'bad or ' if bad == 'skip' else ''}longer than a record: {train.left_out + info.index.held_out.left_out:,}"
-        )
-    if files is not None and files.report.bad_count:
-        click.echo(f"  left out as bad: {files.report.bad_count:,}, named above")
-    click.echo(f"  vocabulary {info.vocab_size:,}; fingerprint {info.fingerprint[:16]}")
+    report_prepared(out, info, files, on_bad=on_bad, as_json=as_json)
 
 
 def _require_options_of_layout(
@@ -254,65 +224,15 @@ def _require_options_of_layout(
         )
 
 
-def _chat_layout(
-    tokenizer: Path, template: Path | None, too_long: Literal["drop", "cut"], on_bad: Literal["stop", "skip"]
-) -> ChatLayout:
+def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatLayout:
     """The layout with a template in a file, or that beside the tokenizer. Raises ``TokenizerError`` if there is none."""
     from phalanx.data.chat.encode import ChatLayout
     from phalanx.data.chat.template import ChatTemplateError, read_chat_template
 
+    tokenizer = Path(output.tokenizer)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    template = Path(output.chat_template) if output.chat_template else None
     try:
-        return ChatLayout(read_chat_template(folder, template), too_long, on_bad)
+        return ChatLayout(read_chat_template(folder, template), output.too_long, on_bad)
     except ChatTemplateError as error:
         raise TokenizerError(f"{error}: name one with --chat-template") from error
-
-
-def _chat_facts(index: DatasetIndex) -> dict[str, object]:
-    if index.recipe.chat is None:
-        return {}
-    both = (index.train, index.held_out)
-    return {
-        "conversations": sum(split.documents for split in both),
-        "learned_tokens": sum(split.learned for split in both),
-        "left_out_conversations": sum(split.left_out for split in both),
-    }
-
-
-def what_was_read(files: Files) -> str:
-    """Such as "3 files: 1 jsonl (12,031 documents), 1 parquet (8,000 documents), 1 text (1 document)"."""
-    by_format = Counter(str(file.format) for file in files.files)
-    parts = (
-        f"{count:,} {form} ({_count(files.report.documents[form], 'document')})"
-        for form, count in sorted(by_format.items())
-    )
-    return f"{_count(len(files.files), 'file')}: {', '.join(parts)}"
-
-
-def _read_facts(files: Files | None) -> dict[str, object]:
-    if files is None:
-        return {"left_out": [], "left_out_count": 0}
-    by_format = Counter(str(file.format) for file in files.files)
-    report = files.report
-    return {
-        "read": {
-            form: {"files": count, "documents": report.documents[form]}
-            for form, count in sorted(by_format.items())
-        },
-        "without_text": report.without_text,
-        "not_read": [str(path) for path in files.aside],
-        "left_out": [f"{bad.path}, {bad.place}" if bad.place else str(bad.path) for bad in report.bad],
-        "left_out_count": report.bad_count,
-    }
-
-
-def _show_left_out(files: Files) -> None:
-    report = files.report
-    for bad in report.bad:
-        click.echo(f"left out: {bad}", err=True)
-    if report.bad_count > len(report.bad):
-        click.echo(f"left out: {report.bad_count - len(report.bad):,} more", err=True)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

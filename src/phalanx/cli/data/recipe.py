@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.cli.data.workers import ChosenWorkers, resumable, worker_options
 from phalanx.cli.errors import explained
-from phalanx.cli.train.data_workers import ChosenWorkers, resumable, worker_options
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
     OnStage,

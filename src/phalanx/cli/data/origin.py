@@ -61,7 +61,7 @@ def show_command(
             raise click.UsageError(
                 "--step shows samples of a run; --record, --seq-len and --held-out are about a dataset"
             )
-        from phalanx.cli.train.data_batch import show_step
+        from phalanx.cli.data.batch import show_step
 
         show_step(Path(place), step, slot, as_json=as_json)
         return

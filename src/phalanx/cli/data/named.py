@@ -9,9 +9,9 @@ from typing import Literal
 
 import click
 
+from phalanx.cli.data.recipe import carried_out, report
+from phalanx.cli.data.workers import ChosenWorkers
 from phalanx.cli.errors import explained
-from phalanx.cli.train.data_recipe import carried_out, report
-from phalanx.cli.train.data_workers import ChosenWorkers
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import place_named_files
 from phalanx.data.portions.planning.named_files import NamedFilesPlan, recipe_of_files

@@ -1,0 +1,1 @@
+"""``phalanx data``: datasets prepared, copied, checked, and looked into."""
