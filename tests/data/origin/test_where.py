@@ -109,7 +109,7 @@ def test_a_document_is_found_in_the_records_that_hold_it(tmp_path: Path) -> None
         (alone, "", 142, "no record 142: the dataset has 142 of 7 tokens"),
         (alone, "web", 0, "no source called 'web'"),
         (mixed, "web", 0, "no source is called 'web'; there are: a, b"),
-        (mixed, "", 0, "no source is called nothing"),
+        (mixed, "", 0, "name a source; there are"),
     ],
 )
 def test_what_is_not_there_is_refused(run: object, source: str, record: int, says: str, folder: Path) -> None:

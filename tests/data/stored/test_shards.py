@@ -218,7 +218,12 @@ def edit_index(dataset: Path, **changes: object) -> None:
     [
         ({"tokens": "9"}, "tokens"),
         ({"tokens": True}, "tokens"),
+        ({"tokens": -1}, "tokens"),
         ({"file": None}, "file"),
+        ({"file": "../train-00000.bin"}, "outside the dataset"),
+        ({"file": "/etc/hosts"}, "outside the dataset"),
+        ({"file": ".."}, "outside the dataset"),
+        ({"file": "a\0b"}, "outside the dataset"),
         ({"md5": "0"}, "md5"),
     ],
 )

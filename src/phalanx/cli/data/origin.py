@@ -148,7 +148,9 @@ def trace_command(place: str, record: int, seq_len: int | None, held_out: bool, 
 
 def _index(place: Workplace) -> DatasetIndex | None:
     try:
-        return parse_index(place.store.get(INDEX_FILE).decode(), Path(f"{place.url}/{INDEX_FILE}"))
+        return parse_index(
+            place.store.get(INDEX_FILE).decode(errors="replace"), Path(f"{place.url}/{INDEX_FILE}")
+        )
     except MissingObjectError:
         return None
 

@@ -62,8 +62,8 @@ def index_of(index: DatasetIndex | MixtureIndex, name: str) -> DatasetIndex:
             )
         return index
     if name not in index.sources:
-        called = repr(name) if name else "nothing"
-        raise DatasetError(f"no source is called {called}; there are: {', '.join(index.sources)}")
+        there = f"there are: {', '.join(index.sources)}"
+        raise DatasetError(f"no source is called {name!r}; {there}" if name else f"name a source; {there}")
     return index.sources[name]
 
 

@@ -187,7 +187,7 @@ def sealed_index(place: Workplace) -> DatasetIndex | None:
         text = place.store.get(INDEX_KEY)
     except MissingObjectError:
         return None
-    index = parse_index(text.decode(), Path(f"{place.url}/{INDEX_KEY}"))
+    index = parse_index(text.decode(errors="replace"), Path(f"{place.url}/{INDEX_KEY}"))
     if index.recipe.source_sha256 != place.plan.sha256:
         raise PreparationError(f"{place.url} holds another dataset; choose another --out, or remove it")
     return index

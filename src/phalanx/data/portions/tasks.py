@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from phalanx.data.errors import PreparationError
@@ -122,17 +123,19 @@ class Workplace:
             ) from None
 
     def manifest(self, stage: str, task: int) -> TaskManifest | None:
-        """The manifest of a task; ``None`` if it is not done."""
+        """The manifest of a task; ``None`` if it is not done. Raises ``PreparationError`` for one that is damaged, or of another plan."""
+        key = manifest_key(stage, task)
         try:
-            content = json.loads(self.store.get(manifest_key(stage, task)))
+            manifest = msgspec.json.decode(self.store.get(key), type=TaskManifest)
         except MissingObjectError:
             return None
-        if content["plan"] != self.plan.sha256:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PreparationError(
-                f"{self.url}/{manifest_key(stage, task)} is of another plan; prepare again with another --out"
-            )
-        objects = [StoredObject(**item) for item in content.pop("objects")]
-        return TaskManifest(**content, objects=objects)
+                f"{self.url}/{key} is damaged ({error}); remove it, and give the same command: that task is done again"
+            ) from None
+        if manifest.plan != self.plan.sha256:
+            raise PreparationError(f"{self.url}/{key} is of another plan; prepare again with another --out")
+        return manifest
 
     def is_done(self, stage: str, task: int) -> bool:
         """True if the manifest of a task is there."""

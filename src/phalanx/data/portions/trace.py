@@ -7,13 +7,15 @@ how packed ones were packed follows from the lengths alone, so it is computed ag
 from __future__ import annotations
 
 import itertools
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+import msgspec
+
 from phalanx.data.errors import PreparationError
+from phalanx.data.portions.planning.plan import INDEX_KEY
 from phalanx.data.portions.tasks import Workplace
 from phalanx.data.portions.work.write_portion import origin_key
 from phalanx.data.preparing.packing import WINDOW_TOKENS, best_fit, pieces_of
@@ -57,10 +59,13 @@ def trace(
 def _in_portion(
     place: Workplace, index: DatasetIndex, name: str, start: int, stop: int
 ) -> list[TracedDocument]:
-    plan, portion = place.plan, int(name.rpartition("-")[2])
-    rows = [
-        json.loads(line) for line in zlib.decompress(place.store.get(origin_key(name))).decode().split("\n")
-    ]
+    plan, number = place.plan, name.rpartition("-")[2]
+    if not number.isdecimal() or int(number) >= len(plan.portions):
+        raise PreparationError(
+            f"{place.url}/{INDEX_KEY} names a shard {name} that no portion wrote: it was changed; copy it again, or prepare the dataset anew"
+        )
+    portion = int(number)
+    rows = _documents_of(place, origin_key(name))
     lengths = [length for _, _, length in rows]
     seq_len = index.packed_seq_len
     stretches = _packed(lengths, seq_len, start // seq_len) if seq_len else _joined(lengths, start, stop)
@@ -70,6 +75,18 @@ def _in_portion(
         )
         for number, first, tokens in stretches
     ]
+
+
+def _documents_of(place: Workplace, key: str) -> list[tuple[int, str, int]]:
+    """(number of its piece in the portion, name, tokens) of each document of a portion. Raises ``PreparationError`` if the list is damaged."""
+    try:
+        lines = zlib.decompress(place.store.get(key))
+        return msgspec.json.decode(b"[" + lines.replace(b"\n", b",") + b"]", type=list[tuple[int, str, int]])
+    except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PreparationError(
+            f"{place.url}/{key}, the list of documents that was written beside the tokens, is damaged ({error}): nothing that is trained on is, but "
+            "its records cannot be traced until it is copied again, or the dataset prepared anew"
+        ) from None
 
 
 def _joined(lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

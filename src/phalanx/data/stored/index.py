@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -41,7 +42,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
     file: str
     """Name within the dataset's directory."""
-    tokens: int
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
     xxh3_128: str
     """Checksum of the whole file, in hex."""
     sha256: str = ""
@@ -296,8 +297,24 @@ def _split_apart(
         problems.append(Problem(f"{name}.shards", str(error), "must be a list of files with their checksums"))
         split: object = msgspec.json.decode(part)
         return {**split, "shards": []} if isinstance(split, dict) else split
+    if not _plain_names([shard.file for shard in found]):
+        problems.append(
+            Problem(
+                f"{name}.shards", "names a file outside the dataset", "must be names of files in its folder"
+            )
+        )
     shards[name] = found
     return {field: [] if field == "shards" else msgspec.json.decode(value) for field, value in fields.items()}
+
+
+def _plain_names(files: Sequence[str]) -> bool:
+    """False if one leads out of the folder: whoever writes an index would choose the file that a cache of the dataset overwrites."""
+    joined = "/".join(files)
+    return (
+        joined.count("/") == max(0, len(files) - 1)
+        and "\0" not in joined
+        and not {"", ".", ".."} & set(files)
+    )
 
 
 def _damaged(path: Path, reason: str) -> DatasetError:

@@ -286,11 +286,11 @@ def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None
         except ExistsError:
             found = store.get(PLAN_KEY)
     if found != plan.text:
-        raise PreparationError(_how_it_differs(store, found, plan))
+        raise PreparationError(_how_it_differs(store, plan))
 
 
-def _how_it_differs(store: Store, found: bytes, plan: PreparationPlan) -> str:
-    there = json.loads(found)
+def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
+    there = read_plan(store).head  # which says of a damaged one that it is
     names = differences(there, plan.head)
     remedy = "choose another --out, or remove that one"
     listing = {"pieces_sha256", "files", "bytes", "portions", "portion_bytes"}
@@ -363,7 +363,7 @@ def read_plan(store: Store) -> PreparationPlan:
         # What was written is what is read back, whatever zlib made of it.
         if plan.text != text:
             raise ValueError("it is not what was written")
-    except (ValueError, KeyError, TypeError, zlib.error, MissingObjectError) as error:
+    except (RecursionError, ValueError, KeyError, TypeError, zlib.error, MissingObjectError) as error:
         raise PreparationError(
             f"{store.url}/{PLAN_KEY} is damaged ({error}); prepare again with another --out"
         ) from error
