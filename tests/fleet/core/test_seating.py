@@ -177,3 +177,37 @@ def test_after_any_loss_as_many_units_are_whole_as_the_seated_nodes_allow(
         most = sum(n // unit for n in Counter(domain[:depth] for domain in domains).values())
         assert whole(domains, unit, depth) == most
     assert domains[::unit] == sorted(domains[::unit])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("123")), min_size=5, max_size=10),
+    st.sampled_from((1, 2)),
+    st.data(),
+)
+def test_a_fleet_that_grows_keeps_its_members_unless_units_would_be_torn(
+    racks: list[tuple[str, str]], unit: int, data: st.DataObject
+) -> None:
+    formation = Formation(1, (2, 4))
+    fleet = Fleet(settings(2, formation=formation, unit=unit, expected_nodes=2))
+
+    def join(number: int) -> None:
+        name = str(number)
+        fleet.hear(m.Joined(name, 1, 1, name, 7, racks[number], meeting_points=(f"{name}:1",)))
+
+    first = data.draw(st.permutations(range(len(racks))))
+    for number in first[:2]:
+        join(number)
+    fleet.bind()
+    members = set(fleet.state.seats)
+    fleet.hear(m.Enlarge(4, len(racks), (2, 4)))
+    for number in first[2:]:
+        join(number)
+    fleet.hear(m.Tick(), after_s=31.0)
+    fleet.park()
+    state = fleet.state
+    seated = set(state.seats)
+    assert len(seated) == 4
+    dropped, taken = members - seated, seated - members
+    assert not dropped or unit == 2
+    # Whoever goes makes room for a unit elsewhere, never for a spare of the same rack.
+    assert not {state.nodes[name].domain for name in dropped} & {state.nodes[name].domain for name in taken}

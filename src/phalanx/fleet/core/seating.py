@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import NO_SEAT, FleetState, Node
-from phalanx.launch.placing.place import place_units
+from phalanx.launch.placing.place import PlacedUnits, place_units
 from phalanx.launch.placing.seats import sequence
 from phalanx.launch.placing.topology import from_domains
 
@@ -100,12 +100,59 @@ def _first_deal(state: FleetState, count: int) -> list[str]:
 
 
 def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
-    """The nodes among which a fleet of another size chooses: its members; where they are too few, spares too, of failing domains last."""
+    """The nodes among which a fleet of another size chooses: its members; where they are too few, spares too, of failing domains last.
+
+    Members stay, with the spares that are nearest to them, unless some of them would have to go so that fewer units are torn.
+    """
     members = [name for seat, name in enumerate(state.seats) if seat not in state.vacant]
-    if len(members) >= count:
+    missing = count - len(members)
+    if missing <= 0:
         return members
     sound = [name for name in sorted(state.spares) if state.nodes[name].domain not in failing]
-    return [*members, *(sound if len(members) + len(sound) >= count else sorted(state.spares))]
+    spares = sound if missing <= len(sound) else sorted(state.spares)
+    near, everybody = [*members, *_nearest(state, members, spares)[:missing]], [*members, *spares]
+    unit, _ = shape_of(state.settings, count)
+    if unit == 1:
+        return near
+    least = _placed(state, everybody, unit, count)
+    if _torn(_placed(state, near, unit, count)) <= _torn(least):
+        return near
+    return _of_the_same_domains(state, everybody, least)
+
+
+def _of_the_same_domains(state: FleetState, names: Sequence[str], placed: PlacedUnits) -> list[str]:
+    """As many of ``names`` in each lowest domain as were placed there, the first of them: members before spares."""
+    room = Counter(state.nodes[name].domain for name in placed.nodes)
+    chosen = []
+    for name in names:
+        domain = state.nodes[name].domain
+        if room[domain]:
+            room[domain] -= 1
+            chosen.append(name)
+    return chosen
+
+
+def _nearest(state: FleetState, members: Sequence[str], spares: Sequence[str]) -> list[str]:
+    """Spares by the number of levels, from the widest, at which they are in a domain of some member, most first."""
+    nodes = state.nodes
+    domains = {nodes[name].domain for name in members}
+    inhabited = {domain[:levels] for domain in domains for levels in range(1, len(domain) + 1)}
+
+    def shared(name: str) -> int:
+        domain = nodes[name].domain
+        return sum(domain[:levels] in inhabited for levels in range(1, len(domain) + 1))
+
+    return sorted(spares, key=lambda name: (-shared(name), name))
+
+
+def _placed(state: FleetState, names: Sequence[str], unit: int, count: int) -> PlacedUnits:
+    topology = from_domains({name: state.nodes[name].domain for name in names})
+    return place_units(topology, unit, count // unit)
+
+
+def _torn(placed: PlacedUnits) -> list[int]:
+    """The number of units that are in more than one domain, of each level from the lowest."""
+    return [sum(one.depth < level for one in placed.units) for level in range(placed.levels, 0, -1)]
 
 
 def shape_of(settings: CoreSettings, count: int) -> tuple[int, int]:
@@ -118,8 +165,7 @@ def _along_the_tree(state: FleetState, names: Sequence[str], count: int) -> list
     """``count`` seats for some of ``names``: units below one switch where that can be, neighbors near each other (``launch.placing``)."""
     settings = state.settings
     unit, block = shape_of(settings, count)
-    topology = from_domains({name: state.nodes[name].domain for name in names})
-    placed = place_units(topology, unit, count // unit).nodes
+    placed = _placed(state, names, unit, count).nodes
     seats = [""] * count
     order = sequence(count, settings.formation.pipeline, block, settings.order)
     for name, seat in zip(placed, order, strict=True):
