@@ -241,6 +241,33 @@ def test_an_agent_whose_clock_is_far_from_the_coordinators_is_refused_by_the_nam
     assert CREDENTIALS.refusal(shown, "Operate") is None
 
 
+def said_by(host: str, ahead_s: float) -> tuple[tuple[str, str], ...]:
+    """The metadata of an agent of the same run on another host, whose clock is ahead."""
+    changed = {
+        "phalanx-clock": f"{time.time() + ahead_s:.3f}",
+        "phalanx-software": f"{host} has {software()}",
+    }
+    return tuple((name, changed.get(name, value)) for name, value in CREDENTIALS.metadata())
+
+
+def test_where_all_other_clocks_are_apart_alike_it_is_the_coordinators_that_is_called_wrong() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            for host, ahead_s in (("gpu1", 3600), ("gpu2", 3602)):
+                assert await wire.raw(metadata=said_by(host, ahead_s)) is grpc.StatusCode.UNAUTHENTICATED
+            first, second = (line for line in wire.ear.lines if "clock apart" in line)
+            assert "the clock of gpu1 is 3600 s ahead of the coordinator's" in first
+            here = socket.gethostname()
+            assert f"the clock of {here} (the coordinator) is the wrong one" in second
+            for host in ("gpu3", "gpu4"):
+                await wire.raw(metadata=said_by(host, 0))
+            for host in ("gpu5", "gpu6"):
+                await wire.raw(metadata=said_by(host, -3600))
+            assert "the clock of gpu6 is 3600 s behind" in wire.ear.lines[-1]
+
+    asyncio.run(scene())
+
+
 class OnAnotherHost(Credentials):
     """Those of the same run on a machine of another name."""
 

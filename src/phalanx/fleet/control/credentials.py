@@ -61,6 +61,10 @@ class Refusal(NamedTuple):
     """For the count of refusals."""
     code: grpc.StatusCode
     why: str
+    host: str = ""
+    """Whose clock is apart."""
+    ahead_s: float = 0.0
+    """By how much it is ahead of this machine's; negative if it is behind."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +126,7 @@ class Credentials:
         if method == "Attach" and not theirs.endswith(f" has {software()}"):
             why = f"{theirs}, and the coordinator {software()}: install the same on every node"
             return Refusal("other software", grpc.StatusCode.UNAUTHENTICATED, why)
-        if method == "Attach" and (why := _clock_apart(given.get(_CLOCK, ""), theirs)):
-            return Refusal("clock apart", grpc.StatusCode.UNAUTHENTICATED, why)
-        return None
+        return _clock_apart(given.get(_CLOCK, ""), host_in(shown)) if method == "Attach" else None
 
     async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
         """Proves to each other, by the first messages of a stream of ``method``, that both sides know the token.
@@ -160,16 +162,23 @@ class Credentials:
             ) from None
 
 
-def _clock_apart(said: str, of: str) -> str:
-    """Why a machine is refused for what its clock says (Unix seconds); empty if it is not, or does not say."""
+def host_in(shown: Sequence[tuple[str, str | bytes]]) -> str:
+    """The host name that a client says in its metadata; empty if it says none."""
+    said = next((value for name, value in shown if name == _SOFTWARE and isinstance(value, str)), "")
+    return said.partition(" has ")[0] if " has " in said else ""
+
+
+def _clock_apart(said: str, host: str) -> Refusal | None:
+    """The refusal of a machine for what its clock says (Unix seconds); None if it is not refused, or does not say."""
     try:
         ahead_s = float(said) - time.time()
     except ValueError:
-        return ""
+        return None
     if -CLOCK_APART_S - HANDSHAKE_S <= ahead_s <= CLOCK_APART_S:
-        return ""
-    host, what = of.split(" ")[0], "ahead of" if ahead_s > 0 else "behind"
-    return f"the clock of {host} is {abs(ahead_s):.0f} s {what} the coordinator's: set it (chrony, ntpd)"
+        return None
+    what = "ahead of" if ahead_s > 0 else "behind"
+    why = f"the clock of {host} is {abs(ahead_s):.0f} s {what} the coordinator's: set it (chrony, ntpd)"
+    return Refusal("clock apart", grpc.StatusCode.UNAUTHENTICATED, why, host, ahead_s)
 
 
 class Stream(Protocol):

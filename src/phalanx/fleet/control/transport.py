@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from socket import gethostname
 from typing import Any, Protocol, TypeGuard
 
 import grpc
 import grpc.aio
 import msgspec
 
-from phalanx.fleet.control.credentials import Credentials, Refusal
+from phalanx.fleet.control.credentials import Credentials, Refusal, host_in
 from phalanx.fleet.control.descriptors import most_connections
 from phalanx.fleet.core.commands import (
     Command,
@@ -42,6 +43,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
+from phalanx.run.clocks import own_clock_is_wrong
 from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, token_name
 
 MAX_REPORT_BYTES = 4 << 20
@@ -71,6 +73,10 @@ CLIENT_OPTIONS = [
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
     ("grpc.enable_http_proxy", 0),
 ]
+
+
+_HOSTS_COMPARED = 50_000
+"""Whoever dials names its host before it has proven anything: names do not fill the memory."""
 
 
 class TransportError(RuntimeError):
@@ -140,6 +146,8 @@ class FleetServer:
         self.links: dict[str, AgentLink] = {}
         """Node -> its current stream, for every attached node."""
         self.refused: Counter[str] = Counter()
+        self._clocks: dict[str, float] = {}
+        """Host -> seconds by which its clock is ahead of this machine's when it dialed last; 0 where it agrees."""
         self._server: Any = None
 
     async def start(self, host: str, port: int) -> int:
@@ -213,7 +221,10 @@ class FleetServer:
 
     async def _admit(self, method: str, requests: AsyncIterator[bytes], context: _CallContext) -> Seals:
         """The seals of a stream whose client has proven itself; else the stream is aborted."""
-        refusal = self.credentials.refusal(context.invocation_metadata() or (), method)
+        shown = context.invocation_metadata() or ()
+        refusal = self.credentials.refusal(shown, method)
+        if method == "Attach":
+            refusal = self._compare_clocks(host_in(shown), refusal)
         if refusal is None:
             try:
                 return await self.credentials.prove(_ServerStream(requests, context), method, "server")
@@ -223,6 +234,17 @@ class FleetServer:
         self._refuse(refusal.kind, context.peer(), refusal.why)
         await context.abort(refusal.code, refusal.why)
         raise AssertionError("abort raises")
+
+    def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
+        """The refusal, saying so if it is this machine's clock that is wrong."""
+        own = gethostname()
+        full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
+        if host == own or full or (refusal is not None and not refusal.ahead_s):
+            return refusal
+        self._clocks[host] = refusal.ahead_s if refusal is not None else 0.0
+        apart = {name: ahead_s for name, ahead_s in self._clocks.items() if ahead_s}
+        wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own} (the coordinator)")
+        return refusal._replace(why=wrong) if refusal is not None and wrong else refusal
 
     async def _attach(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:
         seals = await self._admit("Attach", requests, context)

@@ -26,6 +26,7 @@ from phalanx.launch.engines.hosts import (
 )
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.tools import EngineError, run_tool
+from phalanx.run.clocks import own_clock_is_wrong
 from phalanx.run.directory.durable import write_atomically
 
 T = TypeVar("T")
@@ -108,17 +109,25 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
     said, wrong = on_all(hosts, lambda host: _facts(host, on_host(host, script)))
     took_s = time.time() - asked_s
     reference = next(iter(said.values()), None)
+    ahead_s: dict[str, float] = {}
     for name, (software, unix_s) in said.items():
         if reference is not None and software != reference[0]:
             wrong.append(
                 f"{name}: has {software}, {next(iter(said))} has {reference[0]}: install the same on both"
             )
-        apart_s = max(asked_s - unix_s, unix_s - asked_s - took_s)
-        if apart_s > _CLOCKS_S:
-            wrong.append(
-                f"{name}: its clock is {apart_s:.0f} s apart from this machine's: set it (chrony, ntpd)"
-            )
-    return wrong
+        if max(asked_s - unix_s, unix_s - asked_s - took_s) > _CLOCKS_S:
+            ahead_s[name] = min(unix_s - asked_s, max(0.0, unix_s - asked_s - took_s))
+    return [*wrong, *_clocks_apart(ahead_s, len(said) - len(ahead_s))]
+
+
+def _clocks_apart(ahead_s: dict[str, float], agreeing: int) -> list[str]:
+    """What is wrong with the clocks of hosts that are too far from this machine's, or with this machine's."""
+    if ours := own_clock_is_wrong(ahead_s, agreeing, "this machine"):
+        return [ours]
+    return [
+        f"{name}: its clock is {abs(one_s):.0f} s {'ahead of' if one_s > 0 else 'behind'} this machine's: set it (chrony, ntpd)"
+        for name, one_s in ahead_s.items()
+    ]
 
 
 def _facts(host: Host, said: str) -> tuple[str, float]:
