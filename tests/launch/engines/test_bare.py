@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from launch.engines.sshd_hosts import SshHosts, missing, ssh_hosts
-from phalanx.launch.engines.bare import on_host
-from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
+from phalanx.cli.launch.submit_to_hosts import hosts_in
+from phalanx.launch.engines.bare import on_host, preflight
+from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.submission import problems_of
 from phalanx.launch.engines.tools import EngineError
-from phalanx.run.spec import LaunchSpec
+from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import ENVIRONMENT, RUN_FILE
 from tiny_runs import make_dataset
 
@@ -315,8 +318,63 @@ def test_hosts_are_read_with_their_ports_names_and_domains() -> None:
         ("one\none\n", "line 2 of the hosts: there is a node one already"),
         ("one rack=3\n", "line 1 of the hosts: 'rack' is not known"),
         ("a@b@c\n", "line 1 of the hosts: 'a@b@c' is no host"),
+        # What ssh would take for an option of its own.
+        ("-oProxyCommand=touch\n", "line 1 of the hosts: '-oProxyCommand=touch' is no host"),
+        ("-lroot@one\n", "line 1 of the hosts: '-lroot@one' is no host"),
+        ("[::1]:22\n", "an IPv6 address needs a name"),
+        # Its log would lie elsewhere.
+        ("one name=../../evil\n", "line 1 of the hosts: name=../../evil: a node's name has letters"),
+        ("one name=\n", "line 1 of the hosts: name= has no value"),
+        ("one name=a name=b\n", "line 1 of the hosts: name= is there twice"),
+        ("one:0\n", "line 1 of the hosts: port 0 is not between 1 and 65535"),
+        ("one:99999\n", "line 1 of the hosts: port 99999 is not between"),
     ],
 )
 def test_a_line_that_names_no_host_is_refused_with_its_number(text: str, message: str) -> None:
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(EngineError, match=re.escape(message)):
         read_hosts(text)
+
+
+def test_a_leader_that_the_others_cannot_reach_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 2, 0, 0, 0, sys.executable, LaunchSpec())
+    here, there = read_hosts("localhost name=head\ngpu2\n")
+    assert preflight(order, [here, there]) == [
+        "head: it leads, and gpu2 cannot reach it at localhost, which is gpu2 itself there: give it an address=HOST that the others know, or "
+        "put another host first"
+    ]
+    assert unreachable([there, here]) == unreachable(read_hosts("localhost name=a\n127.0.0.2 name=b\n")) == ""
+
+
+def test_what_hosts_cannot_give_is_refused_not_ignored(tmp_path: Path) -> None:
+    launch = LaunchSpec(gpus_per_node=8, container_mounts=("/a:/b",))
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, sys.executable, launch)
+    said = preflight(order, read_hosts("one\n"))
+    assert [line.split(":")[0] for line in said] == [
+        "launch.gpus_per_node = 8",
+        "launch.container_mounts = ('/a",
+    ]
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("ssh", False), ("slurm", True), ("local", True)])
+def test_hosts_that_another_engine_would_ignore_are_refused(engine: str, refused: bool) -> None:
+    spec = RunSpec(fleet=FleetSpec(nodes=1), launch=LaunchSpec(hosts="hosts.txt"))
+    assert ("launch.hosts" in [problem.path for problem in problems_of(spec, engine)]) == refused
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bytes(range(128, 256)), "is no text"),
+        (b"\xef\xbb\xbf# by Windows\r\n", "names no host"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_file_of_hosts_that_is_none_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, sys.executable, LaunchSpec())
+    path = tmp_path / "hosts"
+    if content is None:
+        path = Path("/dev/zero")  # it has no end
+    else:
+        path.write_bytes(content)
+    with pytest.raises(EngineError, match=message):
+        hosts_in(order, str(path))

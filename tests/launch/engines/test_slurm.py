@@ -19,7 +19,9 @@ from tiny_runs import make_dataset
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}")
 STEPS = 100
-PATIENCE_S = 120
+PATIENCE_S = 600
+"""For what takes seconds on an idle machine: a wait that fails says that something never comes, not that others had the processors."""
+LONG = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +161,7 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machin
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@LONG
 def test_the_first_node_is_lost_and_the_same_job_goes_on_under_another_head_and_ends_by_itself(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:
@@ -182,6 +184,7 @@ def test_the_first_node_is_lost_and_the_same_job_goes_on_under_another_head_and_
 
 
 @pytest.mark.slow
+@LONG
 def test_a_run_may_name_several_partitions_and_starts_in_the_one_that_can(
     phalanx: Phalanx, cluster: SlurmCluster
 ) -> None:
@@ -198,6 +201,7 @@ def test_a_run_may_name_several_partitions_and_starts_in_the_one_that_can(
 
 
 @pytest.mark.slow
+@LONG
 def test_a_preempted_run_saves_queues_again_and_goes_on(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:
@@ -215,6 +219,7 @@ def test_a_preempted_run_saves_queues_again_and_goes_on(
 
 
 @pytest.mark.slow
+@LONG
 def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_smaller(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:
@@ -236,27 +241,35 @@ def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_sma
 
 
 @pytest.mark.slow
+@LONG
 def test_a_run_whose_time_is_up_saves_queues_itself_again_and_goes_on(phalanx: Phalanx) -> None:
     # Slurm counts time limits in minutes. That such a requeue keeps the bits, the test of preemption shows.
     limits = ["--time", "1m", "--set", "launch.grace_s=30", "--set", "checkpoint.every_steps=100000"]
     run_dir = phalanx.submit("time-is-up", "--nodes", "2", *limits, "--set", "train.steps=100000")
     log = run_dir / "launch" / f"job-{read_record(run_dir).job}.log"  # type: ignore[union-attr]
+    saved: list[Path] = []
+
+    def queued_again_with_a_checkpoint() -> bool:
+        # On a machine that others use too, the first jobs may be over before the first step, and queue themselves again too.
+        saved[:] = (run_dir / "checkpoints").glob("step-*")
+        return bool(saved) and "it is queued again" in log.read_text()
+
+    def attempts() -> int:
+        return int(json.loads((run_dir / "record.json").read_bytes())["attempts"])
+
+    wait_until(queued_again_with_a_checkpoint, "it has not saved", run_dir / "launch")
+    before = attempts()
+    wait_until(lambda: attempts() > before, "it has not begun again", run_dir / "launch")
     wait_until(
-        lambda: log.exists() and "it is queued again" in log.read_text(),
-        "it has not saved",
+        trains(run_dir, after=max(int(path.name[5:]) for path in saved) + 1),
+        "it does not go on",
         run_dir / "launch",
     )
-    (saved,) = (run_dir / "checkpoints").glob("step-*")
-    wait_until(
-        lambda: json.loads((run_dir / "record.json").read_bytes())["attempts"] == 2,
-        "it has not begun again",
-        run_dir / "launch",
-    )
-    wait_until(trains(run_dir, after=int(saved.name[5:]) + 1), "it does not go on", run_dir / "launch")
     phalanx("cancel", str(run_dir))
 
 
 @pytest.mark.slow
+@LONG
 def test_a_cancelled_run_saves_and_is_continued_by_the_same_command(
     phalanx: Phalanx, undisturbed: str
 ) -> None:
@@ -314,6 +327,7 @@ def test_nodes_that_lose_more_of_a_step_than_they_may_are_not_trained_on(phalanx
 
 
 @pytest.mark.slow
+@LONG
 def test_nodes_of_a_second_job_do_not_join_if_the_fleet_would_lose_more_than_it_may(phalanx: Phalanx) -> None:
     slow = ["--set", 'launch.shares=["leaf=0.00001"]', "--set", "launch.most_lost_ms=0.001"]
     run_dir = phalanx.submit("near", "--nodes", "4", *slow, "--set", "train.steps=100000")
@@ -362,6 +376,7 @@ def test_a_node_that_does_not_see_the_run_directory_is_named(phalanx: Phalanx, f
 
 
 @pytest.mark.slow
+@LONG
 def test_a_run_lends_nodes_to_another_and_takes_them_again_without_computing_a_step_twice(
     phalanx: Phalanx, cluster: SlurmCluster, folder: Path
 ) -> None:

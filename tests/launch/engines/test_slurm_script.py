@@ -73,6 +73,29 @@ def test_a_script_asks_for_nodes_and_spares_and_says_all_that_the_run_file_says(
     )
 
 
+def test_options_that_only_look_like_refused_ones_are_taken() -> None:
+    options = (
+        "--licenses lustre",
+        "--time-min=5",
+        "--nice=3",
+        "--mail-user=n",
+        "--mem=0",
+        "--nodelist=n1",
+        "-L a",
+    )
+    assert {f"#SBATCH {option}" for option in options} <= set(
+        batch_script(order(options=options)).splitlines()
+    )
+
+
+def test_a_run_directory_with_a_percent_sign_keeps_its_log() -> None:
+    # %j in a folder's name would be the job's number, and the job would fail without a word.
+    script = batch_script(replace(order(), run_dir=Path("/runs/%j of 5%")))
+    assert '#SBATCH --output="/runs/%%j of 5%%/launch/job-%j.log"' in script
+    with pytest.raises(EngineError, match="holds a backslash"):
+        batch_script(replace(order(), run_dir=Path("/runs/a\\b")))
+
+
 def test_a_script_is_shell_that_can_be_read(tmp_path: Path) -> None:
     full = order(
         environment=("NCCL_DEBUG=a b'c", "X="),
@@ -115,6 +138,17 @@ def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> N
         ({"options": ("--exclusive=user",)}, "launch.exclusive says whether nodes are shared"),
         ({"prologue": ("#SBATCH --gpus=2",)}, "Slurm reads such lines at the top alone: launch.options"),
         ({"options": ("echo",)}, "is no option of sbatch"),
+        # As sbatch reads them: values without a space, beginnings of names, several in a line.
+        ({"options": ("-N9",)}, "launch.options: -N9: give --nodes to phalanx submit"),
+        ({"options": ("-a1-4",)}, "launch.options: -a1-4: a run is one job"),
+        ({"options": ("--arr=1-4",)}, "launch.options: --arr=1-4: a run is one job"),
+        (
+            {"options": ("--licenses=a --array 1-9",)},
+            "launch.options: --licenses=a --array 1-9: a run is one job",
+        ),
+        # It would be said twice, and only the field is checked before the job is queued.
+        ({"options": ("--time=5",)}, "launch.options: --time=5: launch.time_limit"),
+        ({"options": ("--output=/tmp/x",)}, "the job's log lies in the run directory"),
         ({"environment": ("1X=2",)}, "launch.environment: '1X=2' is not NAME=VALUE"),
         ({"environment": ("X",)}, "is not NAME=VALUE"),
         ({"partition": 'a"b'}, "holds a line break or a quote"),

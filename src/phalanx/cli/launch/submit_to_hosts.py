@@ -20,6 +20,7 @@ from phalanx.launch.placing.topology import TopologyError
 from phalanx.launch.placing.verify import Verdict
 from phalanx.plan.search.query import RequestError
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.spec import RunSpec
 
 _THIS_MACHINE = Host("this-machine", HERE, 0, "127.0.0.1")
@@ -86,9 +87,11 @@ def hosts_in(order: LaunchOrder, path: str) -> list[Host]:
     if not path:
         raise EngineError("which hosts? --hosts FILE, or launch.hosts in the run file")
     try:
-        hosts = read_hosts((order.working_dir / path).read_text())
+        hosts = read_hosts(read_small(order.working_dir / path).decode("utf-8-sig"))
     except OSError as error:
         raise EngineError(f"launch.hosts: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EngineError(f"launch.hosts: {path} is no text: write one host a line") from error
     if not hosts:
         raise EngineError(f"launch.hosts: {path} names no host")
     return hosts

@@ -24,7 +24,7 @@ NO_EPOCH = -1
 NO_STEP = -1
 """The step before the first one is completed."""
 
-NodeName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^*\s][^\s]*$")]
+NodeName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^*\s/][^\s/]*$")]
 """The name of a node. It does not begin with a star, which marks groups of nodes."""
 ShortText = Annotated[str, Meta(max_length=8192)]
 Address = Annotated[str, Meta(max_length=300)]

@@ -23,6 +23,7 @@ from phalanx.launch.engines.hosts import (
     not_for_hosts,
     signal_script,
     start_script,
+    unreachable,
 )
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.tools import EngineError, run_tool
@@ -96,6 +97,8 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
         wrong.append(
             f"fleet.nodes + fleet.spares = {order.all_nodes}, and there are {len(hosts)} hosts: --nodes, --spares, or more lines in the file"
         )
+    if lost := unreachable(hosts):
+        wrong.append(lost)
     if wrong:
         return wrong
     word = secrets.token_hex(8)

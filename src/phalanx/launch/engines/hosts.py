@@ -19,7 +19,11 @@ from phalanx.launch.engines.tools import EngineError
 HERE = ""
 """The destination of this machine, which needs no ssh."""
 _PORTS = 20_000, 20_000
-_HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>[^@:\s]+)(?::(?P<port>\d+))?")
+_HOST = re.compile(r"(?:(?P<user>[\w][^@\s]*)@)?(?P<host>\w[\w.-]*)(?::(?P<port>\d+))?")
+"""Nothing begins with a dash: ssh would take it for an option."""
+_NAME = re.compile(r"\w[\w.-]*")
+"""Logs and claims of a node bear its name."""
+_MOST_PORT = 65_535
 _GO_HALF_SECONDS = 240
 _PAUSES_S = (1, 5, 15, 60, 120)
 """Before each time that an agent which was killed is started again; one that is killed once more stays dead."""
@@ -57,11 +61,12 @@ def read_hosts(text: str) -> list[Host]:
             continue
         match = _HOST.fullmatch(words[0])
         given = dict(word.partition("=")[::2] for word in words[1:])
-        unknown = sorted(set(given) - {"name", "address", "domain"})
-        if match is None or unknown:
-            what = f"{words[0]!r} is no host" if match is None else f"{unknown[0]!r} is not known"
+        if match is None or (what := _wrong_with(words, match, given)):
+            told = (
+                what if match else f"{words[0]!r} is no host (an IPv6 address needs a name, in ~/.ssh/config)"
+            )
             raise EngineError(
-                f"line {number} of the hosts: {what}; write [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]"
+                f"line {number} of the hosts: {told}; write [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]"
             )
         user, host, port = match["user"], match["host"], match["port"]
         name = given.get("name") or host
@@ -73,6 +78,37 @@ def read_hosts(text: str) -> list[Host]:
         destination = f"{user}@{host}" if user else host
         found.append(Host(name, destination, int(port or 0), given.get("address") or host, domain))
     return found
+
+
+def _wrong_with(words: list[str], match: re.Match[str], given: dict[str, str]) -> str:
+    """What is wrong with the words of a line whose first one is a host; empty if nothing is."""
+    port, keys = match["port"], [word.partition("=")[0] for word in words[1:]]
+    if unknown := sorted(set(keys) - {"name", "address", "domain"}):
+        return f"{unknown[0]!r} is not known"
+    if twice := [key for key in given if keys.count(key) > 1]:
+        return f"{twice[0]}= is there twice"
+    if empty := [key for key, value in given.items() if not value]:
+        return f"{empty[0]}= has no value"
+    if port and not 1 <= int(port) <= _MOST_PORT:
+        return f"port {port} is not between 1 and {_MOST_PORT}"
+    if (name := given.get("name")) and not _NAME.fullmatch(name):
+        return f"name={name}: a node's name has letters, digits, '.', '-' and '_', a letter or digit first"
+    return ""
+
+
+def unreachable(hosts: list[Host]) -> str:
+    """Why the others cannot reach the host that leads, if its address means something else on each of them; else empty."""
+    head, others = hosts[0], [host for host in hosts[1:] if not _is_loopback(host.address)]
+    if not others or not _is_loopback(head.address):
+        return ""
+    return (
+        f"{head.name}: it leads, and {others[0].name} cannot reach it at {head.address}, which is {others[0].name} itself there: give it an "
+        "address=HOST that the others know, or put another host first"
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address.startswith("127.")
 
 
 def coordinator_port(order: LaunchOrder) -> int:
@@ -173,7 +209,9 @@ def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
         "constraint": launch.constraint,
         "reservation": launch.reservation,
         "exclude": launch.exclude,
+        "gpus_per_node": launch.gpus_per_node,
         "container_image": launch.container_image,
+        "container_mounts": launch.container_mounts,
         "options": launch.options,
     }
     if launch.engine == "local" and launch.most_lost_ms:

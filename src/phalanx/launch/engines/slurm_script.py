@@ -29,6 +29,7 @@ _ALIKE = (
     "a heterogeneous job is several groups of nodes with a step of its own each, and a run is one fleet of nodes that are alike: its ranks would wait for the "
     'slowest. Partitions of which any will do are launch.partition = "big,small"; nodes of another kind can join by phalanx fleet grow'
 )
+_OWN_LOG = "the job's log lies in the run directory, where phalanx logs reads it"
 _GPUS = "launch.gpus_per_node says how many GPUs of each node; of one type: --gres=gpu:TYPE:NUMBER, or launch.constraint"
 _NOT_TAKEN = {
     "--array": "a run is one job: an array would start it several times. For seeds or sweeps submit one run file for each",
@@ -52,6 +53,22 @@ _NOT_TAKEN = {
     "-p": "launch.partition, several as big,small: the job starts in the first that can",
     "--comment": "the job's comment names the run directory",
     "--signal": "launch.grace_s says when the run saves",
+    "--time": "launch.time_limit, of which it is known when the run saves",
+    "-t": "launch.time_limit, of which it is known when the run saves",
+    "--output": _OWN_LOG,
+    "-o": _OWN_LOG,
+    "--error": _OWN_LOG,
+    "-e": _OWN_LOG,
+    "--chdir": "the job runs where it was submitted: relative paths of the run file begin there",
+    "-D": "the job runs where it was submitted: relative paths of the run file begin there",
+    "--account": "launch.account",
+    "-A": "launch.account",
+    "--qos": "launch.qos",
+    "-q": "launch.qos",
+    "--constraint": "launch.constraint",
+    "-C": "launch.constraint",
+    "--exclude": "launch.exclude",
+    "-x": "launch.exclude",
 }
 _STOPPED = 75
 """Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
@@ -68,7 +85,7 @@ def batch_script(order: LaunchOrder) -> str:
     own = {
         "job-name": f"phalanx-{order.name}",
         "nodes": str(order.all_nodes),
-        "output": str(order.folder / "job-%j.log"),
+        "output": _log(order, "job"),
         "comment": f"{COMMENT}{order.run_dir}",
         "signal": f"B:TERM@{math.ceil(order.launch.grace_s)}",
     }
@@ -83,7 +100,7 @@ def joining_script(order: LaunchOrder, nodes: int) -> str:
     own = {
         "job-name": f"phalanx-{order.name}-joining",
         "nodes": str(nodes),
-        "output": str(order.folder / "joining-%j.log"),
+        "output": _log(order, "joining"),
         "comment": f"{JOINING_COMMENT}{order.run_dir}",
         "signal": f"TERM@{math.ceil(order.launch.grace_s)}",
     }
@@ -117,12 +134,36 @@ def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
     if launch.exclusive:
         yield "#SBATCH --exclusive"
     for option in launch.options:
-        name = option.split("=")[0].split()[0] if option.split() else option
-        if name in _NOT_TAKEN:
-            raise EngineError(f"launch.options: {option}: {_NOT_TAKEN[name]}")
+        if (why := _not_taken(option)) is not None:
+            raise EngineError(f"launch.options: {option}: {why}")
         if not option.startswith("-") or "\n" in option:
             raise EngineError(f"launch.options: {option!r} is no option of sbatch, as --licenses=lustre is")
         yield f"#SBATCH {option}"
+
+
+def _not_taken(option: str) -> str | None:
+    """Why an option of sbatch is refused, however it is written: ``-N9`` and ``--arr 1-9`` are options too, and a line may hold several."""
+    for word in option.split():
+        if word in _NOT_TAKEN:
+            return _NOT_TAKEN[word]
+        if word.startswith("--"):
+            # sbatch takes every beginning of a name that no other name has (getopt_long).
+            name = word.split("=")[0]
+            full = next((known for known in _NOT_TAKEN if len(name) > 2 and known.startswith(name)), None)
+        else:
+            full = word[:2] if word.startswith("-") and word[:2] in _NOT_TAKEN else None
+        if full is not None:
+            return _NOT_TAKEN[full]
+    return None
+
+
+def _log(order: LaunchOrder, name: str) -> str:
+    """The path of a job's log as a pattern of sbatch's, in which %% is a percent sign."""
+    if "\\" in str(order.folder):
+        raise EngineError(
+            f"run_dir: {order.run_dir} holds a backslash, with which sbatch reads no %j: give another"
+        )
+    return f"{str(order.folder).replace('%', '%%')}/{name}-%j.log"
 
 
 def _quoted(name: str, value: str) -> str:

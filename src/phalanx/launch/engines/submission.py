@@ -89,6 +89,8 @@ def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
             for name in _OF_KUBERNETES
             if getattr(spec.launch, name) != getattr(LaunchSpec(), name)
         ]
+    if engine != "ssh" and spec.launch.hosts:
+        found.append(Problem("launch.hosts", "names hosts for ssh", "take it out, or --on ssh"))
     if fleet.min_nodes > fleet.nodes + fleet.spares:
         found.append(
             Problem(
