@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 NODES, LEAF, GPUS = 8, 4, 2
 GRACE_S = 60
@@ -53,7 +54,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sc
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-TopologyPlugin=topology/tree
+TopologyPlugin=topology/{topology}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
@@ -104,6 +105,12 @@ def missing(*, accounting: bool = False) -> str:
     except OSError:
         return f"{socket.gethostname()} does not resolve: slurmctld would stall"
     return ""
+
+
+def slurm_version() -> tuple[int, ...]:
+    """The version of the Slurm that is installed."""
+    said = subprocess.run(["/usr/sbin/slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+    return tuple(int(part) for part in said.split()[1].split("-")[0].split(".") if part.isdecimal())
 
 
 @dataclass
@@ -226,8 +233,10 @@ def _free_ports(count: int) -> int:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCluster]:
-    """Starts a cluster of ``NODES`` nodes under two leaf switches in ``folder``, and leaves nothing behind.
+def slurm_cluster(
+    folder: Path, *, accounting: bool = False, topology: Literal["tree", "block"] = "tree"
+) -> Iterator[SlurmCluster]:
+    """Starts a cluster of ``NODES`` nodes under two leaf switches, or in two blocks, in ``folder``, and leaves nothing behind.
 
     With ``accounting`` it enforces the limits of its accounts, which a slurmdbd keeps in a MariaDB of its own.
     """
@@ -253,15 +262,17 @@ def slurm_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCl
             last=first + NODES,
             gpus=GPUS,
             grace=GRACE_S,
+            topology=topology,
         )
         + (_ACCOUNTING.format(folder=folder, port=first + NODES + 1) if accounting else "")
     )
     (folder / "gres.conf").write_text(f"NodeName=n[1-{NODES}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
-    version = subprocess.run(["/usr/sbin/slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
-    disabled = "" if version.split()[1].startswith(("20", "21", "22")) else "CgroupPlugin=disabled\n"
+    disabled = "CgroupPlugin=disabled\n" if slurm_version() >= (23,) else ""
     (folder / "cgroup.conf").write_text(disabled)
     (folder / "topology.conf").write_text(
-        f"SwitchName=leaf1 Nodes=n[1-{LEAF}]\nSwitchName=leaf2 Nodes=n[{LEAF + 1}-{NODES}]\nSwitchName=core Switches=leaf[1-2]\n"
+        f"BlockName=block1 Nodes=n[1-{LEAF}]\nBlockName=block2 Nodes=n[{LEAF + 1}-{NODES}]\nBlockSizes={LEAF}\n"
+        if topology == "block"
+        else f"SwitchName=leaf1 Nodes=n[1-{LEAF}]\nSwitchName=leaf2 Nodes=n[{LEAF + 1}-{NODES}]\nSwitchName=core Switches=leaf[1-2]\n"
     )
     path = f"{os.environ['PATH']}:/usr/sbin"
     cluster = SlurmCluster(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path})

@@ -7,20 +7,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launch.engines.slurm_cluster import SlurmCluster, missing, slurm_cluster
+from launch.engines.slurm_runs import (
+    Phalanx,
+    fleet_of,
+    hash_without_slurm,
+    members,
+    trains,
+    wait_until,
+    weights,
+    write_run_file,
+)
 from phalanx.launch.engines.submission import read_record
-from phalanx_process import ENVIRONMENT, RUN_FILE
-from tiny_runs import make_dataset
+from phalanx_process import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}")
-STEPS = 100
-PATIENCE_S = 600
-"""For what takes seconds on an idle machine: a wait that fails says that something never comes, not that others had the processors."""
 LONG = pytest.mark.timeout(1800)
 
 
@@ -39,38 +45,8 @@ def _idle(cluster: SlurmCluster) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("submitted")
-    quick = "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_checks = false\n"
-    text = RUN_FILE.format(data=make_dataset(folder / "words")) + quick
-    (folder / "tiny.toml").write_text(text.replace("every_steps = 6", "every_steps = 50"))
+    write_run_file(folder)
     return folder
-
-
-class Phalanx:
-    """The command line on a login node."""
-
-    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
-        self.folder = folder
-        self.environment = {**ENVIRONMENT, **cluster.environment}
-
-    def __call__(self, *words: str, fails: bool = False) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "phalanx", *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        assert bool(done.returncode) == fails, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    def submit(self, name: str, *words: str) -> Path:
-        """Submits the tiny run into a directory of its own."""
-        run_dir = self.folder / name
-        sets = ["--set", f'run_dir="{run_dir}"', "--set", f"train.steps={STEPS}"]
-        self("submit", "tiny.toml", "--on", "slurm", *sets, *words)
-        return run_dir
 
 
 @pytest.fixture(scope="module")
@@ -80,60 +56,7 @@ def phalanx(cluster: SlurmCluster, folder: Path) -> Phalanx:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> str:
-    """The hash of the weights of the same run, on one rank of this machine."""
-    words = [
-        "train",
-        "tiny.toml",
-        "--ranks",
-        "1",
-        "--json",
-        "--set",
-        f"train.steps={STEPS}",
-        "--set",
-        'run_dir="plain"',
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *words],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return str(json.loads(done.stdout)["weights_sha256"])
-
-
-def wait_until(true: Callable[[], bool], what: str, log: Path | None = None) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not true():
-        if time.monotonic() > deadline_s:
-            told = "".join(path.read_text()[-6000:] for path in sorted(log.glob("job-*.log"))) if log else ""
-            raise TimeoutError(f"{what}\n{told}")
-        time.sleep(0.1)
-
-
-def fleet_of(run_dir: Path) -> dict[str, object]:
-    try:
-        return dict(json.loads((run_dir / "fleet.json").read_bytes()))
-    except (OSError, ValueError):
-        return {}
-
-
-def trains(run_dir: Path, after: int = 5) -> Callable[[], bool]:
-    return lambda: (
-        fleet_of(run_dir).get("phase") == "running" and int(str(fleet_of(run_dir)["step"])) >= after
-    )
-
-
-def weights(run_dir: Path) -> str:
-    wait_until((run_dir / "result.json").exists, f"{run_dir} has not finished", run_dir / "launch")
-    return str(json.loads((run_dir / "result.json").read_bytes())["weights_sha256"])
-
-
-def members(run_dir: Path, role: str) -> list[str]:
-    found = fleet_of(run_dir)["members"]
-    assert isinstance(found, list)
-    return sorted(one["name"] for one in found if one["role"] == role)
+    return hash_without_slurm(folder)
 
 
 def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machine(
@@ -244,7 +167,7 @@ def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_sma
 @LONG
 def test_a_run_whose_time_is_up_saves_queues_itself_again_and_goes_on(phalanx: Phalanx) -> None:
     # Slurm counts time limits in minutes. That such a requeue keeps the bits, the test of preemption shows.
-    limits = ["--time", "1m", "--set", "launch.grace_s=30", "--set", "checkpoint.every_steps=100000"]
+    limits = ["--time", "2m", "--set", "launch.grace_s=30", "--set", "checkpoint.every_steps=100000"]
     run_dir = phalanx.submit("time-is-up", "--nodes", "2", *limits, "--set", "train.steps=100000")
     log = run_dir / "launch" / f"job-{read_record(run_dir).job}.log"  # type: ignore[union-attr]
     saved: list[Path] = []

@@ -220,6 +220,47 @@ def test_the_last_wrapper_of_an_agent_ends_the_job_or_queues_it_again_only_where
 
 
 @pytest.mark.parametrize(
+    ("limit", "saves_in", "queued"),
+    [("1m", (), 3), ("1m", (0,), 3), ("1m", (2,), 5), ("1h", (), 8), ("", (), 8)],
+    ids=[
+        "never saves",
+        "saved first",
+        "saves in the third",
+        "is preempted long before its time is up",
+        "has no time limit",
+    ],
+)
+def test_a_job_whose_time_is_always_up_before_a_step_is_saved_is_not_queued_again_for_ever(
+    limit: str, saves_in: tuple[int, ...], queued: int, tmp_path: Path
+) -> None:
+    told = replace(order(time_limit=limit, grace_s=30.0), run_dir=tmp_path)
+    script = batch_script(told)
+    end = script[script.index(f'if [ "$(cat {tmp_path}/launch/lead-exit') :].replace("sleep 60", "exit 0")
+    (tmp_path / "bin").mkdir()
+    for name, does in (("squeue", "echo RUNNING"), ("scontrol", f'echo "$@" >> {tmp_path}/told')):
+        tool = tmp_path / "bin" / name
+        tool.write_text(f"#!/bin/sh\n{does}\n")
+        tool.chmod(0o755)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "lead-exit").write_text("75\n")
+    own = {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    for job in range(8):
+        if job in saves_in:
+            (tmp_path / "checkpoints" / f"step-{job}").mkdir(parents=True)
+        done = subprocess.run(
+            ["bash", "-c", f"code=75; {end}"],
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 67:
+            assert "at least 3 jobs in a row were over before the run had saved a step" in done.stderr
+            break
+    assert len((tmp_path / "told").read_text().splitlines()) == queued
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [
         ("2d", 172_800),

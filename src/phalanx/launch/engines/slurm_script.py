@@ -74,6 +74,8 @@ _STOPPED = 75
 """Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
 _REFUSED = 3
 """Exit code of ``phalanx place`` for nodes that lose too much (``cli.launch.place_command``)."""
+_IN_VAIN = 3
+"""Jobs whose time was up and that have saved nothing, after which the run is not queued again."""
 _LAST_WORDS_S, _COPIES_S = 30, 600
 """Seconds after the end of a fleet in which the first node may say that it is there, and more in which other agents may still copy to a store."""
 _PORTS = 20_000, 20_000
@@ -210,6 +212,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     yield f'head="$(hostname):{port}"' if order.port else f'head="$(hostname):"{port}'
     yield f"nonce={folder}/nonce"
     yield f"rm -rf {folder}/at-work {folder}/concluded"
+    yield f'[ -n "${{SLURM_RESTART_COUNT:-}}" ] || rm -f {folder}/saved-nothing-since'
     yield f'rm -f {folder}/stopped {folder}/lead-exit; echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" > "$nonce"'
     yield from _verified(order, phalanx)
     yield from _on_grace(order, phalanx, run_dir)
@@ -225,14 +228,35 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     # A trapped signal ends `wait` early.
     yield 'wait "$step"; code=$?'
     yield 'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done'
+    yield from _queued_again(order)
+    yield from _given_back(order)
+    yield 'exit "$code"'
+
+
+def _queued_again(order: LaunchOrder) -> Iterator[str]:
+    """Queues a job again whose run has saved for now; not one that was cancelled, or stopped for good, or comes to nothing again and again.
+
+    A job whose start takes longer than its time limit leaves would cost its nodes for ever and never save a step.
+    """
+    folder, checkpoints = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir / "checkpoints"))
     # Of a job that was cancelled the state is another; phalanx cancel and phalanx fleet stop leave the file.
     yield f'if [ "$(cat {folder}/lead-exit 2>/dev/null)" = {_STOPPED} ] && [ ! -e {folder}/stopped ] &&'
     yield '    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then'
+    if order.launch.time_limit:
+        least_s = max(0, int(seconds_of(order.launch.time_limit) - order.launch.grace_s) - 60)
+        # A line for each job whose time was up since there was another checkpoint than now; one that was preempted sooner does not count.
+        yield f'  saved="$(ls {checkpoints} 2>/dev/null | cksum)"'
+        yield f'  [ "$saved" = "$(tail -n 1 {folder}/saved-nothing-since 2>/dev/null)" ] || rm -f {folder}/saved-nothing-since'
+        yield f'  [ "$SECONDS" -lt {least_s} ] || echo "$saved" >> {folder}/saved-nothing-since'
+        yield f'  if [ "$(grep -c . {folder}/saved-nothing-since 2>/dev/null)" -gt {_IN_VAIN} ] 2>/dev/null; then'
+        yield (
+            f'    echo "error: at least {_IN_VAIN} jobs in a row were over before the run had saved a step: its start takes longer than launch.time_limit = '
+            f'{order.launch.time_limit} leaves beside launch.grace_s = {order.launch.grace_s:g}; submit it again with a longer --time" >&2; exit 67'
+        )
+        yield "  fi"
     yield '  echo "the run has saved; it is queued again"'
     yield '  scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     yield "fi"
-    yield from _given_back(order)
-    yield 'exit "$code"'
 
 
 def _given_back(order: LaunchOrder) -> Iterator[str]:
@@ -301,7 +325,7 @@ def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
     """What the batch shell does when the end is near, and what each node does before its agent starts."""
     yield "save_and_end() {"
     yield f'  echo "the job ends soon (time limit or preemption, launch.grace_s = {order.launch.grace_s:g}): the run saves"'
-    yield f'  {phalanx} fleet stop --for-now {run_dir} || kill -TERM "$step"'
+    yield f'  {phalanx} fleet stop --for-now {run_dir} || {{ echo "there is no fleet to be saved (yet): the job ends"; kill -TERM "$step"; }}'
     yield "}"
     yield "trap save_and_end TERM"
     yield "on_node='"

@@ -1,0 +1,100 @@
+"""Tiny runs on a real Slurm: the command line of a login node, what the fleet says of itself, and the hash of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.engines.slurm_cluster import SlurmCluster
+from phalanx_process import ENVIRONMENT, RUN_FILE
+from tiny_runs import make_dataset
+
+STEPS = 100
+PATIENCE_S = 600
+"""For what takes seconds on an idle machine: a wait that fails says that something never comes, not that others had the processors."""
+
+
+def write_run_file(folder: Path) -> None:
+    """Writes tiny.toml, with its data beside it."""
+    quick = "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_checks = false\n"
+    text = RUN_FILE.format(data=make_dataset(folder / "words")) + quick
+    (folder / "tiny.toml").write_text(text.replace("every_steps = 6", "every_steps = 50"))
+
+
+def hash_without_slurm(folder: Path) -> str:
+    """The hash of the weights of the same run, on one rank of this machine."""
+    sets = ["--set", f"train.steps={STEPS}", "--set", 'run_dir="plain"']
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "train", "tiny.toml", "--ranks", "1", "--json", *sets],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return str(json.loads(done.stdout)["weights_sha256"])
+
+
+class Phalanx:
+    """The command line on a login node."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**ENVIRONMENT, **cluster.environment}
+
+    def __call__(self, *words: str, fails: bool = False) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", *words],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert bool(done.returncode) == fails, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def submit(self, name: str, *words: str) -> Path:
+        """Submits the tiny run into a directory of its own."""
+        run_dir = self.folder / name
+        sets = ["--set", f'run_dir="{run_dir}"', "--set", f"train.steps={STEPS}"]
+        self("submit", "tiny.toml", "--on", "slurm", *sets, *words)
+        return run_dir
+
+
+def wait_until(true: Callable[[], bool], what: str, log: Path | None = None) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not true():
+        if time.monotonic() > deadline_s:
+            told = "".join(path.read_text()[-6000:] for path in sorted(log.glob("job-*.log"))) if log else ""
+            raise TimeoutError(f"{what}\n{told}")
+        time.sleep(0.1)
+
+
+def fleet_of(run_dir: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads((run_dir / "fleet.json").read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def trains(run_dir: Path, after: int = 5) -> Callable[[], bool]:
+    return lambda: (
+        fleet_of(run_dir).get("phase") == "running" and int(str(fleet_of(run_dir)["step"])) >= after
+    )
+
+
+def weights(run_dir: Path) -> str:
+    wait_until((run_dir / "result.json").exists, f"{run_dir} has not finished", run_dir / "launch")
+    return str(json.loads((run_dir / "result.json").read_bytes())["weights_sha256"])
+
+
+def members(run_dir: Path, role: str) -> list[str]:
+    found = fleet_of(run_dir)["members"]
+    assert isinstance(found, list)
+    return sorted(one["name"] for one in found if one["role"] == role)
