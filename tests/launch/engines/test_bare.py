@@ -17,10 +17,11 @@ import pytest
 
 from launch.engines.sshd_hosts import SshHosts, missing, ssh_hosts
 from phalanx.cli.launch.submit_to_hosts import hosts_in
+from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import on_host, preflight
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
-from phalanx.launch.engines.submission import problems_of
+from phalanx.launch.engines.submission import Submitted, problems_of
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import ENVIRONMENT, RUN_FILE
@@ -353,6 +354,24 @@ def test_what_hosts_cannot_give_is_refused_not_ignored(tmp_path: Path) -> None:
         "launch.gpus_per_node = 8",
         "launch.container_mounts = ('/a",
     ]
+
+
+def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing, "_SILENT_S", 0.0)
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    nobody = {"name": "a", "destination": "127.0.0.1", "port": 1, "address": "127.0.0.1", "domain": []}
+    (folder / "hosts.json").write_text(json.dumps([{"host": nobody, "pid": 2**22}]))
+    made = Submitted("ssh", "1 hosts", "tiny", 1, 0, 0.0, str(tmp_path))
+    told = standing.sentence(tmp_path, made)
+    assert told is not None
+    assert told.startswith("perhaps running: 1 of 1 hosts do not answer (a: ")
+    with pytest.raises(
+        EngineError, match=re.escape(f"or remove {folder / 'hosts.json'} if they are gone for good")
+    ):
+        standing.wait_until_ended(tmp_path, made, 0.0)
 
 
 @pytest.mark.parametrize(("engine", "refused"), [("ssh", False), ("slurm", True), ("local", True)])

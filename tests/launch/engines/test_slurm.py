@@ -69,6 +69,7 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machin
     assert f"job {record.job}" in phalanx("runs", "--on", "slurm")
     wait_until(lambda: "no other nodes would be faster" in phalanx("status", str(run_dir)), "no verdict")
     # All three nodes are under one switch, and each says so.
+    wait_until(lambda: len(members(run_dir, "spare")) == 1, "there is no spare", run_dir / "launch")
     (spare,) = members(run_dir, "spare")
     victim = members(run_dir, "member")[-1]
     cluster.kill_node(victim)

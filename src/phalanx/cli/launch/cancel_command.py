@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import click
@@ -35,7 +34,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
       phalanx cancel big-1f3a9c04 --on kubernetes
     """
     from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.standing import end_now, sentence, title
+    from phalanx.launch.engines.standing import end_now, sentence, title, wait_until_ended
     from phalanx.launch.engines.submission import mark_stopped, read_record
     from phalanx.launch.engines.tools import EngineError, run_tool
 
@@ -64,8 +63,8 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             else:
                 _ask_to_stop(run_dir)
             click.echo(f"{title(made)} saves and ends (phalanx cancel --now ends it at once)")
-        while not no_wait and sentence(run_dir, made) is not None:
-            time.sleep(_POLL_S)
+        if not no_wait:
+            wait_until_ended(run_dir, made, _POLL_S)
     click.echo(f"{title(made)} is cancelled" if not no_wait else f"{title(made)} is asked to end")
 
 

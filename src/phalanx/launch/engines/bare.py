@@ -56,7 +56,7 @@ def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
         return run_tool(["bash", "-s"], stdin=script, timeout_s=timeout_s)
     port = ["-p", str(host.port)] if host.port else []
     try:
-        return run_tool([*_SSH, *port, host.destination, "bash -s"], stdin=script, timeout_s=timeout_s)
+        return run_tool([*_SSH, *port, "--", host.destination, "bash -s"], stdin=script, timeout_s=timeout_s)
     except EngineError as error:
         said = str(error)
         raise EngineError(
@@ -219,6 +219,8 @@ def sentence(run_dir: Path) -> str | None:
     there, wrong = alive(run_dir)
     if not there and not wrong:
         return None
+    if not there:
+        return f"perhaps running: {len(wrong)} of {len(started)} hosts do not answer ({'; '.join(wrong)})"
     where = (
         "this machine"
         if started and started[0].host.destination == HERE

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 from phalanx.launch.engines import bare, slurm
 from phalanx.launch.engines.order import FOLDER
 from phalanx.launch.engines.submission import Submitted
 from phalanx.launch.engines.tools import EngineError
+
+_SILENT_S = 30.0
+"""For so long it is waited for hosts that do not answer, when no others are."""
 
 
 def sentence(run_dir: Path, made: Submitted) -> str | None:
@@ -17,6 +21,31 @@ def sentence(run_dir: Path, made: Submitted) -> str | None:
         return bare.sentence(run_dir)
     job = slurm.job_of(run_dir)
     return None if job is None else job.sentence
+
+
+def wait_until_ended(run_dir: Path, made: Submitted, poll_s: float) -> None:
+    """Waits until nothing of a submitted run is queued or running any more.
+
+    Raises ``EngineError`` where that cannot be known: hosts do not answer, and no session is left on the others.
+    """
+    silent_since_s: float | None = None
+    while True:
+        if made.engine == "slurm":
+            if slurm.job_of(run_dir) is None:
+                return
+        else:
+            there, wrong = bare.alive(run_dir)
+            if not there and not wrong:
+                return
+            now_s = time.monotonic()
+            silent_since_s = None if there else silent_since_s or now_s
+            if silent_since_s is not None and now_s - silent_since_s >= _SILENT_S:
+                raise EngineError(
+                    f"nothing of the run in {run_dir} is left on the hosts that answer, and of the others nobody knows; give the same command again "
+                    f"when they are back, or remove {run_dir / FOLDER / 'hosts.json'} if they are gone for good:\n  "
+                    + "\n  ".join(wrong)
+                )
+        time.sleep(poll_s)
 
 
 def title(made: Submitted) -> str:
