@@ -5,6 +5,12 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 
+_MEANS = {
+    "Could not establish a configuration source": "this machine belongs to no Slurm cluster (SLURM_CONF, /etc/slurm/slurm.conf): give the command on a login node",
+    "Unable to contact slurm controller": "slurmctld does not answer: try again in a moment, or ask who runs the cluster",
+}
+"""Words of a tool that say little to who did not set it up -> what they mean, and what to do."""
+
 
 class EngineError(RuntimeError):
     """An engine cannot do what was asked; the message says why and what to do."""
@@ -28,6 +34,7 @@ def run_tool(
             input=stdin,
             capture_output=True,
             text=True,
+            errors="replace",  # what a host greets with may be in any encoding
             timeout=timeout_s,
             cwd=folder,
             env=None if environment is None else dict(environment),
@@ -39,9 +46,10 @@ def run_tool(
         ) from error
     except subprocess.TimeoutExpired as error:
         raise EngineError(
-            f"{words[0]} has not answered for {timeout_s:.0f} s: is the cluster's controller up? Try again"
+            f"{words[0]} has not answered for {timeout_s:.0f} s: is what it talks to up? Try again"
         ) from error
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise EngineError(f"{words[0]}: {said}")
+        meaning = next((meaning for word, meaning in _MEANS.items() if word in said), said)
+        raise EngineError(f"{words[0]}: {meaning}")
     return done.stdout
