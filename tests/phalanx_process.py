@@ -83,11 +83,13 @@ def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: Sequence[str], folder: Path, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
     """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end, in a forked process: most of a short command is imports."""
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place) / "out", Path(place) / "err"
-        process = FORKS.Process(target=_command, args=(arguments, folder, out, err))
+        process = FORKS.Process(target=_command, args=(arguments, folder, environment, out, err))
         process.start()
         process.join(TIMEOUT_S)
         if process.exitcode is None:
@@ -96,13 +98,15 @@ def run(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[s
         return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 
 
-def _command(arguments: Sequence[str], folder: Path, out: Path, err: Path) -> None:
+def _command(
+    arguments: Sequence[str], folder: Path, environment: dict[str, str], out: Path, err: Path
+) -> None:
     """Does what ``python -m phalanx ARGUMENTS`` does, with its output in files."""
     for stream, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(environment)
     sys.path.insert(0, "")
     sys.argv = ["phalanx", *arguments]
     main()

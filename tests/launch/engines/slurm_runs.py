@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from launch.engines.slurm_cluster import SlurmCluster
-from phalanx_process import ENVIRONMENT, RUN_FILE
+from phalanx_process import ENVIRONMENT, RUN_FILE, last_json, run
 from tiny_runs import make_dataset
 
 STEPS = 100
@@ -28,15 +26,8 @@ def write_run_file(folder: Path) -> None:
 def hash_without_slurm(folder: Path) -> str:
     """The hash of the weights of the same run, on one rank of this machine."""
     sets = ["--set", f"train.steps={STEPS}", "--set", 'run_dir="plain"']
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "train", "tiny.toml", "--ranks", "1", "--json", *sets],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return str(json.loads(done.stdout)["weights_sha256"])
+    done = run(["train", "tiny.toml", "--ranks", "1", "--json", *sets], folder)
+    return str(last_json(done)["weights_sha256"])
 
 
 class Phalanx:
@@ -47,15 +38,7 @@ class Phalanx:
         self.environment = {**ENVIRONMENT, **cluster.environment}
 
     def __call__(self, *words: str, fails: bool = False) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "phalanx", *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        done = run(words, self.folder, self.environment)
         assert bool(done.returncode) == fails, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -24,7 +24,7 @@ from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, problems_of
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
-from phalanx_process import ENVIRONMENT, RUN_FILE
+from phalanx_process import ENVIRONMENT, RUN_FILE, run
 from tiny_runs import make_dataset
 
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=f"no sshd can be started: {missing()}")
@@ -46,15 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def phalanx(folder: Path, *words: str, fails: bool = False, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *words],
-        cwd=folder,
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run(words, folder, {**ENVIRONMENT, **environment})
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 
