@@ -29,6 +29,7 @@ from phalanx.run.spec import (
     MoeSpec,
     OptimizerSpec,
     ParallelSpec,
+    PrecisionSpec,
     RopeScalingSpec,
     RunSpec,
     RuntimeSpec,
@@ -56,6 +57,9 @@ MIXTURE = replace(
     DENSE,
     model=replace(DENSE.model, moe=MoeSpec(ffn_dim=512, shared=1, first_dense=1)),
     parallel=ParallelSpec(ranks=16, tensor=2, expert=4),
+)
+ON_CPUS = replace(
+    DENSE, parallel=ParallelSpec(ranks=2), precision=PrecisionSpec(compute="fp32"), fleet=FleetSpec()
 )
 WINDOWED = replace(DENSE, model=replace(DENSE.model, attention_pattern=("window", "full"), window=256))
 LATENT = replace(DENSE, model=replace(DENSE.model, kv_heads=0, mla=MlaSpec(query_rank=64)))
@@ -116,6 +120,7 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
     "memory.recompute": (DENSE, "full"),
     "memory.offload_activations": (DENSE, "host"),
     "memory.offload_optimizer": (DENSE, "host"),
+    "runtime.numerics": (DENSE, "portable"),
     "runtime.compile": (replace(DENSE, runtime=RuntimeSpec(device="cuda")), True),
     "parallel.ranks": (DENSE, 16),
     "parallel.sharding": (DENSE, "zero2"),
@@ -157,7 +162,7 @@ NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "memory.offload_optimizer": (DENSE, "file", "h100:32"),
     "runtime.device": (DENSE, "cpu", "h100:32"),
     "runtime.threads": (DENSE, 4, "cpu:2"),
-    "runtime.numerics": (DENSE, "portable", "cpu:2"),
+    "runtime.numerics": (DENSE, "portable", "h100:32"),
     "parallel.pipeline_split": (DENSE, (1, 3, 3, 1), "h100:32"),
     "evaluation.every_steps": (DENSE, 1, "h100:32"),
     "evaluation.sequences": (DENSE, 100_000, "h100:32"),
@@ -304,6 +309,19 @@ def test_the_last_evaluation_is_noted_where_it_is_long_or_of_unknown_length(fina
     spec = changed(DENSE, "evaluation.final_sequences", final)
     noted = [note for note in notes_of(spec, cluster("h100:32")) if "after the last step" in note]
     assert len(noted) == (final == 0)
+
+
+def test_portable_numerics_take_a_ninth_longer_for_products_and_nothing_for_the_rest() -> None:
+    native, portable = (
+        make_plan(spec, cluster("cpu:2"), Aim(layout="file"), searching=False).chosen.time
+        for spec in (ON_CPUS, changed(ON_CPUS, "runtime.numerics", "portable"))
+    )
+    # Waiting for each other grows with the whole step.
+    slower = {
+        name for name, seconds in portable.items() if seconds > native.get(name, 0.0) and name != "scale_tax"
+    }
+    assert slower == {"matmul", "attention"}
+    assert all(portable[name] == pytest.approx(native[name] / 0.9) for name in slower)
 
 
 def test_muon_takes_as_long_on_a_gpu_whatever_the_format_of_computing() -> None:

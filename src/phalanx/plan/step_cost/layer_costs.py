@@ -262,13 +262,14 @@ class _RankShare:
             seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups, streams=streams)
             each = rows / groups
         adding = self.job.stack.kernels.accumulating_bytes
-        return casts + np.stack(
+        products = np.stack(
             [
                 seconds(each, columns, inner),
                 seconds(each, inner, columns),
                 seconds(columns, inner, each, result_bytes=adding),
             ]
         )
+        return casts + products / self.job.stack.kernels.product_rate
 
     def _casts(self, format_: str, operands: tuple[Floats, Floats], groups: Floats) -> Floats:
         """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
@@ -304,7 +305,7 @@ class _RankShare:
             tokens=keys / self.keys.context,
         )
         forward, backward = seconds(flops, backward=False), seconds(2.5 * flops, backward=True)
-        return np.stack([forward, backward, np.zeros_like(forward)])
+        return np.stack([forward, backward, np.zeros_like(forward)]) / self.job.stack.kernels.product_rate
 
     def _local(self, experts: int) -> Floats:
         """Experts of a rank out of ``experts``; one for operations that are not repeated for each expert."""
