@@ -1,7 +1,7 @@
 """The table of one hash in ``docs/parallelism.md``: runs in lanes and context tiles on every legal layout of up to 8 ranks.
 
 For each layout one step of a tiny model, four slots of two micro-batches, over real process groups: losses, gradient norm and weights
-must have the bits of one rank. Predictions ahead have no context tiles yet, so that model is in lanes alone.
+must have the bits of one rank.
 
     python bench/one_hash.py                                 # prints the table
     python bench/one_hash.py --write docs/parallelism.md     # and puts it into the document
@@ -33,7 +33,15 @@ MODELS = {
     "dense": dataclasses.replace(DENSE, lanes=4, context_tiles=4),
     "mixture, latent attention": dataclasses.replace(MIXTURE, lanes=4, context_tiles=4),
     "predictions ahead": ModelSpec(
-        layers=1, dim=32, heads=4, kv_heads=1, ffn_dim=64, vocab_size=61, mtp_depth=1, lanes=4
+        layers=1,
+        dim=32,
+        heads=4,
+        kv_heads=1,
+        ffn_dim=64,
+        vocab_size=61,
+        mtp_depth=1,
+        lanes=4,
+        context_tiles=4,
     ),
 }
 Compute = Literal["fp32", "bf16"]

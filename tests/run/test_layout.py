@@ -102,7 +102,6 @@ def test_a_legal_layout_uses_every_rank_once_and_folds_its_experts(
         ("train.seq_len", run(train=dataclasses.replace(TRAIN, seq_len=60), context=4)),
         ("model.tie_embeddings", run(dataclasses.replace(MODEL, tie_embeddings=True), pipeline=2)),
         ("model.mtp_depth", run(dataclasses.replace(MODEL, mtp_depth=1), pipeline=2)),
-        ("model.mtp_depth", run(dataclasses.replace(MODEL, mtp_depth=1), context=2)),
         ("parallel.pipeline", run(pipeline=16)),
         ("parallel.pipeline", run(pipeline_split=(4, 4))),
         ("parallel.pipeline_split", run(pipeline=2, pipeline_split=(4, 5))),

@@ -33,11 +33,13 @@ MODELS = {
     ),
     "windows and sinks": dataclasses.replace(DENSE, context_tiles=TILES),
     "mixture": dataclasses.replace(MIXTURE, layers=2, context_tiles=TILES),
+    "ahead": dataclasses.replace(DENSE, layers=1, mtp_depth=2, context_tiles=TILES),
 }
 LAYOUTS: dict[str, tuple[tuple[str, int, dict[str, Any]], ...]] = {
     "plain": (("fp32", 4, {}), ("bf16", 4, {"shard_ranks": 2, "sharding": "zero2"})),
     "windows and sinks": (("fp32", 4, {}), ("bf16", 4, {"pipeline": 2, "pipeline_schedule": "zbv"})),
     "mixture": (("fp32", 4, {}), ("bf16", 2, {"sharding": "none"})),
+    "ahead": (("fp32", 4, {}), ("bf16", 2, {"sharding": "none"})),
 }
 """By model: format, ranks, and how those that do not share a sequence are used. Four ranks alone share one."""
 

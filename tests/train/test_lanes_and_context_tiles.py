@@ -36,6 +36,7 @@ MODELS = {
         **PIECES,
     ),
     "mixture": dataclasses.replace(MIXTURE, **PIECES),
+    "ahead": dataclasses.replace(DENSE, **PIECES | {"layers": 1}, tie_embeddings=True, mtp_depth=1),
 }
 DEGREES: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
     ("dense", "fp32"): ((2, 1), (1, 2), (2, 2), (4, 1), (1, 4)),
@@ -43,6 +44,8 @@ DEGREES: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
     ("shared key heads", "fp32"): ((2, 2), (4, 1)),
     ("mixture", "fp32"): ((2, 2), (1, 4)),
     ("mixture", "bf16"): ((2, 2),),
+    ("ahead", "fp32"): ((2, 2), (1, 4)),
+    ("ahead", "bf16"): ((2, 2),),
 }
 """Tensor and context degrees of up to four ranks, by model and format."""
 

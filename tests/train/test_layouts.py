@@ -21,7 +21,11 @@ from phalanx.run.layout import Layout, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
 from ranks import Ranks
 
-MODELS = {"dense": DENSE, "mixture": MIXTURE}
+MODELS = {
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "ahead": dataclasses.replace(DENSE, layers=1, mtp_depth=2),
+}
 STEPS = 1
 GOAL = 4e-6
 """Largest error of loss and gradients, relative to the largest element of each, in fp32: few tokens leave some gradients small."""
@@ -114,6 +118,16 @@ def test_a_dense_model_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
 ) -> None:
     check(ranks, references, "dense", *case)
+
+
+@pytest.mark.parametrize("mode", ["ring", "allgather"])
+def test_predictions_ahead_are_the_same_where_their_tokens_are_other_ranks(
+    ranks: Ranks,
+    references: dict[tuple[str, ParallelSpec], Whole],
+    mode: Literal["ring", "allgather"],
+) -> None:
+    tensor = 2 if mode == "allgather" else 1
+    check(ranks, references, "ahead", 4, ParallelSpec(context=4 // tensor, tensor=tensor, context_mode=mode))
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ class Chain(nn.Module):
         positions: Tensor | None = None,  # noqa: ARG002  blocks are called with hidden states alone
         documents: Documents | None = None,
         ahead: object = None,
+        further: object = None,
     ) -> Tensor:
         """Returns ``readout`` of the last hidden states, by default logits; a stage without norm returns its hidden states.
 
@@ -113,10 +114,11 @@ class Chain(nn.Module):
             x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
             readout: Called with hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``.
             positions: Not used: each rank has whole sequences.
-            documents: Must be ``None``, as must ``ahead``.
+            documents: Must be ``None``, as must ``ahead`` and ``further``.
         """
         assert documents is None, "refused by phalanx.run.check"
         assert ahead is None, "refused by phalanx.run.check"
+        assert further is None, "there is nothing that predicts ahead"
         hidden = x if self.embedding is None else self.embedding(x)
         for block in self.blocks.values():
             hidden = block(hidden)

@@ -88,6 +88,7 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         cache: Sequence[Cache] | None = None,
         ahead: ReadoutAhead | None = None,
+        further: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Whatever ``readout`` makes of the last hidden states; by default logits.
 
@@ -102,6 +103,8 @@ class Transformer(nn.Module):
             cache: One for each layer of the whole model; ``x`` is the continuation of what they hold.
             ahead: Called for each prediction ahead. Then the result is the vector ``(1 + mtp_depth,)`` of what ``readout``
                 and ``ahead`` returned (see ``phalanx.model.mtp.training_loss``); without it, none is made.
+            further: For each prediction ahead, the tokens ``(b, s)`` that lie so much further in their sequences than those of
+                ``x``; by default ``x`` holds them, because it has whole sequences.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document: give either a cache or documents")
@@ -128,8 +131,10 @@ class Transformer(nn.Module):
         if ahead is None:
             return result
         last = windowed if window_of(self.spec, self.spec.layers - 1) else full
-        further = self._further(hidden, x, *last, documents)
-        parts = (ahead(states, weight, depth) for depth, states in enumerate(further, start=1))
+        if further is None:
+            further = [tokens_ahead(x, depth) for depth in range(1, len(self.mtp) + 1)]
+        predicted = self._predicted(hidden, further, *last, documents)
+        parts = (ahead(states, weight, depth) for depth, states in enumerate(predicted, start=1))
         return torch.stack((result, *parts))
 
     def _embedded(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
@@ -162,12 +167,16 @@ class Transformer(nn.Module):
         assert self.embedding is not None, "a tied projection needs the embedding: do not divide this model"
         return self.embedding.weight
 
-    def _further(
-        self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None
+    def _predicted(
+        self,
+        hidden: Tensor,
+        further: Sequence[Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None,
     ) -> Iterator[Tensor]:
-        """The hidden states of each prediction ahead."""
+        """The hidden states of each prediction ahead, from the tokens so much ``further``."""
         assert self.embedding is not None, "predicting ahead needs the embedding: do not divide this model"
-        for depth, module in enumerate(self.mtp, start=1):
-            embedded = self._embedded(tokens_ahead(tokens, depth), self.embedding)
-            hidden = module(hidden, embedded, cos, sin, documents)
+        for tokens, module in zip(further, self.mtp, strict=True):
+            hidden = module(hidden, self._embedded(tokens, self.embedding), cos, sin, documents)
             yield hidden

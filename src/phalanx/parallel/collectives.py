@@ -149,9 +149,11 @@ class _RankStep:
         """Sums over context tiles of one micro-batch: the gradients of a unit's weights, and the loss and its projection's gradient."""
         if not self.spec.model.context_tiles:
             return Counter()
-        last = stage == self.schedule.stages - 1
+        ahead = depths(self.spec.model)  # predictions, each with some weights outside of its block
+        losses = 1 + ahead if stage == self.schedule.stages - 1 else 0
         units = {piece.parameter.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
-        return Counter({("context", "all_to_all"): len(units) + last, ("context", "all_gather"): int(last)})
+        sums = len(units) + (ahead if losses else 0)
+        return Counter({("context", "all_to_all"): sums + losses, ("context", "all_gather"): losses})
 
     def _experts(self, stage: int) -> Calls:
         """The expert axes' collectives of one micro-batch, forward and backward."""

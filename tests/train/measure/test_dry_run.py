@@ -60,6 +60,16 @@ LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
         ParallelSpec(tensor=2, context=2, context_mode="allgather", expert=4),
         8,
     ),
+    "predictions ahead over context": (
+        dataclasses.replace(DENSE, mtp_depth=2),
+        ParallelSpec(context=2, context_mode="allgather"),
+        4,
+    ),
+    "predictions ahead in lanes and context tiles": (
+        dataclasses.replace(DENSE, lanes=2, context_tiles=4, mtp_depth=2),
+        ParallelSpec(tensor=2, context=2, context_mode="allgather"),
+        4,
+    ),
     "gpipe": (DENSE, ParallelSpec(pipeline=4, pipeline_schedule="gpipe", sharding="zero2"), 8),
     "1f1b": (DENSE, ParallelSpec(pipeline=4), 8),
     "interleaved": (DENSE, ParallelSpec(pipeline=2, pipeline_schedule="interleaved"), 4),

@@ -47,7 +47,9 @@ def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClo
     if spec.parallel.context == 1:
         return
     kind = RingMethod if spec.parallel.context_mode == "ring" else GatherMethod
-    for block in module.blocks.values():
-        attention = cast(Block, block).attention
+    for block in module.modules():
+        if not isinstance(block, Block):
+            continue
+        attention = block.attention
         core = cast(CausalCore, attention.core)
         attention.core = DividedCore(kind(mesh.context_group, clock, core.score, core.window))

@@ -25,14 +25,10 @@ def without(model: ModelSpec) -> ModelSpec:
 
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
     """Axes whose degree must be 1, with the reason."""
-    if not model.mtp_depth:
-        return
-    for axis, found in (
-        ("context", "predicting further ahead needs the neighboring token, which another context rank holds"),
-        ("pipeline", "predicting further ahead needs the embedding, which only the first stage has"),
-    ):
-        remedy = f"set parallel.{axis} = 1, or model.mtp_depth = 0"
-        yield axis, Problem("model.mtp_depth", found, remedy, (f"parallel.{axis}",))
+    if model.mtp_depth:
+        found = "predicting further ahead needs the embedding, which only the first stage has"
+        remedy = "set parallel.pipeline = 1, or model.mtp_depth = 0"
+        yield "pipeline", Problem("model.mtp_depth", found, remedy, ("parallel.pipeline",))
 
 
 def parts(model: ModelSpec, depth: int) -> Iterator[Parameter]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from phalanx.data.reading.documents import document_ids
 from phalanx.model.layers.documents import Documents
-from phalanx.model.mtp import targets_ahead, training_loss
+from phalanx.model.mtp import targets_ahead, tokens_ahead, training_loss
 from phalanx.parallel.context.fixed.placement import tiled_positions
 from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.context.head_tail import context_positions
@@ -33,6 +33,16 @@ from phalanx.train.step.loss import IGNORE, summed_cross_entropy
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """What a prediction ahead is given of this rank's part of the sequence, and is to predict."""
+
+    tokens: Tensor
+    """``(batch, seq)``, int64: of each of the micro-batch's tokens the one so much further."""
+    targets: Tensor
+    """``(batch, seq)``, int64."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass on this rank."""
 
@@ -44,6 +54,8 @@ class MicroBatch:
     """``(seq,)``, int64: the positions of these tokens in their sequences."""
     documents: Documents | None
     """The documents of the whole sequences, of which this rank may have a part; ``None`` without a mask."""
+    further: Sequence[Ahead] = ()
+    """For each prediction ahead."""
 
     @property
     def counted(self) -> Tensor:
@@ -82,12 +94,24 @@ class Losses:
             positions = torch.arange(tokens.shape[1])
         else:
             positions = context_positions(tokens.shape[1], layout.context, self.mesh.context_rank)
-        if self.tiles is not None or layout.context > 1:
-            tokens, targets = tokens[:, positions], targets[:, positions]
-        tokens, targets, positions = (
-            part.to(device, non_blocking=True) for part in (tokens, targets, positions)
+        divided = self.tiles is not None or layout.context > 1
+
+        def own(whole: Tensor) -> Tensor:
+            part = whole[:, positions] if divided else whole
+            return part.to(device, non_blocking=True)
+
+        # Of whole sequences: the next token of the last one here may be another rank's.
+        further = [Ahead(own(ahead.tokens), own(ahead.targets)) for ahead in self._ahead(tokens, targets)]
+        return MicroBatch(
+            own(tokens), own(targets), positions.to(device, non_blocking=True), documents, further
         )
-        return MicroBatch(tokens, targets, positions, documents)
+
+    def _ahead(self, tokens: Tensor, targets: Tensor) -> Iterator[Ahead]:
+        """What each prediction ahead is given and is to predict of whole sequences ``(batch, seq)``."""
+        train = self.spec.train
+        ends = tokens == train.end_of_document if train.targets_within_documents else None
+        for depth in range(1, depths(self.spec.model) + 1):
+            yield Ahead(tokens_ahead(tokens, depth), targets_ahead(targets, depth, IGNORE, ends))
 
     def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
         """Runs a stage on ``x``: tokens ``(batch, seq)`` for the first, hidden states ``(batch, seq, dim)`` for the others.
@@ -95,21 +119,21 @@ class Losses:
         Returns hidden states, or from the last stage the summed loss: 0-dim, or with multi-token prediction, if ``ahead`` asks
         for it, ``(1 + depths,)``.
         """
-        train = self.spec.train
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             return self._sum(hidden, weight, batch.targets)
 
         def readout_ahead(hidden: Tensor, weight: Tensor, depth: int) -> Tensor:
-            ends = batch.tokens == train.end_of_document if train.targets_within_documents else None
-            return self._sum(hidden, weight, targets_ahead(batch.targets, depth, IGNORE, ends))
+            return self._sum(hidden, weight, batch.further[depth - 1].targets)
 
+        predicts = ahead and len(batch.further) > 0
         result: Tensor = stage(
             x,
             readout,
             positions=batch.positions,
             documents=batch.documents,
-            ahead=readout_ahead if ahead and depths(self.spec.model) else None,
+            ahead=readout_ahead if predicts else None,
+            further=[each.tokens for each in batch.further] if predicts else None,
         )
         return result
 

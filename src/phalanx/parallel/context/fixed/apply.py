@@ -7,7 +7,7 @@ So the weights have the same bits for every context degree c that divides t, one
 
 | | a tile by itself | summed over all in tree order |
 |---|---|---|
-| embedding, norms, feed-forward layers, routers | its tokens | gradient of the weights |
+| embedding, norms, feed-forward layers, routers, projections of predictions ahead | its tokens | gradient of the weights |
 | attention (``attention``, ``core``) | its queries, with all keys before them | gradients of keys, values and weights |
 | routed experts | nothing: all of a slot's tokens come to an expert together, by tile | nothing |
 | scores and loss (``phalanx.train.step.loss``) | its tokens, in chunks | loss, gradient of the projection |
@@ -36,6 +36,7 @@ from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.moe import Experts, MoE
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotation
+from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Rotation, Transformer
 from phalanx.parallel.context.fixed.attention import TiledAttention
 from phalanx.parallel.context.fixed.core import TiledCore
@@ -57,6 +58,18 @@ def apply_tiles(module: Transformer, tiles: RankTiles) -> None:
             replace_method(part, "forward", InPieces(part.forward, _inside(outer, name), count))
     for block in module.blocks.values():
         _divide(cast(Block, block), tiles)
+    for prediction in module.mtp:
+        _divide_prediction(cast(PredictionAhead, prediction), tiles)
+
+
+def _divide_prediction(prediction: PredictionAhead, tiles: RankTiles) -> None:
+    """Makes a prediction ahead compute tile by tile."""
+    names = (name for name, _ in prediction.named_parameters() if not name.startswith("block."))
+    shared = _shared(prediction, names, tiles)
+    for name, part in prediction.named_children():
+        if not isinstance(part, Block):
+            replace_method(part, "forward", InPieces(part.forward, _inside(shared, name), len(tiles.here)))
+    _divide(prediction.block, tiles)
 
 
 def _divide(block: Block, tiles: RankTiles) -> None:
