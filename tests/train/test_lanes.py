@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
 from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_after_the_other, same
+from phalanx.parallel.tensor.lanes.layers import LanedLayer
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
 from ranks import Ranks
@@ -224,21 +226,51 @@ def together(count: int, _: Any) -> list[range]:
     return [range(count)]
 
 
+def lanes_at_once(self: LanedLayer, inputs: tuple[Tensor, ...], context: tuple[Any, ...]) -> Iterator[Tensor]:
+    """``LanedLayer._results`` that computes the heads, or inner elements, of all lanes of a rank together."""
+    owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
+    whole = [
+        parameter.owner.get_parameter(parameter.attribute)
+        if parameter.shared is None
+        else parameter.shared.now()[0]
+        for parameter in self.parameters
+    ]
+    yield self.result(owners, [whole], inputs, *context)
+
+
+def scores_at_once(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """``ScoresInPieces`` that computes all pieces together."""
+    scores, logits = at_once(self._both, tokens).chunk(2, dim=1)
+    return scores, logits
+
+
+def from_the_end(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+    """The embedding's backward pass, which adds the tokens of a row in the opposite order where a rank has a part of the rows."""
+    (row,), gradient = ctx.saved_tensors, upstream[0].contiguous()
+    if ctx.count < DENSE.vocab_size:
+        row, gradient = row.flip(0, 1), gradient.flip(0, 1)
+    rows = torch.ops.aten.embedding_dense_backward(gradient, row, ctx.count + 1, ctx.count, False)
+    return rows[: ctx.count], None
+
+
 LANES_ROOM = "phalanx.parallel.tensor.lanes"
 MUTANTS: dict[str, Flaw] = {
     "results of lanes": (f"{LANES_ROOM}.layers", "add_in_tree", one_after_the_other),
+    "heads and inner elements": (f"{LANES_ROOM}.layers", "LanedLayer._results", lanes_at_once),
     "results of ranks": ("phalanx.parallel.tensor.sequence_comm", "sum_in_tree", one_after_the_other),
     "gradient of what lanes read": (f"{LANES_ROOM}.layers", "forked", under_one_name),
     "gradient of shared weights": (f"{LANES_ROOM}.shares", "add_in_tree", one_after_the_other),
     "pieces": (f"{LANES_ROOM}.pieces", "InPieces.__call__", at_once),
     "tokens of experts": (f"{LANES_ROOM}.mixture", "RoutedInPieces.__call__", by_sequence),
+    "router": (f"{LANES_ROOM}.mixture", "ScoresInPieces.__call__", scores_at_once),
+    "embedding": (f"{LANES_ROOM}.vocabulary", "_Rows.backward", from_the_end),
     "scores and loss": ("phalanx.train.step.loss", "_parts", together),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_flaw_in_any_part_of_lanes_would_be_noticed(ranks: Ranks, mutant: str) -> None:
-    model = MODELS["mixture" if mutant == "tokens of experts" else "dense"]
+    model = MODELS["mixture" if mutant in ("tokens of experts", "router") else "dense"]
     one, four = (
         merged(ranks.run(tensor, flawed_step, spec_of(model, divided(model, tensor)), MUTANTS[mutant]))
         for tensor in (1, 4)
