@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -143,26 +144,58 @@ def test_random_faults_change_no_bit(seed: int, run_file: Path, undisturbed: str
     assert result["weights_sha256"] == undisturbed
 
 
+LANES = ("model.lanes=2",)
+TILES = ("model.context_tiles=2",)
+EXPERTS = ("model.moe.experts=4", "model.moe.ffn_dim=32")
+OVER_TENSOR = ("parallel.tensor=2", "fleet.least_tensor=1")
+OVER_CONTEXT = ("parallel.context=2", 'parallel.context_mode="allgather"', "fleet.least_context=1")
+AXES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], set[tuple[int, int]]]] = {
+    "tensor": (2, LANES, OVER_TENSOR, {(2, 1), (1, 1)}),
+    "tensor and experts": (
+        2,
+        LANES + EXPERTS,
+        (*OVER_TENSOR, "parallel.expert=2"),
+        {(2, 1), (1, 1)},
+    ),
+    "context": (2, TILES, OVER_CONTEXT, {(1, 2), (1, 1)}),
+    "context and experts": (
+        2,
+        TILES + EXPERTS,
+        (*OVER_CONTEXT, "parallel.expert=2"),
+        {(1, 2), (1, 1)},
+    ),
+    "all, over four nodes": (
+        4,
+        LANES + TILES + EXPERTS,
+        (*OVER_TENSOR, *OVER_CONTEXT, "parallel.expert=4"),
+        {(2, 2), (1, 2)},
+    ),
+}
+"""Nodes of a fleet, what the run fixes, how the fleet divides it, and the degrees of tensor and context before and after a node is lost."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_random_faults_that_change_the_tensor_degree_of_a_run_in_lanes_change_no_bit(
-    seed: int, run_file: Path, tmp_path: Path
+@pytest.mark.parametrize("axis", AXES)
+def test_random_faults_that_change_the_degree_of_any_axis_change_no_bit(
+    axis: str, seed: int, run_file: Path, tmp_path: Path
 ) -> None:
-    lanes = ["--set", "model.lanes=2"]
-    alone = run(
-        ["train", str(run_file), "--ranks", "1", "--json", "--run-dir", str(tmp_path / "alone"), *lanes],
-        tmp_path,
-    )
-    degrees = ["--set", "parallel.tensor=2", "--set", "fleet.least_tensor=1"]
-    faults = with_faults(f"random:{seed}:3", "kill node 1 at step 6")
-    result = fleet_run(run_file, tmp_path, "--nodes", "2", "--spares", "0", *lanes, *degrees, *faults)
-    assert result["weights_sha256"] == last_json(alone)["weights_sha256"]
-    started = [
-        event.body
-        for event in read_events(tmp_path / "run" / "events.jsonl")
-        if isinstance(event.body, RunStarted)
-    ]
-    assert {one.layout.get("tensor", 1) for one in started} == {1, 2}
+    nodes, fixed, divided, degrees = AXES[axis]
+    pieces, division = ([part for one in sets for part in ("--set", one)] for sets in (fixed, divided))
+    one_rank = ["--ranks", "1", "--run-dir", str(tmp_path / "alone")]
+    alone = last_json(run(["train", str(run_file), "--json", *one_rank, *pieces], tmp_path))
+    draw = Random(seed)
+    lost = f"kill node {draw.randrange(nodes)} at step {draw.randrange(4, 10)}"
+    fleet = ["--nodes", str(nodes), "--spares", "0", *with_faults(f"random:{seed}:3", lost)]
+    result = fleet_run(run_file, tmp_path, *pieces, *division, *fleet)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    layouts = [event.body.layout for event in events if isinstance(event.body, RunStarted)]
+    taken = {(one.get("tensor", 1), one.get("context", 1)) for one in layouts}
+    assert degrees <= taken, "the fleet began with one, and had to take the other"
+    last = result["layout"]
+    if EXPERTS[0] in fixed:
+        assert last["expert"] == last["tensor"] * last["context"] < max(t * c for t, c in degrees)
 
 
 def test_a_fault_that_cannot_be_read_is_refused_with_the_column(run_file: Path, tmp_path: Path) -> None:
