@@ -88,6 +88,14 @@ def test_bits_do_not_depend_on_how_operands_lie_in_memory(
     assert torch.equal(multiply(apart, right), expected)
 
 
+@given(columns=st.integers(1, 70), depth=st.integers(1, 530), more=st.integers(0, 3))
+def test_a_row_by_itself_is_a_row_of_many_whatever_lies_between_the_columns(
+    columns: int, depth: int, more: int
+) -> None:
+    rows, weight = numbers(2, depth), numbers(columns, depth + more, seed=1)[:, :depth]
+    assert torch.equal(multiply(rows[1:], weight.t()), multiply(rows, weight.t().contiguous())[1:])
+
+
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right, batch = numbers(200, 300), numbers(300, 50, seed=1), numbers(5, 20, 30, seed=2)
     alone = multiply(left, right), multiply(batch, batch.mT)

@@ -34,6 +34,8 @@ typedef struct {
   int32_t narrow;
 } matrix;
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static inline float widened(uint16_t bits) {
   uint32_t wide = (uint32_t)bits << 16;
   float value;
@@ -56,8 +58,8 @@ static inline matrix below(matrix m, int64_t rows) {
   return m;
 }
 
-/* Eight rows of eight numbers become eight columns, `width` apart. */
-AVX2 static inline void transpose_8x8(const float *const rows[8], int64_t k, float *to, int64_t width) {
+/* Numbers k to k + 7 of eight rows, as eight vectors of one number of each row. */
+AVX2 static inline __attribute__((always_inline)) void load_8x8(const float *const rows[8], int64_t k, __m256 to[8]) {
   __m256 a[8], b[8], c[8];
   for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows[i] + k);
   for (int i = 0; i < 8; i += 2) {
@@ -71,9 +73,16 @@ AVX2 static inline void transpose_8x8(const float *const rows[8], int64_t k, flo
     c[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
   }
   for (int i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + i * width, _mm256_permute2f128_ps(c[i], c[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * width, _mm256_permute2f128_ps(c[i], c[i + 4], 0x31));
+    to[i] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x20);
+    to[i + 4] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x31);
   }
+}
+
+/* Eight rows of eight numbers become eight columns, `width` apart. */
+AVX2 static inline void transpose_8x8(const float *const rows[8], int64_t k, float *to, int64_t width) {
+  __m256 columns[8];
+  load_8x8(rows, k, columns);
+  for (int i = 0; i < 8; i++) _mm256_storeu_ps(to + i * width, columns[i]);
 }
 
 /* Lays `count` rows of m, from row 0 and from column k0 on, side by side: to[k * width + i], rows that are missing as zeros. */
@@ -143,15 +152,54 @@ AVX2 static void row_tile(int64_t depth, const float *a, const float *b, int64_t
   _mm256_storeu_ps(sums + 8, right);
 }
 
+/* One row a of k numbers times a matrix whose columns, `step` apart, lie in one piece each: GROUPS of eight columns at a time, every
+   element in the order that is stated above. A column is read once, and laid out nowhere. */
+#define GROUPS 4
+AVX2 static inline __attribute__((always_inline)) void row_by_columns(int groups, int64_t count, int64_t k, const float *a,
+                                                                       const float *b, int64_t step, float *c, int more) {
+  const float *rows[GROUPS][8];
+  __m256 total[GROUPS];
+  float old[8 * GROUPS] = {0};
+  for (int i = 0; i < 8 * groups; i++) rows[i / 8][i % 8] = b + least(i, count - 1) * step; /* the last one for those that are missing */
+  if (more) memcpy(old, c, count * sizeof(float));
+  for (int g = 0; g < groups; g++) total[g] = _mm256_loadu_ps(old + 8 * g);
+  for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
+    int64_t end = least(k0 + DEPTH, k), at = k0;
+    __m256 s[GROUPS];
+    for (int g = 0; g < groups; g++) s[g] = _mm256_setzero_ps();
+    for (; at + 8 <= end; at += 8)
+#pragma GCC unroll 4
+      for (int g = 0; g < groups; g++) {
+        __m256 terms[8];
+        load_8x8(rows[g], at, terms);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) s[g] = _mm256_fmadd_ps(_mm256_broadcast_ss(a + at + i), terms[i], s[g]);
+      }
+    for (; at < end; at++)
+      for (int g = 0; g < groups; g++) {
+        float terms[8];
+        for (int i = 0; i < 8; i++) terms[i] = rows[g][i][at];
+        s[g] = _mm256_fmadd_ps(_mm256_broadcast_ss(a + at), _mm256_loadu_ps(terms), s[g]);
+      }
+    for (int g = 0; g < groups; g++) total[g] = k0 == 0 && !more ? s[g] : _mm256_add_ps(total[g], s[g]);
+  }
+  for (int g = 0; g < groups; g++) _mm256_storeu_ps(old + 8 * g, total[g]);
+  memcpy(c, old, count * sizeof(float));
+}
+
 typedef struct {
   float *rows, *columns;
 } workspace;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static float *aligned(int64_t count) { return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64); }
 
-static workspace make_workspace(void) {
-  return (workspace){aligned_alloc(64, ROW_STRIPS * ROWS * DEPTH * sizeof(float)),
-                     aligned_alloc(64, COLUMN_BLOCK * DEPTH * sizeof(float))};
+static int64_t multiple(int64_t size, int64_t of) { return (size + of - 1) / of * of; }
+
+/* Room for products of m rows, n columns and k terms: a small one's comes from memory that the process has in use already. */
+static workspace make_workspace(int64_t m, int64_t n, int64_t k) {
+  int64_t depth = least(k, DEPTH) + 1;
+  return (workspace){aligned(least(multiple(m, ROWS), ROW_STRIPS * ROWS) * depth),
+                     aligned(least(multiple(n, COLUMNS), COLUMN_BLOCK) * depth)};
 }
 
 static void free_workspace(workspace w) {
@@ -167,6 +215,17 @@ AVX2 static void multiply(int64_t m, int64_t n, int64_t k, matrix a, matrix b, f
   float sums[ROWS * COLUMNS];
   if (k == 0 && !more)
     for (int64_t i = 0; i < m; i++) memset(c + i * step, 0, n * sizeof(float));
+  if (m == 1 && a.column == 1 && b.row == 1 && !a.narrow && !b.narrow && k > 0) {
+    for (int64_t j = 0; j < n; j += 8 * GROUPS) {
+      const float *columns = (const float *)b.at + j * b.column;
+      if (n - j >= 8 * GROUPS)
+        row_by_columns(GROUPS, 8 * GROUPS, k, a.at, columns, b.column, c + j, more);
+      else
+        for (int64_t i = j; i < n; i += 8)
+          row_by_columns(1, least(8, n - i), k, a.at, columns + (i - j) * b.column, b.column, c + i, more);
+    }
+    return;
+  }
   for (int64_t j0 = 0; j0 < n; j0 += block) {
     int64_t wide = least(block, n - j0);
     for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
@@ -211,7 +270,7 @@ static void store(const float *from, int64_t count, void *to, int32_t narrow) {
    product of the batch to the next. Returns 1 if there is no memory. */
 int products(int64_t batch, int64_t m, int64_t n, int64_t k, const matrix *a, int64_t a_step, const matrix *b, int64_t b_step,
              void *c, int32_t narrow) {
-  workspace w = make_workspace();
+  workspace w = make_workspace(m, n, k);
   float *whole = narrow ? malloc((m * n + 1) * sizeof(float)) : NULL;
   int failed = !w.rows || !w.columns || (narrow && !whole);
   for (int64_t i = 0; i < batch && !failed; i++) {
@@ -373,7 +432,7 @@ static matrix at_head(const matrix *m, const int64_t steps[2], int64_t sequence,
 int attention(const int64_t shape[7], const matrix inputs[4], const int64_t steps[8], float scale, int32_t causal, void *out, int32_t narrow,
               float *log_sums) {
   int64_t heads = shape[1], shared = heads / shape[2], queries = shape[3], keys = shape[4], v = shape[6];
-  workspace w = make_workspace();
+  workspace w = make_workspace(ROW_STRIPS * ROWS, COLUMN_BLOCK, DEPTH);
   float *scratch = malloc((QUERIES * keys + QUERIES * v + 1) * sizeof(float));
   int failed = !w.rows || !w.columns || !scratch;
   for (int64_t b = 0; b < shape[0] && !failed; b++)
@@ -394,7 +453,7 @@ int attention_backward(const int64_t shape[7], const matrix inputs[6], const int
                        const float *log_sums, void *grad_query, void *grad_key, void *grad_value, int32_t narrow) {
   int64_t heads = shape[1], shared = heads / shape[2], queries = shape[3], keys = shape[4], e = shape[5], v = shape[6];
   int64_t size = narrow ? 2 : 4;
-  workspace w = make_workspace();
+  workspace w = make_workspace(ROW_STRIPS * ROWS, COLUMN_BLOCK, DEPTH);
   float *scratch = malloc((2 * QUERIES * keys + 1) * sizeof(float));
   float *sums = malloc((queries * e + keys * e + keys * v + 1) * sizeof(float));
   int failed = !w.rows || !w.columns || !scratch || !sums;
