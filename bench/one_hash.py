@@ -6,6 +6,7 @@ must have the bits of one rank.
     python bench/one_hash.py                                 # prints the table
     python bench/one_hash.py --write docs/parallelism.md     # and puts it into the document
     python bench/one_hash.py --minutes 20                    # begins no layout after that, and says what is missing
+    python bench/one_hash.py --model "predictions ahead"     # computes no others; may be given several times
 
 Few ranks come first, then by chance. What has been computed is kept in ``--kept``, and computed again only when that file is removed.
 """
@@ -18,7 +19,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -79,14 +80,14 @@ def bits(pool: Ranks, case: Case) -> str:
     return f"{found.weights_sha256} {found.losses[0].hex()} {found.norms[0].hex()}"
 
 
-def computed(found: dict[str, str], kept: Path, until_s: float) -> dict[str, str]:
-    """The bits of every case by its name, those that are ``found`` already first; begins none after ``until_s``."""
+def computed(found: dict[str, str], kept: Path, until_s: float, models: Collection[str]) -> dict[str, str]:
+    """The bits of every case of ``models`` by its name, and those that are ``found`` already; begins none after ``until_s``."""
     pool = Ranks(timeout_s=3600.0)
     try:
         # Few ranks first, and among equals by chance: what a limited time allows is a sample of all.
         order = random.Random(1).sample(every := list(cases()), len(every))
         for case in sorted(order, key=lambda case: case[2]):
-            if str(case) in found or time.monotonic() > until_s:
+            if case[0] not in models or str(case) in found or time.monotonic() > until_s:
                 continue
             found[str(case)] = bits(pool, case)
             with kept.open("a") as file:
@@ -128,13 +129,15 @@ def main() -> int:
     )
     parser.add_argument("--kept", type=Path, default=Path(".cache/one_hash.jsonl"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--model", action="append", choices=tuple(MODELS))
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     kept: Path = arguments.kept
     kept.parent.mkdir(parents=True, exist_ok=True)
     lines = kept.read_text().splitlines() if kept.exists() else []
     known = {line["case"]: line["bits"] for line in map(json.loads, lines)}
-    text, good = table(computed(known, kept, time.monotonic() + 60 * arguments.minutes))
+    until_s = time.monotonic() + 60 * arguments.minutes
+    text, good = table(computed(known, kept, until_s, arguments.model or tuple(MODELS)))
     print(text)
     if arguments.write:
         document = arguments.write.read_text()
