@@ -10,24 +10,9 @@ import re
 from dataclasses import replace
 
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
+from phalanx.plan.workload.recompute_modes import MODULES
 from validation.runs import PublishedRun
 from validation.software import RunSoftware
-
-_PARTS = {
-    "core_attn": {"core"},
-    "attention": {"core"},
-    "norm": {"norm"},
-    "rmsnorm": {"norm"},
-    "layernorm": {"norm"},
-    "act": {"activation", "expert_activation"},
-    "moe_act": {"expert_activation"},
-    "mlp": {"widen", "activation", "down"},
-    "mla_up_proj": {"latent_up"},
-    "mla up-proj": {"latent_up"},
-    "shared_expert": {"widen", "activation", "down"},
-    "moe": {"router", "dispatch", "expert_widen", "expert_activation", "expert_down", "combine"},
-}
-"""Parts of a layer by the names that Megatron's ``recompute_modules`` gives them."""
 
 _EVERY_SECOND_PRODUCT = Recompute(
     "every second product",
@@ -65,11 +50,11 @@ def recompute_modes(
         return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
     inside = re.sub(r"^selective\((.*)\)$", r"\1", text)
     names = [name.strip() for name in inside.split(",")]
-    if not all(name in _PARTS for name in names):
+    if not all(name in MODULES for name in names):
         return _open_modes(trained, assumptions, f"recomputation called {run.recompute!r}")
-    parts = frozenset().union(*(_PARTS[name] for name in names))
+    parts = frozenset().union(*(MODULES[name] for name in names))
     if trained.habits.recomputes_activation:
-        parts |= _PARTS["act"]
+        parts |= MODULES["act"]
     return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
 
 

@@ -128,6 +128,8 @@ def unseen_software_of_run(run: PublishedRun) -> RunSoftware:
     stack = STACKS.get(name, FSDP)
     if run.zero == 3 and 3 not in stack.zero_stages:
         stack = FSDP
+    if run.compiled:
+        stack = replace(stack, kernels=replace(stack.kernels, fused_pointwise=True))
     return RunSoftware(Software(run.software, stack.name), HABITS.get(run.software, Habits()), None, stack)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from phalanx.hardware.catalog import cluster
 from phalanx.plan.search.layout_text import read_layout
-from phalanx.plan.search.query import RequestError, job_of, run_of_model
+from phalanx.plan.search.query import Aim, RequestError, job_of, run_of_model, with_modes_asked
 from phalanx.plan.search.search import search
 from phalanx.plan.search.space import Options, requirement
+from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.workload.candidates import Candidates
 from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, PlannedLayout, layout_field
 from phalanx.run.spec import RunSpec
@@ -21,6 +22,37 @@ JOB = job_of(SPEC, cluster("h100:64"), keep_slots=False)
 
 def read(text: str, spec: RunSpec = SPEC) -> PlannedLayout:
     return read_layout(text, spec, JOB)
+
+
+def test_parts_that_are_computed_again_are_named_in_a_layout_and_in_a_condition() -> None:
+    """By Megatron's names or the planner's; the first is as good as naming its parts."""
+    named, conditions = "recompute=mlp+norm", ("recompute=core_attn+layernorm",)
+    aim = Aim(layout=f"tp=4,{named}", require=conditions, stack="megatron")
+    one = with_modes_asked(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
+    layout = read_layout("tp=4,recompute=mlp+norm", SPEC, one)
+    again, none, full = (
+        estimate(one, replace(layout, recompute=mode)) for mode in (layout.recompute, "none", "full")
+    )
+    assert none.memory["activations"] > again.memory["activations"] > full.memory["activations"]
+    assert none.time["recompute"] == 0 < again.time["recompute"] < full.time["recompute"]
+    assert requirement(conditions[0], one).value == len(one.modes) - 1
+    assert one.modes[-1].parts == {"core", "norm"}
+
+
+def test_parts_that_there_are_not_are_refused_by_name_and_the_trainer_s_own_modes_are_none_of_them() -> None:
+    aim = Aim(layout="recompute=mlp+nrom")
+    with pytest.raises(ValueError, match=r"'nrom' is no part of a layer: join some of .*norm"):
+        with_modes_asked(job_of(SPEC, cluster("h100:64"), stack="megatron"), replace(aim, stack="megatron"))
+    with pytest.raises(RequestError, match="take one of none, selective, full"):
+        read_layout("recompute=mlp+norm", SPEC, with_modes_asked(JOB, aim))
+
+
+def test_the_parts_that_a_software_computes_again_by_itself_are_a_mode_of_its_search() -> None:
+    spec = run_of_model("deepseek-v3", 4096, 1024)
+    modes = job_of(spec, cluster("h800:256"), stack="deepseek").modes
+    assert modes[-1].parts == {"norm", "latent_up", "activation", "expert_activation"}
+    bridge = job_of(spec, cluster("gb200-nvl72:72"), stack="megatron-bridge").modes
+    assert bridge[-1].name == "mla_up_proj"
 
 
 def test_every_field_of_a_layout_has_a_name() -> None:

@@ -14,7 +14,7 @@ from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.workload.candidates import Recompute
 from phalanx.plan.workload.foreign_stacks import MEGATRON
 from phalanx.plan.workload.planned_layout import PlannedLayout
-from phalanx.plan.workload.stacks import AttentionPath
+from phalanx.plan.workload.stacks import AttentionPath, Overlap
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, planned
 
@@ -39,6 +39,37 @@ def test_an_exchange_hides_no_more_than_its_share_and_no_more_than_is_computed()
         assert hidden <= min(share * bare.time["expert_comm"], computing) * (1 + 1e-9)
         if share == 0.1:
             assert hidden == pytest.approx(share * bare.time["expert_comm"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "alone"),
+    [
+        (MIXTURE, 64, 1),
+        (MIXTURE, 256, 1),
+        (planned(Layout(pipeline=4, shard=16, expert=16), zero=1), 64, 4),
+        (planned(Layout(pipeline=4, shard=16, expert=16), zero=1), 256, 4),
+    ],
+)
+def test_no_exchange_is_hidden_while_a_pipeline_fills_and_drains(
+    layout: PlannedLayout, batch: int, alone: int
+) -> None:
+    """Of so many of the first rank's micro-batches as it holds at once: with no more than these, hiding saves nothing."""
+    bare, hiding = (
+        estimate(
+            job(
+                "qwen3-30b-a3b",
+                batch=batch,
+                stack=dataclasses.replace(MEGATRON, overlap=Overlap(expert=share)),
+            ),
+            layout,
+        ).time
+        for share in (0.0, 0.5)
+    )
+    saved = bare["expert_comm"] - hiding["expert_comm"]
+    micro_batches = batch // layout.data
+    assert saved > 0
+    assert hiding["unpaired_exchange"] == pytest.approx(saved * alone / micro_batches)
+    assert "unpaired_exchange" not in bare
 
 
 @pytest.mark.parametrize("slower", ["once per node", "every copy"])

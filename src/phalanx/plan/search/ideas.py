@@ -138,6 +138,7 @@ _COSTS = {
     "tensor_comm": "is exchange between tensor ranks",
     "context_comm": "is exchange of keys and values",
     "expert_comm": "is exchange of tokens between experts",
+    "unpaired_exchange": "is exchange of tokens while the pipeline fills and drains",
     "gradient_reduce": "is reducing gradients that nothing hides",
     "uplinks": "is waiting for slow uplinks of the network",
     "weight_gather": "is gathering weights that nothing hides",
@@ -148,6 +149,7 @@ _MORE = {
     "tensor_comm": "exchange between tensor ranks",
     "context_comm": "exchange of keys and values",
     "expert_comm": "exchange of tokens between experts",
+    "unpaired_exchange": "exchange of tokens while the pipeline fills and drains",
     "gradient_reduce": "reducing gradients",
     "uplinks": "waiting for slow uplinks of the network",
     "weight_gather": "gathering weights",
@@ -183,7 +185,8 @@ def short(layout: PlannedLayout) -> str:
     if layout.pipeline > 1:
         words.append({"interleaved": "int", "dualpipev": "dpv"}.get(layout.schedule, layout.schedule))
     if layout.recompute != "none":
-        words.append(_RECOMPUTE.get(layout.recompute, layout.recompute))
+        parts = layout.recompute.count("+") + 1
+        words.append(_RECOMPUTE.get(layout.recompute, layout.recompute if parts == 1 else f"sel{parts}"))
     offloaded = ("a" if layout.offload_activations else "") + ("o" if layout.offload_optimizer else "")
     if offloaded:
         words.append(f"off:{offloaded}")

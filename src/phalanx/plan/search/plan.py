@@ -27,6 +27,7 @@ from phalanx.plan.search.query import (
     options_of,
     problems_of,
     read_tokens,
+    with_modes_asked,
 )
 from phalanx.plan.search.search import NothingFitsError, SearchResult, search
 from phalanx.plan.search.space import Options
@@ -110,6 +111,7 @@ def make_plan(
     from_file = stated is None
     refuse_implausible(spec)
     job = job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
+    job = with_modes_asked(job, aim)
     asked = None if aim.layout is None else _asked(spec, job, aim.layout)
     placements: dict[PlannedLayout, NetworkCost] = {}
     if asked is not None and placer is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from phalanx.plan.search.space import Options
 from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.foreign_stacks import STACKS
 from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
+from phalanx.plan.workload.recompute_modes import with_modes
 from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
 from phalanx.plan.workload.stacks import Job, Overlap, Stack, Workload, stack_of, workload_of
 from phalanx.run.kinds.whole_model import resolve
@@ -138,7 +139,25 @@ def _published_job(spec: RunSpec, cluster: Cluster, software: Software, workload
     )
     stack = replace(stack_of_software(software, run, recipe_of(run)), name=software.name)
     profile = profile_of_software(profile_of(cluster.accelerator), software, precision)
-    return Job(workload, stack, cluster, profile)
+    return Job(workload, stack, cluster, profile, modes=with_modes(RECOMPUTE, _own_modes(software, run)))
+
+
+def _own_modes(software: Software, run: Circumstances) -> Iterator[str]:
+    """The parts that a software, and its recipe for such a run, compute again, where no mode of the planner is just that."""
+    if software.recompute:
+        yield software.recompute
+    recipe = recipe_of(run)
+    if recipe and (named := re.fullmatch(r"selective\((.*)\)", recipe.recompute)):
+        yield named[1].replace(",", "+")
+
+
+def with_modes_asked(job: Job, aim: Aim) -> Job:
+    """The job with the modes of recomputation that a layout or conditions name by parts; this project's trainer has none of them."""
+    if job.stack.name == OWN:
+        return job
+    texts = (*(aim.layout or "").split(","), *aim.require)
+    words = (re.fullmatch(r"\s*recompute\s*[!=]?=\s*(\S+)\s*", text) for text in texts)
+    return replace(job, modes=with_modes(job.modes, (word[1] for word in words if word)))
 
 
 def _with_factor(job: Job) -> Job:

@@ -53,7 +53,7 @@ class Requirement:
 
 def requirement(text: str, job: Job) -> Requirement:
     """Reads a condition. Raises ``ValueError`` that names what can be required."""
-    match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w-]+)\s*", text)
+    match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w+-]+)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no condition: write a field, a comparison and a value, as in tp<=8")
     word, sign, value = match.groups()

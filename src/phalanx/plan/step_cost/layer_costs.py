@@ -57,6 +57,8 @@ class LayerCosts:
     """Bytes kept from forward to backward of one micro-batch, shape (kinds, modes, rows)."""
     widest_bytes: Floats
     """Bytes kept by the part of a layer that keeps most, shape (kinds, rows)."""
+    hidden_s: Floats
+    """Seconds of exchange of tokens of one micro-batch that another micro-batch's computing hides, shape (kinds, rows)."""
     by_phase: Floats
     """The sum of ``seconds`` over categories."""
     by_category: Floats
@@ -82,20 +84,28 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
     keys, row = _unique(candidates)
     seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
     parts = np.zeros((2, len(KINDS), len(PARTS) + 1, len(keys.tensor)))
+    hidden = np.zeros((len(KINDS), len(keys.tensor)))
     work = layers(job.workload, job.stack)
     for code in sorted(set(keys.precision.tolist())):
         mine = keys.precision == code
         rank = _RankShare(job, keys.rows(mine), PRECISIONS[code])
         for number, kind in enumerate(KINDS):
             layer = work[kind]
-            seconds[number][..., mine], parts[0, number][:, mine] = rank.seconds(layer)
+            seconds[number][..., mine], parts[0, number][:, mine], hidden[number, mine] = rank.seconds(layer)
             parts[1, number][:, mine] = rank.kept(layer)
     again = np.array([[mode.share(part) for part in (*PARTS, "input")] for mode in job.modes])
     # A part's tensors are dropped if it is computed again; its time is then spent twice.
     recompute_s = np.einsum("mp,kpr->kmr", again, parts[0])
     kept = np.einsum("mp,kpr->kmr", 1 - again, parts[1])
     return LayerCosts(
-        row, seconds, recompute_s, kept, parts[1].max(axis=1), seconds.sum(axis=2), seconds.sum(axis=1)
+        row,
+        seconds,
+        recompute_s,
+        kept,
+        parts[1].max(axis=1),
+        hidden,
+        seconds.sum(axis=2),
+        seconds.sum(axis=1),
     )
 
 
@@ -167,8 +177,11 @@ class _RankShare:
             return 0
         return tensor.bytes or (narrow if tensor.operand else wide)
 
-    def seconds(self, layer: Layer) -> tuple[Floats, Floats]:
-        """Seconds by phase and category, and forward seconds by part: (phases, categories, rows), (parts + 1, rows)."""
+    def seconds(self, layer: Layer) -> tuple[Floats, Floats, Floats]:
+        """Seconds by phase and category, forward seconds by part, and seconds of exchange that other micro-batches hide.
+
+        Their shapes are (phases, categories, rows), (parts + 1, rows) and (rows,).
+        """
         found = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
         parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
         core, launches = np.zeros((2, len(PHASES), len(self.keys.tensor)))
@@ -180,6 +193,8 @@ class _RankShare:
             parts[PARTS.index(operation.part)] += times[0]
             if operation.part not in self.job.stack.kernels.graphed:
                 launches += self._launches(operation)
+        exchange = found[:, CATEGORIES.index("expert_comm")]
+        paired = exchange.sum(axis=0) * self._hidden_exchange(found)
         found[:, CATEGORIES.index("expert_comm")] *= 1 - self._hidden_exchange(found)
         hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
         found[:, CATEGORIES.index("context_comm")] -= hidden
@@ -187,7 +202,7 @@ class _RankShare:
         device = found.sum(axis=1)
         found[:, CATEGORIES.index("host")] = self._host(launches, device)
         # Part by part the host is as far behind as in the whole.
-        return found, parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30))
+        return found, parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30)), paired
 
     def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
         """Seconds of the transfer of keys and values that attention with the previous blocks hides, by phase."""

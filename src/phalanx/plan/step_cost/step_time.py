@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.plan.step_cost import collectives, kernels
-from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s
+from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s, in_flight
 from phalanx.plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
 from phalanx.plan.step_cost.memory import PlaceTable, micro_batches_per_slot, times, total
 from phalanx.plan.workload.architecture import KINDS
@@ -43,6 +43,8 @@ class PassTimes:
     input_gradient_s: tuple[Floats, ...]
     """Recomputation included."""
     weight_gradient_s: tuple[Floats, ...]
+    hidden_s: tuple[Floats, ...]
+    """Exchange of tokens that another micro-batch's computing hides, where there is one."""
 
     @cached_property
     def backward_s(self) -> tuple[Floats, ...]:
@@ -68,6 +70,8 @@ class Slowest:
     """Forward, gradient of the input and of the weights in the mean stage of the pipeline."""
     sum_s: Floats
     """Seconds of one micro-batch on all ranks of the pipeline together."""
+    hidden_s: Floats
+    """Exchange of tokens of one micro-batch on the rank that another one's computing hides, where there is one."""
 
 
 def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
@@ -82,6 +86,7 @@ def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes
         tuple(f + wait[0] for f, wait in zip(forward, waits, strict=True)),
         tuple(i + a + wait[1] for i, a, wait in zip(inputs, again, waits, strict=True)),
         weights,
+        tuple(costs.of(costs.hidden_s, kind) for kind in kinds),
     )
 
 
@@ -112,6 +117,7 @@ def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place:
             times(everything, passes.weight_gradient_s) / stages,
         ),
         times(everything, passes.layer_s),
+        times(counts, passes.hidden_s),
     )
 
 
@@ -163,12 +169,24 @@ def waiting_terms(
     hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
     # What waits for the host can hide the network meanwhile.
     windows = (rank.forward_s, rank.backward_s)
-    return {
+    unpaired = {"unpaired_exchange": flushes * unpaired_s(pipes, rank)} if job.stack.overlap.expert else {}
+    return unpaired | {
         "bubble": flushes * idle,
         "pipeline_comm": flushes * hops * hop_s(job, candidates),
         **data_terms(job, candidates, held, rank.counts, windows, passes, reductions),
         "optimizer": optimizer_s(job, candidates, held, rank.counts),
     }
+
+
+def unpaired_s(pipes: Pipelines, rank: Slowest) -> Floats:
+    """Seconds of a flush in which the exchange of tokens has no other micro-batch to hide behind.
+
+    What hides it is the backward pass of an earlier micro-batch, or the forward pass of a later one (arXiv 2412.19437, figure 4). Until
+    a rank has its first backward pass, and once it had its last forward pass, there is none: that is of all micro-batches that it holds
+    at once, of the first rank the most.
+    """
+    alone = np.minimum(in_flight(pipes, np.zeros(1, dtype=np.int64)), pipes.micro_batches)
+    return np.asarray(alone * rank.hidden_s)
 
 
 def compute_terms(
@@ -336,14 +354,20 @@ def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Flo
 
 
 def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
-    """Seconds by which copies of a layer's activations to and from the host's memory outlast its forward and backward."""
+    """Seconds that copies of a layer's activations to and from the host's memory add to its forward and backward.
+
+    That is what outlasts them; and of what they hide, the time in which the accelerator's memory serves the copy and no kernel.
+    """
     if not candidates.offload_activations.any() or not costs.kept_bytes[kind].any():
         return np.zeros(1), np.zeros(1)
     forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
     again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
     copy = kernels.host_copy_s(job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute))
     copy = copy * candidates.offload_activations
-    return np.maximum(copy - forward, 0), np.maximum(copy - (inputs + again + weights), 0)
+    accelerator = job.cluster.accelerator
+    taken = min(1.0, accelerator.host_bytes_per_s.value / accelerator.memory_bytes_per_s.value)
+    ahead, back = (np.maximum(copy - window, 0) for window in (forward, inputs + again + weights))
+    return ahead + taken * (copy - ahead), back + taken * (copy - back)
 
 
 def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:

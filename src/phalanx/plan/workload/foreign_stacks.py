@@ -4,7 +4,9 @@ Transformer Engine's grouped products run on four streams. Megatron Core weights
 2659630, "Memory efficient token permutation"); DeepSeek-V3 keeps that activation's inputs in fp8 (arXiv 2412.19437, section 3.3.3), and its kernel of the backward pass makes the weighted product
 and the weights' gradient from these (deepseek-ai/TileKernels, tests/quant/test_swiglu_backward_and_per_token_cast.py);
 torchao's float8 products, which FSDP2's users take, keep their operand in bf16 (float8_linear.py). "megatron-2022" and "deepspeed"
-are without flash attention, with dropout, as published then. DeepSpeed's buckets for reducing and gathering are of 5e8 elements of
+are without flash attention, with dropout, as published then. Megatron-LM's sends then block: p2p_communication.py waits for
+every request and then for the device (torch.cuda.synchronize). PyTorch, which FSDP is of, runs one kernel for each pointwise
+operation unless a model is compiled. DeepSpeed's buckets for reducing and gathering are of 5e8 elements of
 two bytes, and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
 (bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of
 the tied embedding, and of a stage with each neighbor.
@@ -60,6 +62,7 @@ FSDP = Stack(
     schedules=_MEGATRON_SCHEDULES,
     split="balanced",
     data=DataExchange(reduces_each_micro_batch=True),
+    kernels=Kernels(fused_pointwise=False),
     activations=KeptActivations(gathered_inputs=True, wide_operands=True),
 )
 DEEPSPEED = Stack(
@@ -86,7 +89,7 @@ MEGATRON_2022 = Stack(
     zero_stages=(0,),
     schedules=_MEGATRON_SCHEDULES,
     split="even",
-    overlap=Overlap(data=0.0),
+    overlap=Overlap(data=0.0, blocking_sends=True),
     kernels=_ACCUMULATING,
     attention=AttentionPath(flash=False),
     activations=KeptActivations(dropout=True),

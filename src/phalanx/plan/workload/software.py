@@ -19,7 +19,17 @@ from typing import Literal
 from phalanx.hardware.profiles import Profile
 from phalanx.plan.workload.foreign_stacks import FSDP, STACKS
 from phalanx.plan.workload.recipes import Circumstances, PerformanceRecipe, with_recipe
-from phalanx.plan.workload.stacks import Allocator, AttentionPath, Kernels, ParameterState, Stack
+from phalanx.plan.workload.stacks import (
+    NEVER,
+    Allocator,
+    AttentionPath,
+    DataExchange,
+    KeptActivations,
+    Kernels,
+    ParameterState,
+    Stack,
+    States,
+)
 
 Adjustment = Callable[[Stack, Circumstances], Stack]
 """Sets what a software does unlike its stack, some of it depending on the run."""
@@ -41,6 +51,10 @@ class Software:
     """Generation of fused attention, where it is older than the accelerator's profile supposes."""
     logit_bytes: float = 0.0
     """Bytes per token and vocabulary entry while the loss is computed, where they are not the stack's."""
+    scales_blocks: bool = False
+    """True if its products in fp8 have a scale for each block of 128."""
+    recompute: str = ""
+    """Parts of a layer that it computes again in backward by a mode of its own, joined by "+"."""
 
 
 def _with_states(stack: Stack, **sizes: float) -> Stack:
@@ -181,7 +195,15 @@ SOFTWARE = {
         Software("megatron-2020", "megatron-2022"),
         Software("vtrain", "megatron-2022"),
         Software("megascale", "megatron"),
-        Software("deepseek", "deepseek"),
+        # arXiv 2412.19437, sections 3.2.3 and 3.3.2
+        Software(
+            "deepseek",
+            "deepseek",
+            scales_blocks=True,
+            recompute="norm+latent_up+activation+expert_activation",
+        ),
+        # xformers' kernel of SwiGLU keeps its inputs and makes the product of gates again (ops/swiglu_op.py).
+        Software("llama-3", "fsdp-accumulating", compiled=False, recompute="activation"),
         Software("simumax", "megatron"),
         Software("parallel-folding", "megatron", (_weighs_afterwards, _permutes_apart)),
         Software("nemo", "megatron", (_weighs_afterwards,), gradient_bytes=2.0),
@@ -214,10 +236,30 @@ _STACKS = {
         ),
         4.0,
     ),
+    # Llama 3's, by its report (arXiv 2407.21783, section 3.3.2): FSDP whose weights stay gathered after forward, gradients summed over
+    # micro-batches in fp32 and reduced in fp32, stages of one layer each that leave first and last a layer less, and keys and
+    # values gathered. What PyTorch fuses or hides beyond that, it does not say.
+    "fsdp-accumulating": replace(
+        FSDP,
+        name="fsdp-accumulating",
+        states=States(
+            (
+                ParameterState("gradients", 4, NEVER),
+                ParameterState("master weights", 4, 1),
+                ParameterState("moments", 8, 1),
+            )
+        ),
+        zero_stages=(1,),
+        split="even",
+        data=DataExchange(),
+        attention=AttentionPath(exchange="gather"),
+        activations=KeptActivations(),
+    ),
     "deepspeed-zero3": replace(
         FSDP,
         name="deepspeed-zero3",
         data=replace(FSDP.data, reduce_bytes=2.0, gathers_per_block=_PARAMETERS_OF_A_BLOCK),
+        kernels=Kernels(),
         attention=AttentionPath(flash=False),
         activations=replace(FSDP.activations, dropout=True),
     ),
@@ -251,13 +293,13 @@ def stack_of_software(software: Software, run: Circumstances, recipe: Performanc
         stack = adjust(stack, run)
     stack = with_recipe(stack, run, recipe)
     fused = software.compiled or bool(run.compiled)
-    return stack if fused else replace(stack, kernels=replace(stack.kernels, fused_pointwise=False))
+    return replace(stack, kernels=replace(stack.kernels, fused_pointwise=fused))
 
 
 def profile_of_software(profile: Profile, software: Software, precision: str) -> Profile:
     """An accelerator's constants, with the attention that the software has and the products of the format."""
     blocks = profile.constants.matmul.get("fp8_block")
-    if blocks and re.search(r"block|fine-grained", precision):
+    if blocks and (software.scales_blocks or re.search(r"block|fine-grained", precision)):
         matmul = {**profile.constants.matmul, "fp8": blocks}
         profile = replace(profile, constants=replace(profile.constants, matmul=matmul))
     shares = _ATTENTION.get((software.attention, profile.accelerator.key[:1]))

@@ -30,7 +30,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "reducing gradients": ("gradient_reduce",),
     "tensor collectives": ("tensor_comm",),
     "context exchange": ("context_comm",),
-    "expert exchange": ("expert_comm",),
+    "expert exchange": ("expert_comm", "unpaired_exchange"),
     "pipeline": ("bubble", "pipeline_comm"),
     "update": ("optimizer",),
     "waiting for slower ranks": ("scale_tax",),
