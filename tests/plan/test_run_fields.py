@@ -422,10 +422,15 @@ def test_the_trainer_reads_every_field() -> None:
     files = [
         path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("plan", "simulate")
     ]
-    reads = {
-        node.attr
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    }
-    assert not {path for path in leaves(RunSpec) if path.rpartition(".")[2] not in reads}
+    unread = {path.rpartition(".")[2] for path in leaves(RunSpec)}
+    for path in files:
+        text = path.read_text()
+        # Parsing takes long, and most files name no field that another did not read before.
+        if not any(f".{name}" in text for name in unread):
+            continue
+        unread -= {
+            node.attr
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        }
+    assert not unread

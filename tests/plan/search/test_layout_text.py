@@ -47,6 +47,38 @@ def test_parts_that_there_are_not_are_refused_by_name_and_the_trainer_s_own_mode
         read_layout("recompute=mlp+norm", SPEC, with_modes_asked(JOB, aim))
 
 
+def test_a_part_of_experts_is_refused_where_there_are_none() -> None:
+    with pytest.raises(RequestError, match="recompute=moe: the model has no experts"):
+        with_modes_asked(
+            job_of(SPEC, cluster("h100:64"), stack="megatron"),
+            Aim(require=("recompute=moe",), stack="megatron"),
+        )
+
+
+@pytest.mark.parametrize("switch", ["sequence_parallel", "offload_optimizer", "offload_activations"])
+def test_a_switch_is_on_or_off(switch: str) -> None:
+    with pytest.raises(RequestError, match=f"{switch}=2: write 1 for yes or 0 for no"):
+        read(f"dp=64,{switch}=2")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "says"),
+    [
+        (("tp=3",), r"condition tp=3 leaves no layout: .* 1, 2, 4, 8"),
+        (("tp<2", "tp>2"), r"condition tp>2, together with tp<2, leaves no layout: .* has 1$"),
+        (
+            ("schedule=zbv", "pp=1"),
+            r"condition pp=1, together with schedule=zbv, leaves no layout: .* has 2, ",
+        ),
+    ],
+)
+def test_a_condition_that_nothing_meets_is_refused_with_what_could_be_met(
+    conditions: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        search(JOB, Options(require=conditions))
+
+
 def test_the_parts_that_a_software_computes_again_by_itself_are_a_mode_of_its_search() -> None:
     spec = run_of_model("deepseek-v3", 4096, 1024)
     modes = job_of(spec, cluster("h800:256"), stack="deepseek").modes

@@ -19,6 +19,8 @@ from phalanx.plan.whole_run.failures import classes_at_node_rate
 
 FEW = RunAssumptions(draws=20)
 METHODS = ("spare", "shrink", "restart")
+SOON = 150e9
+"""Tokens of a run whose mean is asked for, which is in proportion to them: few failures are simulated beside it."""
 
 
 def trillion(accelerators: int = 100_000, **changes: object) -> RunInputs:
@@ -123,7 +125,7 @@ def test_more_bandwidth_never_delays_the_run(
     method: str, link: str, times: float, state_bytes: float
 ) -> None:
     given = replace(FEW, recovery=method, draws=1)  # type: ignore[arg-type]
-    now = trillion(checkpoint_bytes=state_bytes)
+    now = trillion(checkpoint_bytes=state_bytes, tokens=SOON)
     then = replace(now, cluster=with_rates(now.cluster, **{link: times}))
     # Whole steps make the interval jump by half a step at most.
     assert estimate_run(then, given).days <= estimate_run(now, given).days * (1 + 1e-3)
@@ -137,7 +139,7 @@ def test_a_fleet_that_fails_more_often_takes_no_less_time_and_money(
     def run(per_1000_node_days: float) -> RunEstimate:
         classes = classes_at_node_rate(per_1000_node_days)
         given = RunAssumptions(recovery=method, failure_classes=classes, draws=1)  # type: ignore[arg-type]
-        return estimate_run(trillion(16_384), given)
+        return estimate_run(trillion(16_384, tokens=SOON), given)
 
     few, many = run(rate), run(rate * times)
     assert many.days >= few.days * (1 - 1e-3)
@@ -249,6 +251,11 @@ def test_a_fleet_s_own_rate_of_failures_can_be_assumed() -> None:
     assert per_day[0] == pytest.approx(10 * per_day[1])
 
 
+def test_an_assumption_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(RunEstimateError, match="recovery is given twice, before as 'spare'"):
+        assumed(("recovery=spare", "recovery=restart"), EXACT)
+
+
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
@@ -259,6 +266,9 @@ def test_a_fleet_s_own_rate_of_failures_can_be_assumed() -> None:
         ("repair_s=-1", "must not be negative"),
         ("failure_classes=3", "is not an assumption"),
         ("failures_per_1000_node_days=0", "must be positive"),
+        ("repair_s=1e30", "is in seconds: 1e\\+30 are more than ten years"),
+        ("pue=0.5", "pue must be 1 or more"),
+        ("spare_nodes=10000000", "at most 1,000,000"),
     ],
 )
 def test_an_assumption_that_cannot_be_is_refused_with_its_name_and_a_remedy(text: str, remedy: str) -> None:

@@ -144,6 +144,8 @@ def _value(name: str, value: str, job: Job) -> int | str | bool:
         raise RequestError(
             f"--layout: zero={value}: the stack {job.stack.name!r} has {', '.join(map(str, stages))}"
         )
+    if name in _FROM_ZERO[1:] and value not in ("0", "1"):
+        raise RequestError(f"--layout: {name}={value}: write 1 for yes or 0 for no")
     if not value.isdigit() or (int(value) < 1 and name not in _FROM_ZERO):
         raise RequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
     return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)

@@ -112,7 +112,10 @@ def make_plan(
     refuse_implausible(spec)
     job = job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
     job = with_modes_asked(job, aim)
-    asked = None if aim.layout is None else _asked(spec, job, aim.layout)
+    # Of a run of a known model, what --layout leaves out is as small as it can be, rather than a rank's whole share at once.
+    whole = stated is None or "train.micro_batch_size" in stated
+    one = spec if whole else replace(spec, train=replace(spec.train, micro_batch_size=1))
+    asked = None if aim.layout is None else _asked(one, job, aim.layout)
     placements: dict[PlannedLayout, NetworkCost] = {}
     if asked is not None and placer is not None:
         placements[asked.layout] = placer(job, asked.layout)

@@ -7,6 +7,7 @@ is marked in the first lines of the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -61,7 +62,13 @@ def caveats(
     yield from _without_device(job.stack.name, job.cluster)
     yield from _unmeasured_kind(job)
     yield from without_room(chosen, roomy)
-    if run.days > _LONGEST_RUN_DAYS:
+    if math.isinf(run.days):
+        yield Caveat(
+            "this never ends: machines fail so often, or take so long to come back, that the run loses work faster than it does any (see "
+            "failures_per_1000_node_days, repair_s and recovery of --assume)",
+            decides=True,
+        )
+    elif run.days > _LONGEST_RUN_DAYS:
         enough = chosen.ranks * run.days / _USUAL_RUN_DAYS
         yield Caveat(
             f"this takes {run.days / 365.25:,.1f} years; the longest published runs took about {_USUAL_RUN_DAYS:.0f} days, for which "

@@ -22,7 +22,7 @@ from phalanx.plan.evidence.learned import Evidence, evidence_for, generation_of,
 from phalanx.plan.run_fields import SEARCHED
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
-from phalanx.plan.workload.candidates import RECOMPUTE
+from phalanx.plan.workload.candidates import DENSE_PARTS, RECOMPUTE
 from phalanx.plan.workload.foreign_stacks import STACKS
 from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
 from phalanx.plan.workload.recompute_modes import with_modes
@@ -157,7 +157,13 @@ def with_modes_asked(job: Job, aim: Aim) -> Job:
         return job
     texts = (*(aim.layout or "").split(","), *aim.require)
     words = (re.fullmatch(r"\s*recompute\s*[!=]?=\s*(\S+)\s*", text) for text in texts)
-    return replace(job, modes=with_modes(job.modes, (word[1] for word in words if word)))
+    modes = with_modes(job.modes, (word[1] for word in words if word))
+    for mode in modes[len(job.modes) :]:
+        if job.workload.model.moe is None and not mode.parts & DENSE_PARTS:
+            raise RequestError(
+                f"recompute={mode.name}: the model has no experts, and so no such part of a layer"
+            )
+    return replace(job, modes=modes)
 
 
 def _with_factor(job: Job) -> Job:

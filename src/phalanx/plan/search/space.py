@@ -16,7 +16,15 @@ from functools import lru_cache
 import numpy as np
 
 from phalanx.plan.step_cost.bubbles import Pipelines, legal
-from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Bools, Candidates, Ints, divisors
+from phalanx.plan.workload.candidates import (
+    DENSE_PARTS,
+    PRECISIONS,
+    SCHEDULES,
+    Bools,
+    Candidates,
+    Ints,
+    divisors,
+)
 from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, layout_field
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
@@ -125,15 +133,29 @@ def space(job: Job, options: Options) -> Space:
             + "".join(f"; {problem}" for _, problem in undivided(job.workload.model) if str(problem) != worst)
         )
     candidates = _with_axes(table, free, options.precision)
-    for need in needs:
+    for number, need in enumerate(needs):
         met = need.holds(candidates)
         if met.shape[-1] == met.size == candidates.shape[-1]:
+            if not met.any():
+                raise ValueError(_nothing_left(need, needs[:number], candidates, job))
             excluded[need.text] = int((~met).sum())
             candidates = candidates.rows(met.ravel())
-    if not candidates.shape[-1]:
-        raise ValueError(f"the requirements {', '.join(options.require)} leave no layout: relax one")
     each = int(np.prod(candidates.shape[:-1]))
     return Space(candidates, {name: number * each for name, number in excluded.items() if number})
+
+
+_MOST_SHOWN = 24
+
+
+def _nothing_left(need: Requirement, before: list[Requirement], candidates: Candidates, job: Job) -> str:
+    """The message that no layout meets a condition, with the values that its field has in those that met the conditions before."""
+    values = np.unique(getattr(candidates, need.name)).tolist()
+    words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}.get(need.name)
+    shown = [str(words[value]) if words else f"{value:,}" for value in values]
+    if len(shown) > _MOST_SHOWN:
+        shown = [*shown[: _MOST_SHOWN // 2], "...", *shown[-_MOST_SHOWN // 2 :]]
+    given = f", together with {', '.join(one.text for one in before)}," if before else ""
+    return f"the condition {need.text}{given} leaves no layout: what is left there has {', '.join(shown)}"
 
 
 def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
@@ -152,13 +174,12 @@ def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
     model = job.workload.model
     mixed = any(is_mixture(model, layer) for layer in range(model.layers))
     recompute = [
-        code for code, mode in enumerate(job.modes) if mixed or not mode.parts or mode.parts & _DENSE_PARTS
+        code for code, mode in enumerate(job.modes) if mixed or not mode.parts or mode.parts & DENSE_PARTS
     ]
     offload = np.array([0, 1] if options.offload else [0])
     return np.array(recompute), np.array(job.stack.zero_stages), offload, offload
 
 
-_DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "residual", "widen", "activation", "down"})
 _STAGES = {"1f1b": (1,), "zbv": (2,), "dualpipev": (2,)}
 
 Table = dict[str, Ints]

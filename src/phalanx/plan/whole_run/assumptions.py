@@ -28,6 +28,10 @@ MOST_DRAWS = 100_000
 """Most simulated runs: percentiles to about a hundredth of their spread, in some seconds."""
 
 
+MOST_SECONDS = 10 * 365.25 * DAY_S
+MOST_SPARES = 1_000_000
+
+
 @dataclass(frozen=True)
 class RunAssumptions:
     """Assumptions of the estimate. Every figure can be set."""
@@ -91,6 +95,15 @@ class RunAssumptions:
             value = getattr(self, one.name)
             if isinstance(value, int | float) and not value >= 0:
                 raise RunEstimateError(f"{one.name} must not be negative, is {value}")
+            is_time = one.name.endswith("_s") and not one.name.endswith("_per_s")
+            if is_time and isinstance(value, int | float) and value > MOST_SECONDS:
+                raise RunEstimateError(f"{one.name} is in seconds: {value:g} are more than ten years")
+        if self.pue is not None and self.pue < 1:
+            raise RunEstimateError(
+                f"pue must be 1 or more, is {self.pue}: it is the site's power over that of its machines"
+            )
+        if self.spare_nodes is not None and self.spare_nodes > MOST_SPARES:
+            raise RunEstimateError(f"spare_nodes must be at most {MOST_SPARES:,}, is {self.spare_nodes:,}")
         for name in ("data_bytes_per_s", "data_latency_s", "data_requests_per_s"):
             if getattr(self, name) == 0:
                 raise RunEstimateError(f"{name} must be above 0, is 0: nothing would ever be read")
@@ -153,6 +166,10 @@ def assumed(
                 f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted([*names, NODE_RATE]))}"
             )
             raise RunEstimateError(f"--assume {text}: {name!r} is not an assumption; {hint}")
+        if name in given:
+            raise RunEstimateError(
+                f"--assume {text}: {name} is given twice, before as {given[name]!r}: give it once"
+            )
         given[name] = value
     if spec is not None:
         given = described(spec, step_s, steps, given.get("recovery")) | given

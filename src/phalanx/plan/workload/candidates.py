@@ -67,6 +67,8 @@ PARTS = (
     "combine",
 )
 """Parts of a layer whose results may be kept or computed again."""
+DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "residual", "widen", "activation", "down"})
+"""Those that a layer without experts has."""
 
 
 @dataclass(frozen=True)
