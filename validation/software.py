@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.workload.foreign_stacks import FSDP, STACKS
+from phalanx.plan.workload.foreign_stacks import FSDP, STACKS, stack_on
 from phalanx.plan.workload.recipes import Circumstances, PerformanceRecipe, recipe_of
 from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
 from phalanx.plan.workload.stacks import Stack
@@ -128,6 +128,7 @@ def unseen_software_of_run(run: PublishedRun) -> RunSoftware:
     stack = STACKS.get(name, FSDP)
     if run.zero == 3 and 3 not in stack.zero_stages:
         stack = FSDP
+    stack = stack_on(stack, "Google" if run.gpu.lower().startswith("tpu") else "")
     if run.compiled:
         stack = replace(stack, kernels=replace(stack.kernels, fused_pointwise=True))
     return RunSoftware(Software(run.software, stack.name), HABITS.get(run.software, Habits()), None, stack)

@@ -23,7 +23,7 @@ from phalanx.plan.run_fields import SEARCHED
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
 from phalanx.plan.workload.candidates import DENSE_PARTS, RECOMPUTE
-from phalanx.plan.workload.foreign_stacks import STACKS
+from phalanx.plan.workload.foreign_stacks import STACKS, stack_on
 from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
 from phalanx.plan.workload.recompute_modes import with_modes
 from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
@@ -118,7 +118,9 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
             raise RequestError(
                 f"--stack {stack}: take one of {', '.join(dict.fromkeys((*STACKS, *SOFTWARE)))}"
             )
-        return _with_factor(Job(workload, STACKS[stack], cluster, profile))
+        return _with_factor(
+            Job(workload, stack_on(STACKS[stack], cluster.accelerator.vendor), cluster, profile)
+        )
     modes = tuple(mode for mode in _TRAINABLE if not (spec.runtime.compile and mode.name == "selective"))
     own = Job(workload, _own_stack(spec, cluster), cluster, profile, modes=modes)
     if is_calibrated(cluster):

@@ -14,6 +14,8 @@ the tied embedding, and of a stage with each neighbor.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.plan.workload.stacks import (
     NEVER,
     PHALANX,
@@ -113,3 +115,10 @@ DEEPSEEK = Stack(
 
 STACKS = {stack.name: stack for stack in (PHALANX, MEGATRON, FSDP, DEEPSPEED, MEGATRON_2022, DEEPSEEK)}
 """Stacks that can be planned for, by name."""
+
+
+def stack_on(stack: Stack, vendor: str) -> Stack:
+    """``stack`` as it runs on accelerators of ``vendor``: XLA compiles whatever a TPU runs, and fuses its pointwise operations."""
+    if vendor != "Google":
+        return stack
+    return replace(stack, kernels=replace(stack.kernels, fused_pointwise=True))
