@@ -14,6 +14,9 @@ from phalanx.plan.workload.recompute_modes import MODULES
 from validation.runs import PublishedRun
 from validation.software import RunSoftware
 
+_NAMES = {**MODULES, "mla up-proj": MODULES["mla_up_proj"]}
+"""Parts of a layer by the names of sources."""
+
 _EVERY_SECOND_PRODUCT = Recompute(
     "every second product",
     frozenset({"norm", "out", "activation", "expert_activation"}),
@@ -50,11 +53,11 @@ def recompute_modes(
         return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
     inside = re.sub(r"^selective\((.*)\)$", r"\1", text)
     names = [name.strip() for name in inside.split(",")]
-    if not all(name in MODULES for name in names):
+    if not all(name in _NAMES for name in names):
         return _open_modes(trained, assumptions, f"recomputation called {run.recompute!r}")
-    parts = frozenset().union(*(MODULES[name] for name in names))
+    parts = frozenset().union(*(_NAMES[name] for name in names))
     if trained.habits.recomputes_activation:
-        parts |= MODULES["act"]
+        parts |= _NAMES["act"]
     return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
 
 

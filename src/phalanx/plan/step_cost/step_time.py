@@ -212,11 +212,15 @@ def hop_s(job: Job, candidates: Candidates) -> Floats:
     """Seconds to carry a micro-batch's hidden states from one stage to the next, as far as no pairing hides them."""
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
     rows = candidates.micro_batch * job.workload.seq_len / candidates.context
-    rows = rows / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
+    whole = rows * job.workload.model.dim * width
+    scatters = job.stack.overlap.scattered_sends
+    pieces = np.where((candidates.sequence_parallel > 0) | scatters, candidates.tensor, 1)
     stride = candidates.tensor * candidates.context * candidates.data
-    seconds = collectives.point_to_point_s(
-        job.cluster, stride, rows * job.workload.model.dim * width, candidates.pipeline
-    )
+    seconds = collectives.point_to_point_s(job.cluster, stride, whole / pieces, candidates.pipeline)
+    if scatters:
+        gathers = (candidates.sequence_parallel == 0) & (candidates.tensor > 1)
+        gather_s = collectives.all_gather_s(job.cluster, candidates.tensor, 1, whole)
+        seconds = seconds + np.where(gathers, gather_s, 0.0)
     paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.overlap.paired, 0)
     exposed: Floats = np.asarray(seconds) * (1 - paired)
     return exposed

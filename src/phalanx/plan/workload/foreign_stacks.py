@@ -91,7 +91,7 @@ MEGATRON_2022 = Stack(
     zero_stages=(0,),
     schedules=_MEGATRON_SCHEDULES,
     split="even",
-    overlap=Overlap(data=0.0, blocking_sends=True),
+    overlap=Overlap(data=0.0, blocking_sends=True, scattered_sends=True),
     kernels=_ACCUMULATING,
     attention=AttentionPath(flash=False),
     activations=KeptActivations(dropout=True),

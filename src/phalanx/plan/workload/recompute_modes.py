@@ -21,7 +21,6 @@ MODULES: Mapping[str, frozenset[str]] = {
     "moe_act": frozenset({"expert_activation"}),
     "mlp": frozenset({"widen", "activation", "down"}),
     "mla_up_proj": frozenset({"latent_up"}),
-    "mla up-proj": frozenset({"latent_up"}),
     "shared_expert": frozenset({"widen", "activation", "down"}),
     "shared_experts": frozenset({"widen", "activation", "down"}),
     "moe": frozenset({"router", "dispatch", "expert_widen", "expert_activation", "expert_down", "combine"}),
@@ -48,4 +47,4 @@ def with_modes(modes: tuple[Recompute, ...], texts: Iterable[str]) -> tuple[Reco
 
 
 def _names() -> Iterator[str]:
-    yield from dict.fromkeys((*(name for name in MODULES if " " not in name), *PARTS))
+    yield from dict.fromkeys((*MODULES, *PARTS))

@@ -107,6 +107,9 @@ class Overlap:
     """Share of the exchange of tokens and of stages' inputs that a schedule which pairs forward with backward hides."""
     blocking_sends: bool = False
     """True if a stage computes nothing while it hands a micro-batch to its neighbor."""
+    scattered_sends: bool = False
+    """True if tensor ranks that repeat a stage's output send a piece each and the next stage's gather them (arXiv 2104.04473,
+    section 4.1)."""
 
 
 @dataclass(frozen=True)
