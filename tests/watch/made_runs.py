@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 from observe.recorded import crashed_run
@@ -14,9 +15,12 @@ def write_events(run_dir: Path, events: Iterable[Event]) -> Path:
     """Appends the events to those of the run in ``run_dir``, each in its attempt and at its time; returns the file."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "record.json").write_text('{"attempts": 1}\n')
-    for event in events:
-        with EventLog(run_dir / "events.jsonl", event.attempt, clock=lambda event=event: event.t) as log:  # type: ignore[misc]
-            log.append(event.body)
+    for attempt, own in groupby(events, lambda event: event.attempt):
+        now = [0.0]
+        with EventLog(run_dir / "events.jsonl", attempt, clock=lambda now=now: now[0]) as log:  # type: ignore[misc]
+            for event in own:
+                now[0] = event.t
+                log.append(event.body)
     return run_dir / "events.jsonl"
 
 

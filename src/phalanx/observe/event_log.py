@@ -6,6 +6,7 @@ first, and readers report it and go on. Readers need no lock and may come while 
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -13,11 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from phalanx.observe.events import Body, Event, Torn, Unknown, decode, encode
+from phalanx.observe.events import Body, Event, Step, Torn, Unknown, decode, encode
+from phalanx.observe.lines.appended import AppendedFile
+from phalanx.observe.lines.step_index import StepIndexWriter, index_beside
+from phalanx.observe.lines.tail import FileTail
 from phalanx.run.directory.regular_file import open_regular
 
 MOST_LINE_BYTES = 16 << 20
 """A longer line is no event that a run writes: readers pass it over, and hold not more than that of it."""
+
+_NO_EVENT = b"?"
 
 
 class EventLogError(Exception):
@@ -32,18 +38,20 @@ class EventLog:
 
     Nothing is buffered: what ``append`` returned from survives a kill of the process. It is not
     synced to the disk, so a power cut may cost the last seconds of events (never of weights).
+    Where logged steps lie is noted beside the file (``lines/step_index.py``), for fast readers.
     """
 
     def __init__(self, path: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
         self.path, self.attempt, self._clock = path, attempt, clock
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = AppendedFile(path)
         except OSError as error:
             raise EventLogError(
                 f"cannot open {path} for appending: {error.strerror}; "
                 "give the run a directory that exists and that you may write to"
             ) from error
-        self._torn = not _ends_whole(self._descriptor)
+        self._index = StepIndexWriter(index_beside(path), anew=not self._file.size_bytes)
+        self._lock = threading.Lock()
 
     def append(self, body: Body) -> Event:
         """Write one event and return it, stamped with the time and the attempt.
@@ -51,27 +59,23 @@ class EventLog:
         Raises EventLogError if it cannot be written whole, as on a full disk; the file stays readable.
         """
         event = Event(self._clock(), self.attempt, body)
-        line = (b"\n" if self._torn else b"") + encode(event)
+        line = encode(event)
         try:
-            written = os.write(self._descriptor, line)
+            with self._lock:
+                offset = self._file.append(line)
+                if isinstance(body, Step):
+                    self._index.add(body, event.t, event.attempt, offset, len(line))
         except OSError as error:
-            self._torn = True
             raise EventLogError(
                 f"cannot append to {self.path}: {error.strerror}; what was written before is intact. "
                 "Free space (or fix the mount) and start the run again: it goes on from its last checkpoint"
             ) from error
-        self._torn = written != len(line)
-        if self._torn:
-            raise EventLogError(
-                f"only {written} of {len(line)} bytes went into {self.path}: the disk is full. Free space and "
-                "start the run again: it goes on from its last checkpoint"
-            )
         return event
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._lock:
+            self._index.close()
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +84,6 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _ends_whole(descriptor: int) -> bool:
-    size = os.fstat(descriptor).st_size
-    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -158,25 +157,42 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
     The file may not exist yet: it is waited for. ``stop`` is asked before each look at the file, at most
     every ``poll_s`` seconds once all is read. Raises EventLogError if the file is missing at the end, or shrinks.
     """
-    position, rest, number, last = 0, b"", 0, Event(0.0, 0, Unknown("", {}))
+    tail = FileTail(path, most_line_bytes=MOST_LINE_BYTES, instead_of_long=_NO_EVENT)
+    number, last = 0, Event(0.0, 0, Unknown("", {}))
     while True:
         stopping = stop()  # asked before reading: what was written before it came true is not lost
-        block = _read_from(path, position, missing_is_error=stopping)
-        position += len(block)
-        *whole, rest = (rest + block).split(b"\n")
-        if len(rest) > MOST_LINE_BYTES:
-            rest = b"?"  # whatever it is, its end will be no event either
-        if stopping and not block and rest:
-            whole, rest = _complete(rest), b""
-        for line in whole:
+        before = tail.read_bytes
+        lines = _next_lines(tail, missing_is_error=stopping)
+        over = tail.read_bytes == before
+        if over and stopping:
+            lines += _complete(tail.rest)
+        for line in lines:
             number += 1
-            if line.strip():
-                last = _decode_or_torn(line, number, last)
-                yield last
-        if not block:
+            last = _decode_or_torn(line, number, last)
+            yield last
+        if over:
             if stopping:
                 return
             time.sleep(poll_s)
+
+
+def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
+    """What was appended since the last look."""
+    known = tail.read_bytes
+    try:
+        batch = tail.next_batch()
+    except OSError as error:
+        raise EventLogError(f"cannot read {tail.path}: {error.strerror}") from error
+    if batch.restarted and tail.found:
+        raise EventLogError(
+            f"{tail.path} shrank from {known} to {tail.size_bytes} bytes while being read, or is another file: it is "
+            "only ever appended to, so something else wrote it; open it again"
+        )
+    if not tail.found and (missing_is_error or batch.restarted):
+        raise EventLogError(
+            f"there is no event file {tail.path}; is it the directory of a run that has started?"
+        )
+    return [line for _, line in batch.lines]
 
 
 def _complete(rest: bytes) -> list[bytes]:
@@ -193,27 +209,6 @@ def _decode_or_torn(line: bytes, number: int, last: Event) -> Event:
         return decode(line)
     except (ValueError, RecursionError):
         return Event(last.t, last.attempt, Torn(number, line[:200].decode(errors="replace")))
-
-
-def _read_from(path: Path, position: int, *, missing_is_error: bool, block_bytes: int = 1 << 22) -> bytes:
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < position:
-                raise EventLogError(
-                    f"{path} shrank from {position} to {size} bytes while being read: it is only ever "
-                    "appended to, so something else wrote it; open it again"
-                )
-            file.seek(position)
-            return file.read(block_bytes)
-    except FileNotFoundError as error:
-        if not missing_is_error and position == 0:
-            return b""
-        raise EventLogError(
-            f"there is no event file {path}; is it the directory of a run that has started?"
-        ) from error
-    except OSError as error:
-        raise EventLogError(f"cannot read {path}: {error.strerror}") from error
 
 
 def next_attempt(path: Path) -> int:

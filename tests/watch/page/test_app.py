@@ -199,6 +199,7 @@ def test_a_run_that_vanishes_is_no_longer_there(client: TestClient, folder: Path
         "result.json",
         "checkpoints/step-00000010/checkpoint.json",
         "ranks.bin",
+        "steps.bin",
     ],
 )
 def test_garbage_in_any_file_of_a_run_breaks_no_view(

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.observe.lines.appended import AppendedFile
+
 _AGAIN_S = 1.0
 """After a failure, the disk is tried again after so long."""
 _SET_ASIDE = re.compile(r"\.r(\d{4,})\.jsonl")
@@ -72,7 +74,7 @@ class LogFile:
             on_trouble,
             clock,
         )
-        self._descriptor, self._size, self._torn = -1, 0, False
+        self._file: AppendedFile | None = None
         self._number: int | None = None
         self._missed, self._why, self._again_s, self._told = 0, "", 0.0, False
 
@@ -97,31 +99,23 @@ class LogFile:
 
     def close(self) -> None:
         """Closes the file; a later line opens it again."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
+        file, self._file = self._file, None
+        if file is not None:
             with suppress(OSError):
-                os.close(descriptor)
+                file.close()
 
     def _append(self, line: bytes) -> None:
-        if self._descriptor < 0:
-            self._open()
-        if self._size and self._size + len(line) > self._bounds.file_bytes:
-            self._turn()
-        whole = b"\n" + line if self._torn else line
-        self._torn = True  # unless all of it is written
-        written = os.write(self._descriptor, whole)
-        self._size += written
-        if written < len(whole):
-            raise OSError(28, "No space left on device")
-        self._torn = False
+        file = self._file or self._open()
+        if file.size_bytes and file.size_bytes + len(line) > self._bounds.file_bytes:
+            file = self._turn()
+        file.append(line)
 
-    def _open(self) -> None:
+    def _open(self) -> AppendedFile:
         self.path.parent.mkdir(exist_ok=True)  # somebody may have removed it
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._size = os.fstat(self._descriptor).st_size
-        self._torn = self._size > 0 and os.pread(self._descriptor, 1, self._size - 1) != b"\n"
+        self._file = AppendedFile(self.path)
+        return self._file
 
-    def _turn(self) -> None:
+    def _turn(self) -> AppendedFile:
         """Sets the full file aside, removes those that are too many, and opens a new one."""
         before = set_aside(self.path)
         if self._number is None:
@@ -134,4 +128,4 @@ class LogFile:
         for _, path in before[1 : len(before) + 2 - kept]:
             with suppress(OSError):
                 path.unlink()
-        self._open()
+        return self._open()

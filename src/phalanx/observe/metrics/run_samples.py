@@ -6,16 +6,15 @@ next looks catch up. Nothing is ever written, and nothing that stands in the str
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.observe.lines.tail import FileTail
 from phalanx.observe.metrics.run_facts import RunFacts
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.observe.metrics.samples import Labels, Metric, Sample, collect
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import open_regular
 
 _BLOCK_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 22
@@ -34,13 +33,17 @@ class RunSampler:
         self, directory: Path, run: str = "", failed: Callable[[Metric, Exception], None] = _ignore
     ) -> None:
         """``run`` is the label; by default the name of the run directory, which two runs of one name do not share."""
-        self._path = RunDirectory(directory).events
+        self._tail = FileTail(
+            RunDirectory(directory).events,
+            most_line_bytes=_LONGEST_LINE,
+            block_bytes=_BLOCK_BYTES,
+            instead_of_long=b"?",  # counted as torn
+        )
         self._labels = Labels(run=run or directory.resolve().name)
         self._failed = failed
-        self._forget()
-
-    def _forget(self) -> None:
-        self.facts, self._offset, self._rest, self._file = RunFacts(), 0, b"", (0, 0)
+        self.facts = RunFacts()
+        self._over = False
+        """The file was gone when it was last looked at: what it said last counts until another one says something."""
 
     def samples(self, patience_s: float = 1.0) -> list[Sample]:
         """The run's samples as of now; reads for at most ``patience_s``. None for a run without events."""
@@ -52,33 +55,23 @@ class RunSampler:
     def catch_up(self, patience_s: float) -> bool:
         """Takes what was appended since the last call, for at most so long; returns True if that was all of it."""
         deadline_s = time.monotonic() + patience_s
-        while block := self._next():
-            began_s = time.thread_time()
-            *whole, self._rest = (self._rest + block).split(b"\n")
-            for line in whole:
+        while True:
+            began_s, before = time.thread_time(), self._tail.read_bytes
+            try:
+                batch = self._tail.next_batch()
+            except OSError:
+                return True
+            self._over |= batch.restarted
+            if self._over and self._tail.found:
+                self.facts, self._over = RunFacts(), False
+            for _, line in batch.lines:
                 self.facts.take(line)
-            if len(self._rest) > _LONGEST_LINE:
-                self._rest = b"?"  # whatever it is, its end will be no event either
+            if self._tail.read_bytes == before and not batch.restarted:
+                return True
             if time.monotonic() >= deadline_s:
                 return False
-            if len(block) == _BLOCK_BYTES:
+            if batch.more:
                 time.sleep(_REST * (time.thread_time() - began_s))
-        return True
-
-    def _next(self) -> bytes:
-        """The next block of the file; all is read anew if another file has taken its place. Empty at the end, and where it cannot be read."""
-        try:
-            with open_regular(self._path) as file:
-                status = os.fstat(file.fileno())
-                if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
-                    self._forget()
-                    self._file = status.st_dev, status.st_ino
-                file.seek(self._offset)
-                block = file.read(_BLOCK_BYTES)
-        except OSError:
-            return b""
-        self._offset += len(block)
-        return block
 
 
 def run_samples(directory: Path) -> list[Sample]:

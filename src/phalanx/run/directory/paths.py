@@ -4,6 +4,7 @@
         run.toml          the resolved run file: what was asked for, with nothing left to a default
         record.json       the run's identity and its data's fingerprint
         events.jsonl      all that happened; the display and the curve are drawn from it
+        steps.bin         the numbers of logged steps again, for fast curves; only a cache (observe/lines/step_index.py)
         ranks.bin         what each rank measured of itself, window after window (observe/rank_stream.py)
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
         tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
@@ -121,6 +122,11 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def steps(self) -> Path:
+        """The index of the logged steps in the event stream."""
+        return self.path / "steps.bin"
+
+    @property
     def ranks(self) -> Path:
         """The stream of the ranks' own numbers."""
         return self.path / "ranks.bin"
@@ -198,7 +204,7 @@ class RunDirectory:
     def names(self) -> set[str]:
         """The names of all that a run without a fleet puts here."""
         own = (
-            *(self.lock, self.run_file, self.record, self.events, self.ranks, self.checkpoints),
+            *(self.lock, self.run_file, self.record, self.events, self.steps, self.ranks, self.checkpoints),
             *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
             *(self.labels, self.code, self.machines, self.packs),
         )

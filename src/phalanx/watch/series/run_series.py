@@ -26,11 +26,13 @@ from phalanx.observe.events import (
     Stopped,
     decode,
 )
+from phalanx.observe.lines.step_index import MOST_STEP, Row, index_beside, row_of
+from phalanx.observe.lines.tail import FileTail, Position, read_lines_at
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.watch.series.indexed import StepIndex
 from phalanx.watch.series.marks import Mark, mark_of
-from phalanx.watch.series.step_lines import Row, row_of, step_row
-from phalanx.watch.series.table import MOST_STEP, NAMES, StepTable
-from phalanx.watch.series.tail import FileTail, Position, read_lines_at
+from phalanx.watch.series.step_lines import step_row
+from phalanx.watch.series.table import NAMES, StepTable
 
 MOST_MARKS = 20_000
 MOST_STARTS = 10_000
@@ -61,6 +63,7 @@ class RunSeries:
         self.directory = RunDirectory(path)
         self.lock = threading.RLock()
         self._tail = FileTail(self.directory.events)
+        self._index = StepIndex(index_beside(self.directory.events))
         self._more = False
         self.restarts = 0
         """How often the file turned out to be another one than before."""
@@ -75,6 +78,8 @@ class RunSeries:
         """Of every event that is no step: the number of rows before it, and the offset of its line."""
         self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
         self.torn_lines = 0
+        self.parsed_bytes = 0
+        """So much of the file was read as text."""
         self.last_t: float | None = None
         """When the newest event was written."""
         self.ending: Event | None = None
@@ -83,6 +88,7 @@ class RunSeries:
 
     def _restart(self) -> None:
         self._begin()
+        self._index.over = True  # of the file that was there before
         self.restarts += 1
 
     @property
@@ -111,17 +117,35 @@ class RunSeries:
             until_s = time.monotonic() + budget_s
             try:
                 self.problem, self._more = "", True
+                if self._take_index(until_s):
+                    return
                 while self._more:
                     batch = self._tail.next_batch()
                     if batch.restarted:
                         self._restart()
                     self._take(batch.lines)
+                    self.parsed_bytes += sum(len(line) for _, line in batch.lines)
                     self._more = batch.more
                     if time.monotonic() > until_s:
                         break
             except OSError as error:
                 self._more = False
                 self.problem = f"cannot read {self._tail.path}: {error.strerror}"
+
+    def _take_index(self, until_s: float) -> bool:
+        """Takes what the index beside the file knows, and the lines between, for as long as there is time; returns False if it took all."""
+        while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
+            stretches = self._index.next_chunk(self._tail.path)
+            self.table.reserve(self.table.rows + sum(stretch.rows for stretch in stretches))
+            for stretch in stretches:
+                self._take(stretch.lines)
+                self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
+                self.table.append_columns(stretch.columns, stretch.rows)
+                self.last_t, self.ending = float(self.table.column("t")[-1]), None
+            self._tail.skip_to(self._index.read_bytes)
+            if time.monotonic() > until_s:
+                return True
+        return False
 
     def state(self) -> SeriesState:
         """What was read so far, to go on from in another process."""
@@ -190,7 +214,7 @@ class RunSeries:
         body = event.body
         self.last_t = event.t
         if isinstance(body, Step):
-            row = row_of(body, event.t, event.attempt, offset)
+            row = row_of(body, event.t, event.attempt, offset, bool(body.ledger))
             if row is None:
                 self.torn_lines += 1
             else:

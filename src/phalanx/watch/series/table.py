@@ -6,26 +6,25 @@ Every logged step has a row, in the order written, with those that a restart had
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.observe.lines.step_index import FINE
+
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 KEPT_WHOLE = ("step", "attempt", "offset", "t", "tokens", "loss")
-LOGGED = (
-    *("grad_norm", "lr", "tokens_per_s", "step_s", "mfu", "bits_per_byte", "goodput"),
-    *("peak_memory_bytes", "balance", "data_wait_share", "has_ledger"),
-)
+LOGGED = (*FINE, "has_ledger")
 LATER = ("eval_loss", "eval_bits_per_byte")
 """Columns of numbers that other events bring, at the step to which they belong."""
 NAMES = ("loss", *(name for name in LOGGED if name != "has_ledger"), *LATER)
 """The curves that there may be, but for those of memory by kind."""
 ROW = (*KEPT_WHOLE, *LOGGED)
-"""The order of numbers in a row."""
+"""The order of numbers in a row (``phalanx.observe.lines.step_index.Row``)."""
 _TYPES: dict[str, npt.DTypeLike] = {
     **dict.fromkeys((*LOGGED, *LATER), np.float32),
     **dict.fromkeys(("t", "tokens", "loss"), np.float64),
@@ -35,7 +34,6 @@ _TYPES: dict[str, npt.DTypeLike] = {
     "has_ledger": np.bool_,
 }
 _FIRST_ROWS = 256
-MOST_STEP = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -92,16 +90,21 @@ class StepTable:
         if not rows:
             return
         values = np.array(rows, np.float64)
-        end = self.rows + len(rows)
-        self._reserve(end)
+        self.append_columns({name: values[:, number] for number, name in enumerate(ROW)}, len(rows))
+
+    def append_columns(self, columns: Mapping[str, npt.NDArray[np.generic]], rows: int) -> None:
+        """Adds so many rows, a column at a time: ``columns`` has those of ``ROW``."""
+        end = self.rows + rows
+        self.reserve(end)
         with np.errstate(over="ignore", invalid="ignore"):
-            for number, name in enumerate(ROW):
-                self._columns[name][self.rows : end] = values[:, number]
+            for name in ROW:
+                self._columns[name][self.rows : end] = columns[name]
         for name in LATER:
             self._columns[name][self.rows : end] = np.nan
         self.rows, self._alive = end, None
 
-    def _reserve(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
+        """Makes room for so many rows in all."""
         held = len(self._columns["step"])
         if rows <= held:
             return

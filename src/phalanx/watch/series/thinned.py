@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.observe.events import CheckpointSaved, Event, Restored, decode
+from phalanx.observe.lines.tail import read_lines_at
 from phalanx.watch.series.run_series import RunSeries
 from phalanx.watch.series.table import Integers
-from phalanx.watch.series.tail import read_lines_at
 
 _MOST_WITHOUT_LEDGER = 20_000
 _UNREADABLE = (ValueError, RecursionError, OverflowError)

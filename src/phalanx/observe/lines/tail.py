@@ -8,7 +8,6 @@ again, and says so), a pipe or a device (not opened). It takes no lock and never
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ _HEAD_BYTES = 512
 
 @dataclass(frozen=True)
 class Batch:
-    """Lines that were not read before, without their ends, each with its offset in the file."""
+    """Lines that were not read before and are not blank, without their ends, each with its offset in the file."""
 
     lines: tuple[tuple[int, bytes], ...]
     restarted: bool
@@ -47,10 +46,23 @@ class FileTail:
     """The place in one file up to which it was read."""
 
     def __init__(
-        self, path: Path, *, most_line_bytes: int = MOST_LINE_BYTES, block_bytes: int = _BLOCK_BYTES
+        self,
+        path: Path,
+        *,
+        most_line_bytes: int = MOST_LINE_BYTES,
+        block_bytes: int = _BLOCK_BYTES,
+        instead_of_long: bytes | None = None,
     ) -> None:
+        """
+        Args:
+            path: The file; it need not be there yet.
+            most_line_bytes: A longer line is dropped, and counted.
+            block_bytes: So much is read at a time.
+            instead_of_long: A line that is given in place of one that was dropped; ``None`` for none.
+        """
         self.path = path
         self._most_line_bytes, self._block_bytes = most_line_bytes, block_bytes
+        self._instead = instead_of_long
         self._forget()
         self.size_bytes = 0
         """Size of the file when it was last looked at."""
@@ -65,6 +77,16 @@ class FileTail:
         self._rest = b""
         self._dropping = False
 
+    @property
+    def found(self) -> bool:
+        """True if the file was there when it was last looked at."""
+        return self._file is not None
+
+    @property
+    def rest(self) -> bytes:
+        """The beginning of a line whose end is not there yet."""
+        return self._rest
+
     def position(self) -> Position:
         """The place up to which the file was read, in whole lines."""
         device, inode = self._file or (0, 0)
@@ -73,17 +95,25 @@ class FileTail:
     def resume(self, position: Position) -> bool:
         """Goes on from a place; False, and from the beginning, if the file that lies there now is another one. Raises ``OSError``."""
         self._forget()
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            found = os.fstat(descriptor)
+        with open_regular(self.path) as file:
             self._file, self._head = (position.device, position.inode), position.head
             self.read_bytes, self.dropped_lines = position.read_bytes, position.dropped_lines
-            if stat.S_ISREG(found.st_mode) and not self._is_another(descriptor, found):
+            if not self._is_another(file.fileno(), os.fstat(file.fileno())):
                 return True
-        finally:
-            os.close(descriptor)
         self._forget()
         return False
+
+    def skip_to(self, offset: int) -> None:
+        """Goes on from the line that begins at ``offset``, which somebody else has read up to, in the file that lies there now.
+
+        Raises ``OSError``.
+        """
+        with open_regular(self.path) as file:
+            found = os.fstat(file.fileno())
+            if self._file != (found.st_dev, found.st_ino):
+                self._forget()
+            self._file, self._head = (found.st_dev, found.st_ino), os.pread(file.fileno(), _HEAD_BYTES, 0)
+            self.read_bytes, self.size_bytes, self._rest = offset, found.st_size, b""
 
     def next_batch(self) -> Batch:
         """Reads the next block of the file; of a file that is not there, nothing.
@@ -91,14 +121,12 @@ class FileTail:
         Raises ``OSError`` if it is there and cannot be read, or is no file.
         """
         try:
-            # A pipe under this name would wait for a writer.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            file = open_regular(self.path)
         except FileNotFoundError:
             return self._gone()
-        try:
+        with file:
+            descriptor = file.fileno()
             found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(0, "it is no file", str(self.path))
             self.size_bytes = found.st_size
             restarted = self._is_another(descriptor, found)
             if restarted:
@@ -107,8 +135,6 @@ class FileTail:
             if len(self._head) < _HEAD_BYTES:
                 self._head = os.pread(descriptor, _HEAD_BYTES, 0)
             block = os.pread(descriptor, self._block_bytes, self.read_bytes)
-        finally:
-            os.close(descriptor)
         return Batch(tuple(self._lines(block)), restarted, self.read_bytes < self.size_bytes and bool(block))
 
     def _gone(self) -> Batch:
@@ -133,6 +159,8 @@ class FileTail:
             if self._dropping or len(line) > self._most_line_bytes:
                 self.dropped_lines += 1
                 self._dropping = False
+                if self._instead is not None:
+                    found.append((at, self._instead))
             elif line.strip():
                 found.append((at, line))
             at += len(line) + 1

@@ -1,0 +1,158 @@
+"""The index of logged steps is only a cache: with it, without it, and with whatever lies in its place, a run's curves are the same."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observe.recorded import crashed_run, step
+from phalanx.observe.event_log import EventLog
+from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, Step
+from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES
+from phalanx.watch.series.run_series import RunSeries
+
+
+def long_run(run_dir: Path, steps: int = 5 * GROUP + 7, killed: bool = False) -> Path:
+    """Writes ``steps`` steps with what lies between them, in two attempts; ``killed`` leaves the last group of records unwritten."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for attempt, numbers in enumerate((range(1, steps // 2), range(steps // 2 - 10, steps + 1))):
+        log = EventLog(run_dir / "events.jsonl", attempt, clock=iter(range(10**6)).__next__)
+        for number in numbers:
+            loss = math.nan if number == 70 else 3 + 1 / number
+            log.append(
+                step(
+                    number,
+                    steps,
+                    loss=loss,
+                    mfu=None if number % 3 else 0.4,
+                    grad_norm=10.0 ** min(number, 300),
+                )
+            )
+            if number % 37 == 0:
+                log.append(CheckpointSaved(number, "somewhere", 1))
+                log.append(Evaluated(number, loss + 1))
+        if killed:
+            os.close(log._file._descriptor)
+        else:
+            log.close()
+    return run_dir
+
+
+def read(run_dir: Path) -> RunSeries:
+    run = RunSeries(run_dir)
+    run.refresh()
+    return run
+
+
+def assert_as_without_it(run_dir: Path) -> RunSeries:
+    """The series that is read with the index is that which is read without it."""
+    found = read(run_dir)
+    (run_dir / "steps.bin").rename(run_dir / "aside")
+    expected = read(run_dir)
+    (run_dir / "aside").rename(run_dir / "steps.bin")
+    assert found.table.to_bytes() == expected.table.to_bytes()
+    assert found.table.sparse == expected.table.sparse
+    assert list(found.marks) == list(expected.marks)
+    assert list(found.others) == list(expected.others)
+    assert list(found.starts) == list(expected.starts)
+    assert (found.last_t, found.ending, found.torn_lines) == (
+        expected.last_t,
+        expected.ending,
+        expected.torn_lines,
+    )
+    assert (found.version, found.unread) == (expected.version, expected.unread)
+    return found
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_reads_the_same_with_its_index_and_hardly_any_text(tmp_path: Path, killed: bool) -> None:
+    found = assert_as_without_it(long_run(tmp_path, killed=killed))
+    assert found.parsed_bytes < (0.5 if killed else 0.1) * found.version[1]
+
+
+def test_a_damaged_index_changes_no_curve(tmp_path: Path) -> None:
+    run_dir = long_run(tmp_path, 2 * GROUP + 5)
+    whole = (run_dir / "steps.bin").read_bytes()
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        at=st.integers(0, len(whole) - 1),
+        change=st.integers(0, 255),
+        cut=st.integers(0, 400),
+        extra=st.binary(max_size=200),
+    )
+    def damage(at: int, change: int, cut: int, extra: bytes) -> None:
+        content = bytearray(whole)
+        content[at] ^= change
+        (run_dir / "steps.bin").write_bytes(bytes(content[: len(content) - cut]) + extra)
+        assert_as_without_it(run_dir)
+
+    damage()
+
+
+def test_a_torn_group_of_records_costs_itself_and_none_of_the_next_start(tmp_path: Path) -> None:
+    long_run(tmp_path, 3 * GROUP)
+    os.truncate(tmp_path / "steps.bin", (tmp_path / "steps.bin").stat().st_size - RECORD_BYTES // 2)
+    with EventLog(tmp_path / "events.jsonl", 2) as log:
+        for number in range(GROUP):
+            log.append(step(3 * GROUP + number, 999))
+    found = assert_as_without_it(tmp_path)
+    assert found.parsed_bytes < 0.1 * found.version[1]
+
+
+def test_an_index_of_another_stream_is_not_used(tmp_path: Path) -> None:
+    long_run(tmp_path / "one")
+    long_run(tmp_path / "two")
+    content = (tmp_path / "two" / "events.jsonl").read_bytes()
+    (tmp_path / "two" / "events.jsonl").write_bytes(content.replace(b'"loss":3.0', b'"loss":4.0'))
+    found = assert_as_without_it(tmp_path / "two")
+    assert found.parsed_bytes > 0.9 * found.version[1]
+
+
+def test_a_stream_that_begins_anew_has_an_index_anew(tmp_path: Path) -> None:
+    long_run(tmp_path)
+    (tmp_path / "events.jsonl").unlink()
+    long_run(tmp_path, 3 * GROUP)
+    found = assert_as_without_it(tmp_path)
+    assert found.parsed_bytes < 0.1 * found.version[1]
+
+
+def test_a_run_that_goes_on_is_followed_from_where_its_index_ended(tmp_path: Path) -> None:
+    run = read(long_run(tmp_path))
+    with EventLog(tmp_path / "events.jsonl", 1) as log:
+        log.append(step(400, 999))
+        log.append(Message("info", "on"))
+    run.refresh()
+    assert run.table.to_bytes() == read(tmp_path).table.to_bytes()
+
+
+def test_a_chunk_at_a_time_gives_what_one_look_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read(long_run(tmp_path))
+    monkeypatch.setattr("phalanx.watch.series.indexed.CHUNK", 50)
+    run = RunSeries(tmp_path)
+    looks = 0
+    while looks == 0 or run.unread:
+        run.refresh(budget_s=0.0)
+        looks += 1
+    assert looks > 5
+    assert run.table.to_bytes() == whole.table.to_bytes()
+    assert list(run.marks) == list(whole.marks)
+
+
+def test_an_index_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:
+    (tmp_path / "steps.bin").mkdir()
+    long_run(tmp_path)
+    assert read(tmp_path).last_step == 5 * GROUP + 7
+
+
+def test_numbers_beyond_any_run_are_left_to_the_text(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl", 0) as log:
+        for event in [*crashed_run(), Event(1.0, 0, step(2**40, 5)), Event(1.0, 0, step(3, 5, tokens=2**60))]:
+            if isinstance(event.body, Step):
+                log.append(event.body)
+    assert_as_without_it(tmp_path)
