@@ -80,11 +80,14 @@ def test_the_values_of_secret_variables_are_masked_wherever_they_stand() -> None
             "HOME": "/root",
             "KEY_FILE_TOKEN": "/run/key",
             "API_KEY": "true",
+            "GIT_AUTHOR_NAME": "Ada Lovelace",
+            "HTTP_AUTHORIZATION": "a basic word",
         }
     )
     assert mask(f"it said {SECRET}!") == f"it said {MASKED}!"
     assert mask(urllib.parse.quote(SECRET, safe="")) == MASKED
     assert mask("a correct horse") == f"a {MASKED}"
+    assert mask("a basic word by Ada Lovelace") == f"{MASKED} by Ada Lovelace"
     assert mask("/run/key is true in /root") == "/run/key is true in /root"
 
 

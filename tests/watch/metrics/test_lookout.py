@@ -89,6 +89,31 @@ def test_runs_whose_folders_are_called_alike_keep_their_labels_whichever_of_them
         assert {one.labels.pairs["run"] for one in samples} == {"a", run_id(second)}
 
 
+def test_a_run_that_cannot_be_looked_at_costs_no_other_and_shows_when_it_was_looked_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        _broken_off(tmp_path / "runs" / name)
+    now = [T0 + 4]
+    lookout = Lookout(RunIndex([tmp_path / "runs"], tmp_path / "cache").rows, lambda: now[0])
+    before = _series(lookout)
+
+    def breaks_on_b(directory: RunDirectory, _at: float) -> list[Reason]:
+        if directory.path.name == "b":
+            raise RecursionError("too deep")
+        return []
+
+    monkeypatch.setattr("phalanx.watch.metrics.lookout.reasons", breaks_on_b)
+    now[0] += 60
+    found = _series(lookout)
+    looked = "phalanx_reasons_timestamp_seconds"
+    assert (found[looked, "a", ""], found[looked, "b", ""]) == (T0 + 64, T0 + 4)
+    assert found["phalanx_reason", "a", "gone"] == 0
+    assert found["phalanx_reason", "b", "gone"] == before["phalanx_reason", "b", "gone"] == 3
+    monkeypatch.undo()
+    assert _series(lookout)[looked, "b", ""] == T0 + 64
+
+
 def test_half_a_stream_is_not_told_of_since_its_newest_step_would_be_an_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

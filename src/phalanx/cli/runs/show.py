@@ -93,7 +93,7 @@ def _results(found: Recorded) -> Iterator[str]:
         for word, at in (("began", row.started), ("last event", row.updated))
         if at
     ]
-    yield f"time           {', '.join(times) or 'not begun'}; {row.attempts} start{'s' * (row.attempts != 1)}"
+    yield f"time           {', '.join(times) or 'not begun'}; {row.attempts} attempt{'s' * (row.attempts != 1)}"
     layout = " ".join(f"{axis}={degree}" for axis, degree in row.layout.items())
     yield f"ranks          {row.ranks} on {row.device or 'an unknown device'}" + (
         f", {layout}" if layout else ""

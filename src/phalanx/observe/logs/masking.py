@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 
 MASKED = "***"
 SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|KEY|AUTH|CONNECTION_?STRING|SIGNATURE", re.IGNORECASE
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|KEY|AUTH(?!ORS?(?![A-Z]))|CONNECTION_?STRING|SIGNATURE",
+    re.IGNORECASE,
 )
-"""What is in the name of a variable that holds a secret."""
+"""What is in the name of a variable that holds a secret; an author (``GIT_AUTHOR_NAME``) is none."""
 _SHORTEST = 8
 """A shorter value would mask parts of harmless words."""
 _HARMLESS = re.compile(r"(?:true|false|none|null|yes|no|auto|default|[\d.]+)", re.IGNORECASE)

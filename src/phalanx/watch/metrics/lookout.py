@@ -2,11 +2,13 @@
 
 A run without a fleet has no process that serves metrics, and of one that was killed none is left: so ``phalanx ui`` serves the numbers of the event streams, and
 what ``phalanx why`` says, of every run that it shows. One thread looks, in rounds, and rests nine times as long as it has worked; a scrape takes what the last round
-has found and waits for nothing. Nobody who scrapes: no round.
+has found and waits for nothing. Nobody who scrapes: no round. A run that cannot be looked at costs no other run: of it the last is told again, with the time
+of that look, so that the alert about an observer that is gone names it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +20,8 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.metrics.reason_metric import reason_samples
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.why.reasons import reasons
+
+_LOG = logging.getLogger(__name__)
 
 MOST_RUNS = 64
 """The newest; each has some hundred series."""
@@ -38,6 +42,8 @@ class Lookout:
         self._rows, self._clock = rows, clock
         self._samplers: dict[tuple[str, str], RunSampler] = {}
         self._labels: dict[str, str] = {}
+        self._last: dict[str, list[Sample]] = {}
+        """What each run said when it could be looked at last."""
         self._seen: list[Sample] = []
         self._trouble: Exception | None = None
         self._asked_s = 0.0
@@ -70,7 +76,7 @@ class Lookout:
             time.sleep(max(_LEAST_REST_S, took_s * (1 / _SHARE - 1)))
             with self._lock:
                 if time.monotonic() - self._asked_s > _UNASKED_S:
-                    self._thread, self._seen, self._samplers, self._labels = None, [], {}, {}
+                    self._thread, self._seen, self._samplers, self._labels, self._last = None, [], {}, {}, {}
                     return
 
     def look(self) -> list[Sample]:
@@ -79,15 +85,25 @@ class Lookout:
         found: list[Sample] = []
         samplers: dict[tuple[str, str], RunSampler] = {}
         self._labels = _labelled(watched(self._rows(), now), self._labels)
+        last: dict[str, list[Sample]] = {}
         for path, label in self._labels.items():
             sampler = self._samplers.get((path, label)) or RunSampler(Path(path), label)
             samplers[path, label] = sampler
-            # Half a stream says that the newest step is days old: a run is told of when all of it was read.
-            if sampler.catch_up(_READING_S):
-                found += sampler.samples(0.0)
-            found += reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)
-        self._samplers = samplers
+            try:
+                last[path] = self._look_at(sampler, path, label, now)
+            except Exception:  # whatever lies in its directory, the other runs are looked at
+                _LOG.exception("the run in %s cannot be looked at", path)
+                last[path] = [one for one in self._last.get(path, []) if one.labels.pairs["run"] == label]
+                del samplers[path, label]
+            found += last[path]
+        self._samplers, self._last = samplers, last
         return found
+
+    def _look_at(self, sampler: RunSampler, path: str, label: str, now: float) -> list[Sample]:
+        """The samples of one run."""
+        # Half a stream says that the newest step is days old: a run is told of when all of it was read.
+        found = sampler.samples(0.0) if sampler.catch_up(_READING_S) else []
+        return [*found, *reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)]
 
 
 def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
