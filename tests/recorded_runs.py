@@ -128,8 +128,16 @@ class RecordedRun:
                 )
                 file.write(encode(line))
 
-    def measure_ranks(self, ranks: int, slow: int, steps: int) -> None:
-        """Each rank measures itself in steps that were done; one computes for half as long again as the others from the middle on."""
+    def sit_on(self, nodes: list[str], ranks: int) -> None:
+        """The run's ranks sit on these nodes, dealt out one by one."""
+        members = tuple(
+            Member(name, "member", "10.0.0.1", tuple(range(place, ranks, len(nodes))), attached=True)
+            for place, name in enumerate(nodes)
+        )
+        self._tell_fleet(members, ranks)
+
+    def measure_ranks(self, ranks: int, slow: int | range, steps: int) -> None:
+        """Each rank measures itself in steps that were done; some compute for half as long again as the others from the middle on."""
         import numpy as np
 
         from phalanx.observe.rank_stream import RankFrame, RankStreamWriter
@@ -164,9 +172,14 @@ class RecordedRun:
             Member("node-2", "member", "10.0.0.3", (1,), True),
             Member("node-1", "lost", "10.0.0.2", (), False, 9.0, why),
         )
+        self._tell_fleet(members, ranks=2, happenings=happenings)
+
+    def _tell_fleet(
+        self, members: tuple[Member, ...], ranks: int, happenings: tuple[Happening, ...] = ()
+    ) -> None:
         content = FleetFile(
             run=self.spec.name, coordinator="10.0.0.1:1", coordinator_pid=1, leader="", reign=1,
-            written_unix_s=self.now, phase="running", reason="", epoch=1, ranks=2, expected_nodes=3,
+            written_unix_s=self.now, phase="running", reason="", epoch=1, ranks=ranks, expected_nodes=3,
             step=self.step, step_s=STEP_S, recoveries=1, regroups=0, restarts=0, stopping=False,
             durable_steps=(), unsaved_steps=0, result_json="", members=members, happenings=happenings,
             stale=0, refused={},

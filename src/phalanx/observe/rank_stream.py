@@ -30,22 +30,37 @@ from phalanx.observe.rank_file.writer import RankStreamWriter
 __all__ = ("RANK_COLUMNS", "HeatMap", "RankFrame", "RankStream", "RankStreamError", "RankStreamWriter")
 
 
+_MEDIAN_OF = 2000
+
+
 @dataclass(frozen=True)
 class HeatMap:
     """One column of the stream as a picture: ranks downward, time to the right."""
 
     values: NDArray[np.float32]
     """``(rows, columns)``: the largest value of the cell's ranks and frames; NaN where none is known."""
-    row_ranks: NDArray[np.int64]
-    """``(rows,)``: the first rank of each row; a row ends where the next begins."""
+    rows: tuple[range, ...]
+    """Of each row the places of its ranks among those that were ``drawn``."""
+    drawn: NDArray[np.int64]
+    """The ranks that are drawn, in their order."""
     column_steps: NDArray[np.int64]
     """``(columns,)``: the last step of each column."""
     column_times: NDArray[np.float64]
     """``(columns,)``: the unix time of that step."""
-    ranks: int
-    """Ranks of all rows."""
+    usual: NDArray[np.float32]
+    """``(columns,)``: the median of rows of so many ranks, those that are not drawn among them; NaN where none is known."""
     reduced: bool
     """True if a cell stands for more than one number."""
+
+    @property
+    def row_ranks(self) -> NDArray[np.int64]:
+        """``(rows,)``: the first rank of each row."""
+        return self.drawn[[places.start for places in self.rows]]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all rows."""
+        return len(self.drawn)
 
 
 class RankStream:
@@ -136,29 +151,38 @@ class RankStream:
         last: int | None = None,
         most_columns: int = 800,
         most_rows: int = 400,
+        order: NDArray[np.int64] | None = None,
+        part: slice = slice(None),
     ) -> HeatMap:
         """Draws the frames of the steps ``first`` to ``last`` (of all without them), in at most so many columns and rows.
 
-        Reads each frame once, and holds one at a time.
+        Reads each frame once, and holds one at a time. ``order`` has all ranks in the order in which they are drawn, and ``part`` says which places of
+        it are; by their numbers and all, without them.
         """
         chosen, place = self._between(first, last), RANK_COLUMNS.index(column)
         ranks = max((self._opened().heads[number].ranks for number in chosen), default=0)
-        frame_groups, rank_groups = _groups(len(chosen), most_columns), _groups(ranks, most_rows)
+        order = np.arange(ranks) if order is None else order[order < ranks]
+        drawn = order[part]
+        frame_groups, rank_groups = _groups(len(chosen), most_columns), _groups(len(drawn), most_rows)
         values = np.full((len(rank_groups), len(frame_groups)), UNKNOWN, np.int16)
+        usual = np.full(len(frame_groups), UNKNOWN, np.int16)
+        others = _some_rows(order, len(rank_groups[0])) if len(drawn) < len(order) and rank_groups else None
         ends = [chosen[group[-1]] for group in frame_groups]
         for number, group in enumerate(frame_groups):
             most = np.full(ranks, UNKNOWN, np.int16)
             for codes in self._each([chosen[one] for one in group], place):
                 np.maximum(most[: len(codes)], codes, out=most[: len(codes)])
-            if ranks:
-                values[:, number] = np.maximum.reduceat(most, [rows.start for rows in rank_groups])
+            if rank_groups:
+                values[:, number] = np.maximum.reduceat(most[drawn], [rows.start for rows in rank_groups])
+                usual[number] = _middle(values[:, number] if others is None else most[others].max(axis=1))
         return HeatMap(
             values=decode_column(column, values),
-            row_ranks=np.array([rows.start for rows in rank_groups], np.int64),
+            rows=tuple(rank_groups),
+            drawn=drawn,
             column_steps=self._steps[ends],
             column_times=self._times[ends],
-            ranks=ranks,
-            reduced=len(rank_groups) < ranks or len(frame_groups) < len(chosen),
+            usual=decode_column(column, usual),
+            reduced=len(rank_groups) < len(drawn) or len(frame_groups) < len(chosen),
         )
 
     def rank(
@@ -231,6 +255,18 @@ class RankStream:
         offset = index.offsets[number] + index.heads[number].column_at(place) + 2 * rank
         found = os.pread(self._descriptor, 2, offset)
         return int.from_bytes(found, "little", signed=True) if len(found) == 2 else UNKNOWN
+
+
+def _some_rows(order: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Ranks in rows of ``size`` neighbors, ``(rows, size)``: at most so many rows, spread over the whole order, as a median needs."""
+    rows = order[: len(order) - len(order) % size].reshape(-1, size)
+    return rows[:: max(1, len(rows) // _MEDIAN_OF)]
+
+
+def _middle(codes: Codes) -> int:
+    """The median of what is known."""
+    known = np.sort(codes[codes >= 0])
+    return int(known[len(known) // 2]) if len(known) else UNKNOWN
 
 
 def _groups(count: int, most: int) -> list[range]:

@@ -26,6 +26,9 @@ from phalanx.observe.sinks.background import close_sinks
 from phalanx.observe.sinks.registry import open_sinks
 
 COMMIT = "c0ffee" * 6
+PATIENCE_S = 800
+"""A busy machine takes minutes until MLflow is imported and has made its tables; nothing here is judged by its time."""
+pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
@@ -52,8 +55,8 @@ def recorded_run() -> list[Event]:
 def send(name: str, directory: Path, events: list[Event]) -> None:
     (sink,) = open_sinks([name], directory, "tiny")
     assert all(sink.offer(event) for event in events)
-    (health,) = close_sinks([sink], 60)
-    assert (health.last_error, health.written) == ("", len(events))
+    (health,) = close_sinks([sink], PATIENCE_S)
+    assert (health.last_error, health.written) == ("", len(events)), health
 
 
 def run_directory(directory: Path) -> Path:
@@ -245,7 +248,7 @@ def in_a_process(
         [sys.executable, "-c", OFFER if offers else SEND, tests, name, str(directory), str(first)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
         env=environment(uri),
     )
@@ -256,7 +259,7 @@ def phalanx(words: list[str], uri: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "phalanx", *words],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
         env=environment(uri),
     )

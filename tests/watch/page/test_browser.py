@@ -319,6 +319,55 @@ def test_a_slow_rank_stands_out_and_is_opened_from_the_map_by_click_or_keys(
         page.close()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "slow"), [(4_000, 280), pytest.param(100_000, 7_001, marks=pytest.mark.slow)]
+)
+def test_the_ranks_of_a_slow_node_are_one_band_in_the_order_of_nodes_and_are_seen_closer(
+    open_page: Open, tmp_path: Path, ranks: int, slow: int
+) -> None:
+    per_node = 8
+    nodes = ranks // per_node
+    run = RecordedRun(tmp_path / "wide", "wide", 40)
+    run.train(40)
+    run.sit_on(
+        [f"n{node}" for node in range(nodes)], ranks
+    )  # rank r on node r % nodes: a node's ranks lie far apart
+    run.measure_ranks(ranks=ranks, slow=range(slow, ranks, nodes), steps=12)
+    with serving(tmp_path) as port:
+        page = open_page(f"http://127.0.0.1:{port}/").page
+        go(page, "wide", "/ranks")
+        expect(page.locator(".worst button").nth(per_node - 1)).to_contain_text("1.25 ×")
+        far_apart = {chip.split()[1] for chip in page.locator(".worst button").all_inner_texts()}
+        assert len(far_apart) == per_node
+        page.get_by_label("in the order of").select_option("node")
+        expect(page.locator(".worst button").nth(1)).to_contain_text("1.00 ×")  # the first alone stands out
+        expect(page.locator(".worst button").first).to_contain_text("1.25 ×")
+        canvas = page.locator(".heat .stage canvas")
+        box = canvas.bounding_box()
+        assert box
+        height = box["height"] - 22
+        middle = box["y"] + height * slow / nodes
+        page.mouse.move(box["x"] + 100, middle - 6)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 100, middle + 6, steps=3)
+        page.mouse.up()
+        expect(page.locator(".note").first).to_contain_text(f"of {ranks:,}")
+        shown = page.locator(".note").first.inner_text()
+        assert int(shown.split(" ranks of")[0].replace(",", "")) < ranks / 10
+        expect(page.locator(".worst button").first).to_contain_text("1.25 ×")
+        page.locator(".worst button").first.click()
+        expect(page.locator(".aside")).to_contain_text(f"n{slow}")
+        canvas.focus()
+        before = page.url
+        page.keyboard.press("+")
+        page.wait_for_url(lambda url: url != before)
+        page.keyboard.press("a")
+        expect(page.locator(".note").first).to_contain_text(f"{ranks:,} ranks, steps 1 to 12")
+        assert "from=" not in page.url
+        assert "order=node" in page.url
+        page.close()
+
+
 def test_lines_are_filtered_and_what_many_ranks_say_is_one_line_with_a_count(
     open_page: Open, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from starlette.testclient import TestClient
 
 from observe.rank_frames import drawn_frame, write
 from observe.recorded import step
+from phalanx.fleet.control.fleet_file import Member, write_fleet_file
 from phalanx.observe.events import Event
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.observe.rank_stream import RankStream
@@ -22,6 +22,7 @@ from phalanx.watch.page.guard import access_for
 from phalanx.watch.page.views.runs import Runs
 from phalanx.watch.runs.row import run_id
 from watch.made_runs import crashed, write_events
+from watch.why.watched import fleet_file
 
 HOSTILE = "<script>alert(1)</script>"
 SAID = "rank {} cannot reach 10.0.0.{}: " + HOSTILE
@@ -56,9 +57,7 @@ def _logs(client: TestClient, run_dir: Path, query: str) -> dict[str, Any]:
 def test_a_heat_map_is_a_header_and_its_values(client: TestClient, run_dir: Path) -> None:
     write(RunDirectory(run_dir).ranks, *(drawn_frame(3, 10 * n, ranks=6) for n in range(1, 9)))
     body = client.get(f"/api/run/{run_id(run_dir)}/ranks?column=compute_s&columns=4&rows=3").content
-    (length,) = struct.unpack("<I", body[:4])
-    head = json.loads(body[4 : 4 + length])
-    values = np.frombuffer(body[4 + length :], "<f4").reshape(head["rows"], head["columns"])
+    head, values = _map(body)
     with RankStream(RunDirectory(run_dir).ranks) as stream:
         wanted = stream.heat_map("compute_s", most_columns=4, most_rows=3)
     assert np.array_equal(values, wanted.values, equal_nan=True)
@@ -72,9 +71,39 @@ def test_a_row_of_many_ranks_names_the_one_that_stands_out(client: TestClient, r
     frames[-1].columns["compute_s"][777] = 99.0
     write(RunDirectory(run_dir).ranks, *frames)
     body = client.get(f"/api/run/{run_id(run_dir)}/ranks?column=compute_s&rows=4").content
-    head = json.loads(body[4 : 4 + int.from_bytes(body[:4], "little")])
+    head, _ = _map(body)
     assert head["row_ranks"] == [0, 250, 500, 750]
     assert head["row_worst"][3] == 777
+
+
+def test_a_part_of_the_map_is_drawn_in_the_order_of_nodes_against_what_is_usual_for_all(
+    client: TestClient, run_dir: Path
+) -> None:
+    frames = [drawn_frame(3, 10 * n, ranks=1000) for n in (1, 2)]
+    write(RunDirectory(run_dir).ranks, *frames)
+    order = np.array([4 * rank + node for node in range(4) for rank in range(250)])  # rank r on node r % 4
+    members = tuple(Member(f"n{node}", "member", "a", tuple(range(node, 1000, 4))) for node in (3, 1, 0, 2))
+    write_fleet_file(run_dir, fleet_file(1.0, ranks=1000, members=members))
+    query = "column=compute_s&columns=2&rows=3&order=node&from=200&to=280"
+    head, values = _map(client.get(f"/api/run/{run_id(run_dir)}/ranks?{query}").content)
+    rows = [order[200:227], order[227:254], order[254:281]]
+    assert (head["order"], head["ranks"], head["places"], head["first_place"]) == ("node", 81, 1000, 200)
+    assert head["row_sizes"] == [27, 27, 27]
+    assert head["row_ranks"] == [int(row[0]) for row in rows]
+    assert head["row_nodes"] == ["n0", "n0 … n1", "n1"]
+    for column, frame in enumerate(frames):
+        own = frame.columns["compute_s"]
+        assert values[:, column] == pytest.approx([np.nanmax(own[row]) for row in rows], rel=1e-3)
+        like = np.sort([np.nanmax(own[order[at : at + 27]]) for at in range(0, 999, 27)])
+        assert head["column_usual"][column] == pytest.approx(like[len(like) // 2], rel=1e-3)
+
+
+def _map(body: bytes) -> tuple[dict[str, Any], Any]:
+    """The header of a heat map and its values."""
+    length = int.from_bytes(body[:4], "little")
+    head = json.loads(body[4 : 4 + length])
+    values = np.frombuffer(body[4 + length :], "<f4").reshape(head["rows"], head["columns"])
+    return head, values
 
 
 def test_a_rank_has_its_history(client: TestClient, run_dir: Path) -> None:

@@ -66,12 +66,12 @@ function fromExport(path, params) {
 }
 
 /**
- * @typedef {{rows: number, columns: number, row_ranks: number[], column_steps: number[], column_times: number[],
- *   row_worst?: number[], minimum: number | null, maximum: number | null, median: number | null, reduced: boolean, ranks: number, values: Float32Array}} HeatMap
+ * @typedef {{rows: number, columns: number, row_ranks: number[], row_sizes?: number[], row_nodes?: string[], column_steps: number[], column_times: number[], column_usual: (number | null)[],
+ *   row_worst?: number[], order?: string, orders?: string[], first_place?: number, places?: number, minimum: number | null, maximum: number | null, median: number | null, reduced: boolean, ranks: number, values: Float32Array}} HeatMap
  */
 
 /** @type {HeatMap} */
-const NO_MAP = { rows: 0, columns: 0, row_ranks: [], column_steps: [], column_times: [], minimum: null, maximum: null, median: null, reduced: false, ranks: 0, values: new Float32Array() };
+const NO_MAP = { rows: 0, columns: 0, row_ranks: [], column_steps: [], column_times: [], column_usual: [], minimum: null, maximum: null, median: null, reduced: false, ranks: 0, values: new Float32Array() };
 
 /** The heat map of ranks and steps: a header in JSON, then float32 values, row by row. @param {string} id @param {Params} params @param {AbortSignal} signal @returns {Promise<HeatMap>} */
 export async function getHeatMap(id, params, signal) {

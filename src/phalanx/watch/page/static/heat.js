@@ -4,13 +4,14 @@
  */
 
 import { color, el, put, style } from "./dom.js";
-import { known } from "./format.js";
 
 const LEFT = 58;
 const BOTTOM = 22;
 const STOPS = 256;
 /** So near, in pixels, a pointer catches a row. */
 const REACH = 3;
+/** A shorter drag, in pixels, is a click. */
+const LEAST_DRAG = 6;
 /** Of the map, in pixels: few ranks get a low one, many share a high one. */
 const [ROW_HEIGHT, LEAST_HEIGHT, MOST_HEIGHT] = [26, 104, 400];
 /** Dark to bright (viridis, at nine places; BSD-licensed by matplotlib's authors, CC0). */
@@ -52,7 +53,8 @@ export function bounds(values, share) {
 export class Heat {
   /**
    * @param {{label: string, rowName: (row: number) => string, columnName: (column: number) => string,
-   *   read: (row: number, column: number) => string[], onPick: (row: number, column: number) => void}} options
+   *   read: (row: number, column: number) => string[], onPick: (row: number, column: number) => void,
+   *   onZoom: (rows: [number, number], columns: [number, number]) => void, onAll: () => void}} options
    */
   constructor(options) {
     this.options = options;
@@ -63,13 +65,20 @@ export class Heat {
     /** @type {[number, number] | null} */
     this.place = null;
     this.picked = -1;
+    /** Where a drag began and where it is, in pixels of the map. @type {{from: [number, number], to: [number, number]} | null} */
+    this.drag = null;
+    this.dragged = false;
     this.image = document.createElement("canvas");
     this.canvas = el("canvas", {
       tabindex: "0", role: "application", "aria-label": options.label,
       on: {
-        pointermove: (/** @type {PointerEvent} */ event) => this.hover(event),
-        pointerleave: () => this.point(null),
-        click: (/** @type {PointerEvent} */ event) => (this.hover(event), this.pick()),
+        pointerdown: (/** @type {PointerEvent} */ event) => this.startDrag(event),
+        pointermove: (/** @type {PointerEvent} */ event) => (this.drag ? this.moveDrag(event) : this.hover(event)),
+        pointerup: () => this.endDrag(),
+        pointercancel: () => ((this.drag = null), this.draw()),
+        pointerleave: () => this.drag ?? this.point(null),
+        click: (/** @type {PointerEvent} */ event) => this.dragged || (this.hover(event), this.pick()),
+        dblclick: () => this.options.onAll(),
         keydown: (/** @type {KeyboardEvent} */ event) => this.key(event),
       },
     });
@@ -177,10 +186,57 @@ export class Heat {
       context.fill();
       if (height / rows > 6) context.strokeRect(LEFT + 0.5, (this.picked / rows) * height, width - 1, height / rows);
     }
+    if (this.drag) {
+      const [[x0, y0], [x1, y1]] = [this.drag.from, this.drag.to];
+      context.lineWidth = 1;
+      context.strokeRect(LEFT + Math.min(x0, x1) + 0.5, Math.min(y0, y1) + 0.5, Math.abs(x1 - x0), Math.abs(y1 - y0));
+      return;
+    }
     if (!this.place) return;
     const [row, column] = this.place;
     context.lineWidth = 1;
     context.strokeRect(LEFT + (column / columns) * width - 1, (row / rows) * height - 1, Math.max(4, width / columns) + 2, Math.max(4, height / rows) + 2);
+  }
+
+  /** The place of a pointer, in pixels of the map and not beyond it. @param {PointerEvent} event @returns {[number, number]} */
+  pixel(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return [Math.max(0, Math.min(box.width - LEFT, event.clientX - box.left - LEFT)), Math.max(0, Math.min(box.height - BOTTOM, event.clientY - box.top))];
+  }
+
+  /** @param {PointerEvent} event */
+  startDrag(event) {
+    this.dragged = false;
+    if (event.button || event.pointerType === "touch" || !this.cells.rows) return; // a finger scrolls
+    this.drag = { from: this.pixel(event), to: this.pixel(event) };
+    this.canvas.setPointerCapture(event.pointerId);
+  }
+
+  /** @param {PointerEvent} event */
+  moveDrag(event) {
+    if (!this.drag) return;
+    this.drag.to = this.pixel(event);
+    this.dragged ||= Math.hypot(this.drag.to[0] - this.drag.from[0], this.drag.to[1] - this.drag.from[1]) > LEAST_DRAG;
+    if (this.dragged) this.point(null);
+  }
+
+  endDrag() {
+    const { drag } = this;
+    this.drag = null;
+    if (!drag || !this.dragged) return;
+    const [width, height] = [this.canvas.clientWidth - LEFT, this.canvas.clientHeight - BOTTOM];
+    const { rows, columns } = this.cells;
+    // A drag along one direction means that direction alone.
+    const down = Math.abs(drag.to[1] - drag.from[1]) > LEAST_DRAG ? within(drag.from[1], drag.to[1], height, rows) : whole(rows);
+    const across = Math.abs(drag.to[0] - drag.from[0]) > LEAST_DRAG ? within(drag.from[0], drag.to[0], width, columns) : whole(columns);
+    this.options.onZoom(down, across);
+  }
+
+  /** Half of what is shown, around the place of the pointer or the keys, or around the middle. */
+  zoomIn() {
+    const { rows, columns } = this.cells;
+    const [row, column] = this.place ?? [this.picked >= 0 ? this.picked : rows >> 1, columns >> 1];
+    this.options.onZoom(half(row, rows), half(column, columns));
   }
 
   /** @param {PointerEvent} event */
@@ -244,6 +300,24 @@ export class Heat {
   }
 }
 
+/** The cells between two pixels, both ends in it. @param {number} one @param {number} other @param {number} pixels @param {number} cells @returns {[number, number]} */
+function within(one, other, pixels, cells) {
+  const [low, high] = [Math.min(one, other), Math.max(one, other)].map((at) => Math.max(0, Math.min(cells - 1, Math.floor((at / pixels) * cells))));
+  return [low, high];
+}
+
+/** @param {number} cells @returns {[number, number]} */
+function whole(cells) {
+  return [0, cells - 1];
+}
+
+/** Half of the cells, around one of them. @param {number} center @param {number} cells @returns {[number, number]} */
+function half(center, cells) {
+  const kept = Math.max(1, Math.ceil(cells / 2));
+  const first = Math.max(0, Math.min(cells - kept, center - (kept >> 1)));
+  return [first, first + kept - 1];
+}
+
 /** Places of about so many ticks among `count`. @param {number} count @param {number} most @returns {number[]} */
 function ticks(count, most) {
   const step = Math.max(1, Math.ceil(count / Math.max(1, most)));
@@ -265,13 +339,9 @@ export function shrunk(cells, mostRows, mostColumns) {
   return { rows, columns, values };
 }
 
-/** @param {Cells} cells @returns {Float32Array} each value over the median of its column */
-export function overMedian({ rows, columns, values }) {
+/** @param {Cells} cells @param {(number | null)[]} usual of each column @returns {Float32Array} each value over what is usual in its column */
+export function overUsual({ rows, columns, values }, usual) {
   const found = new Float32Array(values.length);
-  for (let column = 0; column < columns; column += 1) {
-    const own = Float32Array.from({ length: rows }, (_, row) => values[row * columns + column]).filter((value) => known(value)).sort();
-    const median = own.length ? own[own.length >> 1] : NaN;
-    for (let row = 0; row < rows; row += 1) found[row * columns + column] = values[row * columns + column] / median;
-  }
+  for (let cell = 0; cell < rows * columns; cell += 1) found[cell] = values[cell] / (usual[cell % columns] ?? NaN);
   return found;
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from starlette.responses import Response
@@ -12,11 +13,13 @@ from starlette.responses import Response
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.layout import layout_of
+from phalanx.run.layout import Layout, layout_of
 from phalanx.run.rank_places import rank_groups, rank_place
 from phalanx.watch.page.answer import Parameters, RequestError, json_bytes, not_found
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views.runs import Runs
+from phalanx.watch.ranks.order import BY_RANK, in_order, orders
+from phalanx.watch.ranks.seats import nodes_of_ranks
 from phalanx.watch.series.reduce import rounded
 
 HEAT_COLUMNS = RANK_COLUMNS
@@ -31,10 +34,15 @@ def ranks_view(runs: Runs, place: Place, parameters: Parameters) -> Response | d
         runs,
         place,
         parameters.choice("column", HEAT_COLUMNS),
-        parameters.whole("columns", 800, 1, _MOST_ACROSS),
-        parameters.whole("rows", 400, 1, _MOST_DOWN),
-        _step(parameters, "first"),
-        _step(parameters, "last"),
+        Part(
+            parameters.whole("columns", 800, 1, _MOST_ACROSS),
+            parameters.whole("rows", 400, 1, _MOST_DOWN),
+            _step(parameters, "first"),
+            _step(parameters, "last"),
+            parameters.text("order") or BY_RANK,
+            _step(parameters, "from"),
+            _step(parameters, "to"),
+        ),
     )
     if heat is None:
         return {"missing": True}
@@ -44,32 +52,66 @@ def ranks_view(runs: Runs, place: Place, parameters: Parameters) -> Response | d
 
 
 @dataclass(frozen=True)
+class Part:
+    """What of a map is drawn: in at most so many columns and rows, from one step to another, from one place in the order of ranks to another."""
+
+    columns: int
+    rows: int
+    first_step: int | None = None
+    last_step: int | None = None
+    order: str = BY_RANK
+    first_place: int | None = None
+    last_place: int | None = None
+
+
+@dataclass(frozen=True)
 class Heat:
     """A heat map, and the rank of each row that a look at the row should show first."""
 
     map: HeatMap
     worst: list[int]
+    row_nodes: list[str]
+    """The nodes of each row's ranks in words; empty where no node is known."""
+    order: str
+    orders: list[str]
+    """The orders that make a difference for the run."""
+    first_place: int
+    """Place of the first drawn rank in the order, of ``places``."""
+    places: int
 
 
-def heat_map(
-    runs: Runs,
-    place: Place,
-    column: str,
-    columns: int,
-    rows: int,
-    first: int | None = None,
-    last: int | None = None,
-) -> Heat | None:
+def heat_map(runs: Runs, place: Place, column: str, part: Part) -> Heat | None:
     """The heat map of one column; ``None`` if the run has no numbers of ranks. Raises ``RequestError`` if they cannot be read."""
-    path = RunDirectory(place.path).ranks
+    directory = RunDirectory(place.path)
     try:
-        stream, lock = runs.rank_streams.of(path)
+        stream, lock = runs.rank_streams.of(directory.ranks)
         with lock:
             stream.refresh()
             if not len(stream):
                 return None
-            found = stream.heat_map(column, first, last, columns, rows)
-            return Heat(found, _worst(stream, column, found))
+            ranks = stream.ranks
+            layout, nodes = _layout(runs, place, ranks), nodes_of_ranks(directory, ranks)
+            all_orders = orders(layout, nodes)
+            if part.order not in all_orders:
+                part = replace(part, order=BY_RANK)
+            first = min(max(0, part.first_place or 0), ranks - 1)
+            last = ranks if part.last_place is None else max(first + 1, part.last_place + 1)
+            # Without an order and a part, frames of an attempt with more ranks are drawn whole.
+            whole = part.order == BY_RANK and first == 0 and last >= ranks
+            order = None if whole else in_order(part.order, ranks, layout, nodes)
+            found = stream.heat_map(
+                *(column, part.first_step, part.last_step, part.columns, part.rows, order),
+                slice(None) if whole else slice(first, last),
+            )
+            return Heat(
+                map=found,
+                worst=_worst(stream, column, found),
+                row_nodes=_nodes(found, nodes),
+                order=part.order,
+                orders=all_orders,
+                first_place=first,
+                places=max(ranks, found.ranks),
+            )
     except RankStreamError as error:
         raise RequestError(str(error), 404) from None
 
@@ -79,13 +121,24 @@ def _worst(stream: RankStream, column: str, found: HeatMap) -> list[int]:
     if not found.values.size:
         return []
     shown = np.flatnonzero(stream.steps == found.column_steps[-1])
-    values = stream.frame(int(shown[-1])).columns[column]
-    starts = found.row_ranks.tolist()
+    newest = stream.frame(int(shown[-1])).columns[column]
+    values = np.full(int(found.drawn.max()) + 1, np.nan, np.float32)
+    values[: len(newest)] = newest[: len(values)]
     worst = []
-    for start, end in zip(starts, [*starts[1:], found.ranks], strict=True):
-        row = values[start:end]
-        worst.append(start + (int(np.nanargmax(row)) if np.isfinite(row).any() else 0))
+    for places in found.rows:
+        ranks = found.drawn[places.start : places.stop]
+        row = values[ranks]
+        worst.append(int(ranks[int(np.nanargmax(row)) if np.isfinite(row).any() else 0]))
     return worst
+
+
+def _nodes(found: HeatMap, nodes: Mapping[int, str]) -> list[str]:
+    """The node of each row, or the first and last of several."""
+    if not nodes:
+        return []
+    ends = [(int(found.drawn[places.start]), int(found.drawn[places.stop - 1])) for places in found.rows]
+    named = [(nodes.get(first, ""), nodes.get(last, "")) for first, last in ends]
+    return [first if first == last else f"{first} … {last}" for first, last in named]
 
 
 def header(heat: Heat) -> dict[str, object]:
@@ -96,24 +149,31 @@ def header(heat: Heat) -> dict[str, object]:
         "rows": found.values.shape[0],
         "columns": found.values.shape[1],
         "row_ranks": found.row_ranks.tolist(),
+        "row_sizes": [len(places) for places in found.rows],
         "row_worst": heat.worst,
+        "row_nodes": heat.row_nodes,
         "column_steps": found.column_steps.tolist(),
         "column_times": found.column_times.tolist(),
+        "column_usual": rounded(found.usual.astype(np.float64)),
         "minimum": float(known.min()) if len(known) else None,
         "maximum": float(known.max()) if len(known) else None,
         "median": float(np.median(known)) if len(known) else None,
         "reduced": found.reduced,
         "ranks": found.ranks,
+        "order": heat.order,
+        "orders": heat.orders,
+        "first_place": heat.first_place,
+        "places": heat.places,
     }
 
 
 def heat_table(runs: Runs, place: Place, column: str) -> dict[str, object]:
     """A small heat map as JSON, for a file without a server."""
-    heat = heat_map(runs, place, column, columns=400, rows=200)
+    heat = heat_map(runs, place, column, Part(columns=400, rows=200))
     if heat is None:
         return {"missing": True}
     values = base64.b64encode(heat.map.values.astype("<f4").tobytes()).decode()
-    return header(heat) | {"values_base64": values}
+    return header(heat) | {"orders": [BY_RANK], "values_base64": values}
 
 
 def rank_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
@@ -130,14 +190,12 @@ def rank_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, obj
             steps, values = stream.rank(column, rank, _step(parameters, "first"), _step(parameters, "last"))
     except RankStreamError as error:
         raise RequestError(str(error), 404) from None
-    spec = runs.spec(place)
+    layout = _layout(runs, place, ranks)
     where: dict[str, int] = {}
     groups: dict[str, list[int]] = {}
-    if spec is not None:
-        with suppress(ValueError):  # another number of ranks than the run file's layout takes
-            layout = layout_of(spec.parallel, ranks)
-            where = rank_place(layout, rank)
-            groups = {axis: found[:_MOST_GROUP] for axis, found in rank_groups(layout, rank).items()}
+    if layout is not None:
+        where = rank_place(layout, rank)
+        groups = {axis: found[:_MOST_GROUP] for axis, found in rank_groups(layout, rank).items()}
     return {
         "rank": rank,
         "column": column,
@@ -147,6 +205,17 @@ def rank_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, obj
         "values": rounded(values.astype(np.float64)),
         "groups": groups,
     }
+
+
+def _layout(runs: Runs, place: Place, ranks: int) -> Layout | None:
+    """The layout of the run's ranks; ``None`` for another number of them than its run file takes."""
+    spec = runs.spec(place)
+    if spec is None:
+        return None
+    with suppress(ValueError):
+        found = layout_of(spec.parallel, ranks)
+        return found if found.ranks == ranks else None
+    return None
 
 
 def _node(place: Place, rank: int) -> str:
