@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deploy.servers import free_port
@@ -169,6 +169,7 @@ def mixed_libraries(folder: Path, stack: ExitStack) -> Scene:
 
 
 _DRIVER = """
+import os
 class NVMLError(Exception): pass
 class NVMLError_NotSupported(NVMLError): pass
 NVML_TEMPERATURE_GPU = NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = NVML_CLOCK_SM = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
@@ -182,7 +183,7 @@ def nvmlDeviceGetPciInfo(gpu): return _Pci
 def nvmlDeviceGetTemperature(gpu, what): return 92
 def nvmlDeviceGetTemperatureThreshold(gpu, what): return 95
 def nvmlDeviceGetClockInfo(gpu, what): return 600
-def nvmlDeviceGetCurrentClocksThrottleReasons(gpu): return 0x40
+def nvmlDeviceGetCurrentClocksThrottleReasons(gpu): return 0x40 if os.path.exists({hot!r}) else 0
 def nvmlDeviceGetTotalEccErrors(gpu, kind, since): return 0
 def nvmlDeviceGetRemappedRows(gpu): return (0, 0, 0, 0)
 def nvmlSystemGetDriverVersion(): return "570"
@@ -191,8 +192,19 @@ def nvmlSystemGetDriverVersion(): return "570"
 
 def throttled(folder: Path, stack: ExitStack) -> Scene:
     """The driver of one of two nodes (a stand-in) says that heat has lowered its GPU's clocks."""
+    (folder / "hot").touch()
+    return _hot_later(folder, stack)
+
+
+def throttled_in_a_run(folder: Path, stack: ExitStack) -> Scene:
+    """The same, but the clocks are lowered while the run trains, when nobody checks a node's health."""
+    scene = _hot_later(folder, stack)
+    return replace(scene, plant=lambda _process: (folder / "hot").touch())
+
+
+def _hot_later(folder: Path, stack: ExitStack) -> Scene:
     (folder / "site").mkdir()
-    (folder / "site" / "pynvml.py").write_text(_DRIVER)
+    (folder / "site" / "pynvml.py").write_text(_DRIVER.format(hot=str(folder / "hot")))
     return _two_nodes(folder, stack, "--set", "fleet.min_nodes=1")
 
 
@@ -276,6 +288,7 @@ PROBLEMS = (
     Problem("another library on one node", "mixed-machines", 1, mixed_libraries, ("PhalanxMixedSoftware",)),
     Problem("clock skew", "clock-skew", 12, clock, ("PhalanxClockSkew",)),
     Problem("throttled GPU", "hardware", 1, throttled, ("PhalanxThrottled", "PhalanxNodeUnfit")),
+    Problem("a GPU is throttled while it trains", "throttled", 20, throttled_in_a_run, ("PhalanxThrottled",)),
     Problem("killed without a word", "gone", 12, killed, ("PhalanxGone", "PhalanxCoordinatorGone")),
     Problem("all processes stand still", "stalled", 30, stopped, ("PhalanxNoStep",)),
 )

@@ -151,10 +151,16 @@ def leave_machine(directory: RunDirectory, node: str, attempt: int) -> None:
     directory.machines.mkdir(exist_ok=True)
     directory.code.mkdir(exist_ok=True)
     create_once(directory.code / f"packages-{machine.packages_sha256[:12]}.txt", listed.encode())
-    place = directory.machines / f"{_UNSAFE.sub('_', machine.node)[:120]}.json"
     write_atomically(
-        place, msgspec.json.format(msgspec.json.encode(asdict(machine)), indent=1), durable=False
+        place_of(directory, machine.node),
+        msgspec.json.format(msgspec.json.encode(asdict(machine)), indent=1),
+        durable=False,
     )
+
+
+def place_of(directory: RunDirectory, node: str) -> Path:
+    """The file of a node's machine."""
+    return directory.machines / f"{_UNSAFE.sub('_', node)[:120]}.json"
 
 
 def read_machines(directory: RunDirectory, attempt: int | None = None) -> list[Machine]:

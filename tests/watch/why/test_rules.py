@@ -21,6 +21,7 @@ from phalanx.observe.events import (
     RunStarted,
     Stopped,
 )
+from phalanx.observe.throttling import Throttling
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx.watch.why.observed import DiskSeen, SlowRankSeen
@@ -421,6 +422,17 @@ def test_other_libraries_than_at_the_start_are_named(tmp_path: Path) -> None:
 def test_nodes_that_are_not_alike_are_named(run: Watched) -> None:
     found = only(run.reasons(machines=("torch: node-1 with 2.12.0; the others with 2.13.0",)))
     assert (found.code, found.where) == ("mixed-machines", "torch")
+
+
+def test_a_node_that_is_slowed_down_while_it_trains_is_named_with_its_slow_rank(run: Watched) -> None:
+    note = Throttling("node-1", 900.0, 990.0, 9, ("GPU 3 at b: power brake, 600 MHz",))
+    slow = SlowRankSeen(1, 0.31, 0.2, 20, 18, None, "node-1")
+    found = next(one for one in run.reasons(throttled=(note,), slow_ranks=(slow,)) if one.code == "throttled")
+    assert (found.severity, found.where, found.since) == ("warning", "node node-1", 900.0)
+    assert found.evidence[0] == note.what[0]
+    assert found.evidence[-1] == "its rank 1 computes 31% longer than its peers"
+    assert run.codes(throttled=(note,)) == ["throttled"]
+    assert "throttled" not in run.codes(throttled=(note,), finished=True)
 
 
 def test_a_clock_that_differs_is_named(run: Watched) -> None:

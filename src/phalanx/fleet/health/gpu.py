@@ -1,7 +1,7 @@
 """Health reports of NVIDIA GPUs: memory errors, temperature, throttled clocks, Xid errors.
 
 Readings are taken through NVML (package ``nvidia-ml-py``, optional) and from the kernel's log, and judged as values. Meanings of
-the Xid numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors); of the throttle reasons: nvml.h.
+the Xid numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors); of the throttle reasons: ``hardware/throttle.py``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.fleet.health.checks import ANY_RATE, CheckResult, HealthLimits
-
-THROTTLED = {
-    0x08: "hardware slowdown",
-    0x40: "thermal slowdown by hardware",
-    0x20: "thermal slowdown by software",
-    0x80: "power brake",
-}
-"""Reasons (bits) for low clocks that a healthy GPU does not have; idle clocks and the power cap are none."""
+from phalanx.hardware.throttle import reasons_in_words
 
 FATAL_XIDS = {
     48: "double-bit memory error",
@@ -78,7 +71,7 @@ def xids(log: str) -> tuple[Xid, ...]:
 def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits = ANY_RATE) -> CheckResult:
     """Judges a GPU by its report and the kernel's log."""
     limit_c = limits.temperature_c or reading.limit_c
-    throttled = [text for bit, text in THROTTLED.items() if reading.throttle_reasons & bit]
+    throttled = reasons_in_words(reading.throttle_reasons)
     fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and same_bus(x.bus, reading.bus)})
     bad = [
         *(f"{n} uncorrected memory errors" for n in [reading.uncorrected_errors] if n),

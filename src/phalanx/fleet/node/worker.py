@@ -56,10 +56,12 @@ from phalanx.fleet.node.worker_link import (
 )
 from phalanx.fleet.node.worker_orders import Orders
 from phalanx.hardware.device import answers, give_back_memory, make_current
+from phalanx.hardware.throttle import Throttles
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.goodput import ledger_of
 from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
+from phalanx.observe.throttling import ThrottlingWatch
 from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
@@ -141,6 +143,7 @@ class Worker:
         _check_machine(self._spec, self._directory, self._warm, args.node)
         if args.local_rank == 0:
             leave_own_machine(self._directory, args.node)
+            ThrottlingWatch(self._directory, args.node, Throttles().now).start()
         if self._spec.model.factory:
             load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 

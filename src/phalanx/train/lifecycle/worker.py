@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import gc
 import os
+import platform
 import signal
 import sys
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
     from phalanx.train.lifecycle.assemble import EpochInputs
     from phalanx.train.lifecycle.reporter import Reporter
+    from phalanx.train.lifecycle.run_record import first_of_node
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
@@ -78,9 +80,11 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     """
     import torch.distributed as dist
 
+    from phalanx.hardware.throttle import Throttles
     from phalanx.observe.event_log import EventLog
     from phalanx.observe.rank_file.recorder import RankRecorder
     from phalanx.observe.sinks.registry import open_sinks
+    from phalanx.observe.throttling import ThrottlingWatch
     from phalanx.train.lifecycle.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
@@ -93,6 +97,9 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
         with inputs.guardian.outside():
             reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)
     training, ended = None, False
+    # A fleet's worker looks for all its epochs.
+    alone = inputs.warm is None and first_of_node()
+    throttling = ThrottlingWatch(directory, platform.node(), Throttles().now).start() if alone else None
     try:
         training = assemble(inputs, reporter)
         if inputs.warm is None:
@@ -108,6 +115,8 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
         return result
     finally:
         reporter.close(ended=ended)
+        if throttling is not None:
+            throttling.close()
         if training is not None:
             training.saver.cancel()
             training.saver.close()

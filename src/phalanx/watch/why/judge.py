@@ -21,14 +21,14 @@ from phalanx.watch.why.rules.numbers import imbalance, not_finite, spike
 from phalanx.watch.why.rules.pace import low_goodput, slow_data, slower_than_before
 from phalanx.watch.why.rules.saving import failed_checkpoints, full_disk, old_checkpoint
 from phalanx.watch.why.rules.standstill import standstill
-from phalanx.watch.why.rules.surroundings import clock_skew, other_data, other_libraries
+from phalanx.watch.why.rules.surroundings import clock_skew, other_data, other_libraries, throttled
 
 Rule = Callable[[Observed], Iterator[Reason]]
 RULES: tuple[Rule, ...] = (
     *(failed, gone, standstill),
     *(not_finite, spike, other_data, no_coordinator),
     *(failed_checkpoints, full_disk, old_checkpoint),
-    *(not_finite_nodes, lost_nodes, nodes_back, no_spares, hardware, straggler),
+    *(not_finite_nodes, lost_nodes, nodes_back, no_spares, hardware, throttled, straggler),
     *(slow_data, slower_than_before, low_goodput, imbalance),
     *(other_libraries, clock_skew),
 )

@@ -19,6 +19,7 @@ from phalanx.observe.events import (
     Step,
     Stopped,
 )
+from phalanx.observe.throttling import Throttling
 from phalanx.run.spec import RunSpec
 from phalanx.watch.why.thresholds import NEW_STEPS, RECENT_STEPS
 
@@ -89,6 +90,8 @@ class Observed:
     slow_ranks: tuple[SlowRankSeen, ...] = ()
     machines: tuple[str, ...] = ()
     """A sentence on each fact in which the nodes' machines differ."""
+    throttled: tuple[Throttling, ...] = ()
+    """The nodes that say that they are slowed down."""
     data_fingerprint: str = ""
     """Of the data that the run was started with."""
     data_now: str = ""

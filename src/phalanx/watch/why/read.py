@@ -19,6 +19,7 @@ from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import read_data_index
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.events import Event, decode
+from phalanx.observe.throttling import read_throttling
 from phalanx.run.data_folders import addresses, found_again
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, read_small_json
 from phalanx.run.directory.regular_file import open_regular
@@ -60,6 +61,7 @@ def observe(directory: RunDirectory, now: float) -> Observed:
         checkpoints=tuple(_checkpoints(directory)),
         disk=_disk(directory),
         machines=tuple(unlike_machines(directory)),
+        throttled=tuple(read_throttling(directory, now)),
         data_fingerprint=fingerprint if isinstance(fingerprint, str) else "",
         data_now=data_now,
         data_error=data_error,

@@ -24,6 +24,7 @@ Code = Literal[
     "no-spares",
     "hardware",
     "straggler",
+    "throttled",
     "slow-data",
     "slower",
     "low-goodput",

@@ -97,6 +97,35 @@ def _packages(started: RunStarted) -> Mapping[str, str]:
     )
 
 
+def throttled(seen: Observed) -> Iterator[Reason]:
+    """Processors of a node are slowed down by heat or power while the run trains."""
+    if seen.finished:
+        return
+    in_fleet = seen.fleet is not None
+    for one in seen.throttled:
+        slow = [rank for rank in seen.slow_ranks if rank.node == one.node]
+        yield Reason(
+            code="throttled",
+            severity="warning",
+            title=f"Node {one.node} is slowed down: {one.what[0]}",
+            where=f"node {one.node}",
+            since=one.since_s,
+            evidence=(
+                *one.what[:_NAMED],
+                f"seen in {one.looks} look{'s' * (one.looks != 1)} since then",
+                *(
+                    f"its rank {rank.rank} computes {rank.slowdown:.0%} longer than its peers"
+                    for rank in slow
+                ),
+            ),
+            doing="training goes on; all ranks wait for the slowest"
+            + ("; if it becomes a straggler, a spare takes its place" if in_fleet else ""),
+            next=f"look at its cooling and power; to do without it: phalanx fleet drain {seen.run} {one.node}"
+            if in_fleet
+            else "look at the cooling and power of that machine",
+        )
+
+
 def clock_skew(seen: Observed) -> Iterator[Reason]:
     """Clocks that wrote the stream, or this one, differ by seconds."""
     if seen.finished:

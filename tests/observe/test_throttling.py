@@ -1,0 +1,91 @@
+"""A machine that is slowed down while a run trains says so in the run directory, for as long as it lasts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from phalanx.hardware.throttle import CpuThrottles, throttled_gpus
+from phalanx.observe.throttling import OVER_S, ThrottlingWatch, read_throttling
+from phalanx.run.directory.paths import RunDirectory
+
+
+def counts(root: Path, cpus: int = 4) -> list[Path]:
+    """A tree as the kernel makes it, with the counts of each processor at 7."""
+    places = []
+    for cpu in range(cpus):
+        for name in ("core_throttle_count", "package_throttle_count"):
+            place = root / f"cpu{cpu}" / "thermal_throttle" / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("7\n")
+            places.append(place)
+    (root / "cpufreq").mkdir()
+    return places
+
+
+def test_processors_are_named_whose_count_has_grown_since_the_last_look(tmp_path: Path) -> None:
+    places = counts(tmp_path)
+    found = CpuThrottles(tmp_path)
+    assert found.new() == []
+    places[2].write_text("9\n")
+    places[4].write_text("10\n")
+    assert found.new() == ["processors 1-2: clocks lowered for heat, 3 times"]
+    assert found.new() == []
+
+
+def test_a_machine_whose_kernel_does_not_say_and_counts_that_vanish_say_nothing(tmp_path: Path) -> None:
+    assert CpuThrottles(tmp_path / "none").new() == []
+    places = counts(tmp_path)
+    found = CpuThrottles(tmp_path)
+    places[0].unlink()
+    places[1].write_text("garbage")
+    assert found.new() == []
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"), [(0x1, []), (0x44, ["thermal slowdown by hardware"]), (0x80, ["power brake"])]
+)
+def test_a_gpu_is_named_for_reasons_that_speak_of_trouble_alone(
+    monkeypatch: pytest.MonkeyPatch, bits: int, words: list[str]
+) -> None:
+    driver = ModuleType("pynvml")
+    vars(driver).update(
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _gpu: bits,
+        nvmlDeviceGetPciInfo=lambda _gpu: SimpleNamespace(busId="0000:3b:00.0"),
+        nvmlDeviceGetClockInfo=lambda _gpu, _what: 600,
+    )
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", driver)
+    assert throttled_gpus() == [f"GPU 0 at 0000:3b:00.0: {word}, 600 MHz" for word in words]
+
+
+def test_a_node_has_a_note_while_it_is_slowed_down_and_for_a_while_after(tmp_path: Path) -> None:
+    directory, now, hot = RunDirectory(tmp_path), [1000.0], [["GPU 3 at b: power brake, 600 MHz"]]
+    watch = ThrottlingWatch(directory, "node-1", lambda: hot[0], lambda: now[0])
+    for _ in range(3):
+        watch.once()
+        now[0] += 10
+    (note,) = read_throttling(directory, now[0])
+    assert (note.node, note.since_s, note.seen_s, note.looks) == ("node-1", 1000.0, 1020.0, 3)
+    hot[0] = []
+    now[0] += OVER_S - 20
+    watch.once()
+    assert read_throttling(directory, now[0]) == [note]
+    now[0] += 20
+    watch.once()
+    assert list(directory.machines.iterdir()) == []
+
+
+def test_a_note_that_a_dead_process_left_is_passed_over_and_so_is_one_that_is_damaged(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    ThrottlingWatch(directory, "node-1", lambda: ["hot"], lambda: 1000.0).once()
+    assert len(read_throttling(directory, 1000.0 + OVER_S)) == 1
+    assert read_throttling(directory, 1001.0 + 2 * OVER_S) == []
+    (directory.machines / "node-2.throttled").write_text('{"node": [')
+    assert len(read_throttling(directory, 1000.0)) == 1
