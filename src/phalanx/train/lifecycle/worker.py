@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
     from phalanx.train.lifecycle.assemble import EpochInputs
     from phalanx.train.lifecycle.reporter import Reporter
-    from phalanx.train.lifecycle.run_record import first_of_node
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
@@ -88,6 +87,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     from phalanx.train.lifecycle.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
+    from phalanx.train.lifecycle.run_record import first_of_node
 
     first, directory = dist.get_rank() == 0, inputs.directory
     reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
