@@ -54,6 +54,12 @@ class Running:
     link: socket.socket
     server: PageServer
     thread: threading.Thread
+    why: str = "works"
+    """Why it has ended; empty if nothing is wrong."""
+
+    def work(self, worker: ServingWorker) -> None:
+        """Works until the end."""
+        self.why = worker.run()
 
     def kill(self) -> None:
         """Cuts all its connections, as the kernel does for a process that is killed."""
@@ -87,9 +93,9 @@ class Fleet:
         server = PageServer(worker.offered, identity, TOKEN)
         door = m.PageDoor("127.0.0.1", server.port)
         link.send(m.encode(m.Ready(identity, role, own.root, 2048, 64, PAGE_BYTES, 1000.0, door)))
-        thread = threading.Thread(target=worker.run)
-        thread.start()
-        self.workers[number] = Running(connection, server, thread)
+        running = Running(connection, server, threading.Thread(target=lambda: running.work(worker)))
+        self.workers[number] = running
+        running.thread.start()
 
     def submit(self, request: Request) -> queue.SimpleQueue[Told]:
         """Asks; what is told comes in the queue."""
@@ -191,6 +197,14 @@ def test_clients_hear_from_any_workers_what_one_engine_tells(roles: tuple[Role, 
         told = {request.id: served.submit(request) for request in asked}
         for name, one in told.items():
             assert words(heard(one)) == words(right[name])
+
+
+def test_workers_are_sent_away_at_the_end_and_none_is_reported_lost() -> None:
+    with fleet(built(), "prefill", "decode") as served:
+        told = served.submit(requests()[0])
+        heard(told)
+    assert [worker.why for worker in served.workers.values()] == ["", ""]  # not "the connection ended"
+    assert served.left.empty()
 
 
 def test_a_decode_worker_pulls_the_pages_of_a_prompt_and_computes_less_than_a_page() -> None:

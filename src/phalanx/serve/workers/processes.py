@@ -61,7 +61,8 @@ class Processes:
         self.seats = [Seat(task) for task in tasks]
         self._environment, self._ended, self._rule = environment, ended, rule or RestartRule()
         self._watches: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self.closing = False
+        """True: a process that ends is not started again."""
 
     def start(self) -> None:
         """Starts all."""
@@ -91,8 +92,11 @@ class Processes:
         return any(seat.state != "left" for seat in self.seats)
 
     async def end(self) -> None:
-        """Waits for all to leave, for a while, and kills those that do not."""
-        self._closing = True
+        """Waits for those that serve to leave, for a while, and kills those that do not, or do not serve yet."""
+        self.closing = True
+        for seat in self.seats:
+            if seat.state != "ready":
+                _kill(seat)
         running = [seat.process for seat in self.seats if seat.process and seat.process.returncode is None]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
@@ -105,10 +109,10 @@ class Processes:
         await asyncio.gather(*self._watches, return_exceptions=True)
 
     async def _keep(self, seat: Seat) -> None:
-        while not self._closing and seat.state != "left":
+        while not self.closing and seat.state != "left":
             seat.state, seat.ready_s = "starting", 0.0
             code = await self._run(seat)
-            if self._closing:
+            if self.closing:
                 return
             served_s = time.monotonic() - seat.ready_s if seat.ready_s else 0.0
             again_s = after_end(self._rule, seat.starts, served_s)

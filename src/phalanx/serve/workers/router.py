@@ -65,7 +65,7 @@ class Router:
     """Pages pulled and not, of workers that have left."""
 
     def __post_init__(self) -> None:
-        self._root, self._failed = b"", ""
+        self._root, self._failed, self._ending = b"", "", False
         self._lives = self._newcomers = 0
         self._sinks: dict[str, Sink] = {}
         self._refusals: dict[int, str] = {}  # life -> why
@@ -139,6 +139,8 @@ class Router:
             self._part(peer, why)
 
     def _part(self, peer: Peer, why: str) -> None:
+        if self._ending:
+            return  # it was sent away and is no loss: whoever hears of one ends the process at once
         why = self._refusals.pop(peer.life, why)
         if self.peers.get(peer.number) is peer:
             del self.peers[peer.number]
@@ -242,7 +244,8 @@ class Router:
             peer.say(message)
 
     async def end(self) -> None:
-        """Sends all workers away."""
+        """Sends all workers away. Each ends after its step, and nobody is told that it has left."""
+        self._ending = True
         for peer in self.peers.values():
             peer.say(m.Go())
         for task in self._tasks:

@@ -192,6 +192,7 @@ class RouterPort:
         self._processes.start()
 
     async def _end(self) -> None:
+        self._processes.closing = True
         await self._router.end()
         self._server.close()
         await self._processes.end()
