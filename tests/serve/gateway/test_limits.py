@@ -31,6 +31,9 @@ class Immediate:
 
     async def cancel(self, request_id: str) -> None: ...
 
+    def trouble(self) -> str:
+        return ""
+
     def load(self) -> WorkerLoad:
         return WorkerLoad(pages=2)
 
@@ -51,6 +54,17 @@ def ask(server: Gateway, *bodies: dict[str, Any], key: str = "") -> list[httpx.R
             return [await client.post("/v1/completions", json={"model": "run"} | body) for body in bodies]
 
     return asyncio.run(all_of_them())
+
+
+def test_the_numerics_id_is_told_to_whoever_watches_and_with_the_weights_to_whoever_asks_for_models() -> None:
+    async def told() -> tuple[Any, Any]:
+        transport = httpx.ASGITransport(application(gateway()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
+            return (await client.get("/health")).json(), (await client.get("/v1/models")).json()["data"][0]
+
+    health, model = asyncio.run(told())
+    assert health == {"status": "ok", "numerics_id": "numerics"}
+    assert (model["weights_sha"], model["numerics_id"]) == ("weights", "numerics")
 
 
 def test_a_text_that_all_pages_do_not_hold_is_refused_with_the_numbers() -> None:

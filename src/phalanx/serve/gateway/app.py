@@ -122,7 +122,10 @@ def application(gateway: Gateway) -> ASGIApp:
 
     async def health(_request: Request) -> Response:
         trouble = gateway.port.trouble()
-        told: dict[str, Any] = {"status": trouble or "ok"}
+        told: dict[str, Any] = {
+            "status": trouble or "ok",
+            "numerics_id": gateway.port.identity.numerics_id,
+        }
         if workers := gateway.port.load().workers:
             told["workers"] = [
                 {"number": w.number, "role": w.role, "state": w.state, "jobs": w.jobs, "ended": w.ended}
@@ -177,6 +180,9 @@ def _model(gateway: Gateway) -> dict[str, Any]:
         "created": gateway.created,
         "owned_by": "phalanx",
         "max_model_len": gateway.room().tokens,
+        # What a token's bits depend on besides its request: servers that tell the same give the same, if numerics are exact.
+        "weights_sha": gateway.port.identity.weights_sha,
+        "numerics_id": gateway.port.identity.numerics_id,
     }
 
 
