@@ -83,3 +83,27 @@ def test_a_run_without_checkpoints_says_so(folder: Path, result: dict[str, objec
     done = CliRunner().invoke(score_command.command, [str(tmp_path), str(tmp_path / "given")])
     assert done.exit_code == 1
     assert "holds no checkpoints" in done.output
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_streamed_weights_and_packs_score_by_the_bits_of_the_run(
+    folder: Path, result: dict[str, object], tmp_path: Path, dtype: str
+) -> None:
+    content = '{"text": "ab cd"}\n{"text": "dc ba ab"}\n'
+    expected = scored(folder, result, content, "--json", "--dtype", dtype).stdout
+    assert scored(folder, result, content, "--json", "--dtype", dtype, "--stream").stdout == expected
+    pack = folder / str(result["run_dir"]) / "packs" / f"step-00000006-{dtype}.pack"
+    (tmp_path / "given").write_text(content)
+    alone = CliRunner().invoke(
+        score_command.command, [str(pack), str(tmp_path / "given"), "--json", "--dtype", dtype]
+    )
+    assert alone.stdout == expected
+
+
+def test_memory_that_scoring_does_not_fit_into_is_refused_with_what_would_do(
+    folder: Path, result: dict[str, object]
+) -> None:
+    done = scored(folder, result, "ab cd", "--stream", "--memory", "1MiB")
+    assert done.exit_code == 1
+    assert "bytes of memory" in done.output
+    assert scored(folder, result, "ab cd", "--memory", "1MiB").exit_code == 2

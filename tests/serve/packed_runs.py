@@ -40,10 +40,11 @@ def random_model(spec: ModelSpec, seed: int = 0) -> Transformer:
     return model
 
 
-def make_run(run_dir: Path, spec: ModelSpec, steps: tuple[int, ...] = (1,)) -> Path:
+def make_run(run_dir: Path, spec: ModelSpec, steps: tuple[int, ...] = (1,), seq_len: int = 0) -> Path:
     """A run directory with these steps."""
     run_dir.mkdir()
-    (run_dir / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec)}))
+    train = {"train": {"seq_len": seq_len}} if seq_len else {}
+    (run_dir / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec), **train}))
     save_models(run_dir / "checkpoints", {step: random_model(spec, step) for step in steps})
     return run_dir
 

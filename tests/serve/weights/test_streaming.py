@@ -21,9 +21,11 @@ from phalanx.model.layers.moe import Experts
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.generate import generate, load_model
-from phalanx.serve.weights.open_model import open_model
+from phalanx.serve.weights.open_model import empty_model, open_model, packed, stream_weights
 from phalanx.serve.weights.residency import TooLargeError, divide_memory
+from phalanx.serve.weights.scorer import scorer_of
 from phalanx.serve.weights.streamed import streamed_weights
+from phalanx.train.score.score import Compute, Scorer
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -84,6 +86,22 @@ def test_a_pack_in_the_dtype_computed_with_gives_what_the_checkpoint_gives(
     loaded, _ = load_model(run, dtype=DTYPES[dtype])
     streamed, _ = open_model(run, stream=True, memory_bytes=1 << 20, dtype=DTYPES[dtype])
     assert all(torch.equal(a, b) for a, b in zip(passes(streamed), passes(loaded), strict=True))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_mixture_is_scored_by_the_bits_of_the_run_while_its_experts_come_and_go(
+    tmp_path: Path, compute: Compute
+) -> None:
+    run = make_run(tmp_path / "run", MIXTURE, seq_len=48)
+    texts = [[1, 2, 3, 4], [5, 1], list(range(40))]
+    expected = Scorer.of_run(run, None, compute).score(texts)
+    ample = scorer_of(run, None, compute, stream=True, memory_bytes=None)
+    file = packed(run, None, ample.dtype)
+    model, _ = empty_model(file.index, ample.dtype, 48)
+    streamed = stream_weights(model, file, least(file.path, ample.dtype), ample.dtype)
+    for scorer in (ample, Scorer(ample.spec, model)):
+        assert all(torch.equal(a, b) for a, b in zip(scorer.score(texts), expected, strict=True))
+    assert streamed.statistics.expert_misses > 0
 
 
 def test_a_product_that_is_exchanged_after_opening_is_the_one_that_multiplies(tmp_path: Path) -> None:
@@ -186,7 +204,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from phalanx.serve.generate import generate
-from phalanx.serve.weights.open_model import open_model
+from phalanx.serve.weights.open_model import empty_model, open_model, packed, stream_weights
 path, way = Path(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

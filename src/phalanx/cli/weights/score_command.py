@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -14,9 +15,11 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.weights.memory_option import Bytes
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizers.tokenizer import Tokenizer
+    from phalanx.train.score.score import Scorer
 
 
 @click.command("score")
@@ -29,6 +32,16 @@ if TYPE_CHECKING:
     help="Format to compute in; by default the run's own.",
 )
 @click.option(
+    "--stream",
+    is_flag=True,
+    help="Read the weights as they are computed with; for models larger than memory.",
+)
+@click.option(
+    "--memory",
+    type=Bytes(),
+    help="With --stream: what the process may take, 2GiB, 500MiB (four fifths of what is free).",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print a JSON object for each text, with all log-probabilities."
 )
 def command(
@@ -36,9 +49,11 @@ def command(
     file: BinaryIO,
     step: int | None,
     dtype: Literal["fp32", "bf16"] | None,
+    stream: bool,
+    memory: int | None,
     as_json: bool,
 ) -> None:
-    """Score the texts in FILE with the weights in PLACE: a run directory or a checkpoint.
+    """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, or a pack (`phalanx pack`).
 
     FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
     text the tokens behind the first are scored, in nats, with the bits that the trainer computes for them.
@@ -47,19 +62,20 @@ def command(
       phalanx score runs/quickstart-1f3a9c04 README.md
       phalanx score runs/quickstart-1f3a9c04 texts.jsonl --json
       echo '{"tokens": [12, 7, 99]}' | phalanx score runs/quickstart-1f3a9c04 - --step 200
+      phalanx score model.pack texts.jsonl --stream --memory 4GiB
     """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.serve.numerics.identity import numerics_id
     from phalanx.serve.prompt import load_run_tokenizer
-    from phalanx.train.score.score import Scorer
 
+    if memory is not None and not stream:
+        raise click.UsageError("--memory is for --stream")
     name = "standard input" if file is sys.stdin.buffer else file.name
     given = given_texts(file.read(), name)
-    where = checkpoint_place(place, step)
-    run_dir = where.root.parent
-    with explained(CheckpointError, DataError, RunDirectoryError, ValueError):
+    with explained(CheckpointError, DataError, RunDirectoryError, ValueError), _opened(place, step) as opened:
+        run_dir, step = opened
         needs_tokenizer = any(isinstance(one, str) for one in given)
         try:
             tokenizer = load_run_tokenizer(run_dir)
@@ -68,7 +84,7 @@ def command(
                 raise
             tokenizer = None  # tokens alone are scored without one, but not by the byte
         texts = [_encoded(one, tokenizer) for one in given]
-        scorer = Scorer.of_run(run_dir, where.step, dtype)
+        scorer = _scorer(place if place.is_file() else run_dir, step, dtype, stream, memory)
         found = scorer.score(texts, _progress(len(texts)))
         computed = numerics_id("exact", scorer.dtype, scorer.length, threads=scorer.spec.runtime.threads)
     if scorer.note:
@@ -84,6 +100,33 @@ def command(
             click.echo(f"text {number}: {scored}")
     if len(every) > 1 and not as_json:
         click.echo(f"all {len(every)} texts: {_together(every)}")
+
+
+@contextmanager
+def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
+    """The run's directory, or for a while the small files that a pack has of it; and the step that is meant."""
+    if not place.is_file():
+        where = checkpoint_place(place, step)
+        yield where.root.parent, where.step
+        return
+    from phalanx.checkpoint.pack.reader import open_pack
+    from phalanx.serve.weights.open_model import run_folder
+
+    file = open_pack(place)
+    file.close()
+    with run_folder(file.index) as folder:
+        yield folder, step
+
+
+def _scorer(
+    place: Path, step: int | None, dtype: Literal["fp32", "bf16"] | None, stream: bool, memory: int | None
+) -> Scorer:
+    from phalanx.serve.weights.scorer import scorer_of
+    from phalanx.train.score.score import Scorer
+
+    if stream or place.is_file():
+        return scorer_of(place, step, dtype, stream=stream, memory_bytes=memory)
+    return Scorer.of_run(place, step, dtype)
 
 
 def _progress(count: int) -> Callable[[int], None] | None:

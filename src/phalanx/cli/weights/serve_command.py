@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
-from phalanx.cli.errors import explained
 from phalanx.cli.weights.memory_option import Bytes
+from phalanx.cli.weights.serve_start import Said, Start, make_key, start
 from phalanx.cli.weights.worker_roles import WorkerRoles
+from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
-if TYPE_CHECKING:
-    from phalanx.serve.workers.router_port import Notice
-
-
-class Said:
-    """What is printed while serving: standard output says where it listens, standard error what happens to workers; or all as lines of JSON."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def listening(self, model: str, url: str) -> None:
-        """The service takes requests at ``url``."""
-        if self._as_json:
-            self._line({"event": "listening", "model": model, "url": url})
-        else:
-            click.echo(f"{model} at {url} (Ctrl-C finishes what goes on, then ends)")
-
-    def notice(self, notice: Notice) -> None:
-        """Something has happened to a worker."""
-        if self._as_json:
-            self._line({"event": notice.event, "text": notice.text, **notice.facts})
-        else:
-            click.echo(notice.text, err=True)
-
-    def text(self, text: str) -> None:
-        """For people, whatever the form."""
-        click.echo(text, err=True)
-
-    @staticmethod
-    def _line(content: dict[str, object]) -> None:
-        click.echo(json.dumps(content))
+_PAGES_BYTES = 1 << 30
 
 
 @click.command("serve")
@@ -63,9 +33,13 @@ class Said:
 @click.option(
     "--memory",
     type=Bytes(),
-    default="1GiB",
-    show_default=True,
-    help="What keys and values may take: 2GiB, 500MiB. As much again goes to texts that are being computed.",
+    help="What keys and values may take: 2GiB, 500MiB (1GiB); as much again goes to texts that are being computed. With --stream what the "
+    "whole process may take (four fifths of what is free).",
+)
+@click.option(
+    "--stream",
+    is_flag=True,
+    help="Read the weights as they are computed with; for models larger than memory.",
 )
 @click.option(
     "--rows",
@@ -143,7 +117,8 @@ def command(
     port: int,
     dtype: str,
     context: int | None,
-    memory: int,
+    memory: int | None,
+    stream: bool,
     rows: int,
     numerics: Literal["exact", "fast"],
     workers: tuple[Role, ...] | None,
@@ -157,68 +132,33 @@ def command(
     key_name: str,
     key_limits: str,
 ) -> None:
-    """Serve the model of RUN_DIR: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics.
+    """Serve the model of RUN_DIR, a run directory or a pack: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics.
 
     Ctrl-C or SIGTERM takes nothing new and finishes what goes on; a second one ends. Prompts are not logged.
 
     \b
       phalanx serve runs/quickstart-1f3a9c04
       phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2
+      phalanx serve model.pack --stream --memory 8GiB
       phalanx serve --new-key keys.txt --key-name alice --key-limits requests=60,concurrent=4
       phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
     """
-    from phalanx.serve.gateway.access.keys import KeyFileError, add_key, parse_limits, read_keys
-
     if new_key is not None:
-        with explained(KeyFileError):
-            click.echo(add_key(new_key, key_name, parse_limits(key_limits)))
-        return
+        return make_key(new_key, key_name, key_limits)
     if key_name or key_limits:
         raise click.UsageError("--key-name and --key-limits are for --new-key FILE")
     if run_dir is None:
-        raise click.UsageError("give a run directory")
-    if run_dir.is_file():
-        raise click.UsageError(
-            f"{run_dir} is a file, and a run directory is served: a pack (phalanx pack) is read by phalanx generate PACK --stream"
-        )
-    from phalanx.watch.page.guard import is_loopback
-
-    if key_file is None and not is_loopback(host):
-        raise click.UsageError(
-            f"--host {host} is open to others: give --key-file (made by phalanx serve --new-key FILE)"
-        )
-    from phalanx.checkpoint.format.errors import CheckpointError
-    from phalanx.data.errors import TokenizerError
-    from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx.serve.engine.errors import EngineError
-    from phalanx.serve.gateway.access.admission import Limits
-    from phalanx.serve.gateway.app import Gateway
-    from phalanx.serve.gateway.served.of_run import open_run
-    from phalanx.serve.gateway.served.served_run import ServedRun
-    from phalanx.serve.gateway.server import ServerError, listen, serve
-    from phalanx.serve.gateway.worker import WorkerPort
-    from phalanx.serve.workers.service import open_service
-
+        raise click.UsageError("give a run directory or a pack")
     if not workers and (threads or audit):
         raise click.UsageError("--threads and --audit are for --workers")
     if audit and workers is not None and len(workers) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
-    said = Said(as_json)
-    with explained(
-        CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
-    ):
-        keys = None if key_file is None else read_keys(key_file)
-        sock = listen(host, port)
-        served = ServedRun(str(run_dir), step, dtype, context, memory, rows, numerics)
-        worker: WorkerPort
-        if workers:
-            model, worker = open_service(
-                served, name, workers, threads=threads, audit_share=audit, tell=said.notice
-            )
-        else:
-            model, worker = open_run(served, name)
-        gateway = Gateway(model, worker, keys, Limits(requests=requests))
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{sock.getsockname()[1]}/v1"
-        said.listening(model.name, url)
-        serve(gateway, sock, drain_s=drain_s, tell=said.text)
+    memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else memory
+    served = ServedRun(
+        str(run_dir), step, dtype, context, memory_bytes, rows, numerics, stream, texts=requests
+    )
+    start(
+        Start(served, name, host, port, key_file, workers or (), threads, audit, requests, drain_s),
+        Said(as_json),
+    )
+    return None

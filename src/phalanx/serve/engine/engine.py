@@ -74,6 +74,7 @@ class Engine:
         *,
         memory_bytes: int = 0,
         pages: int = 0,
+        texts: int = 0,
         rows: int = 256,
         numerics: Literal["exact", "fast"] = "exact",
         prefix_cache: bool = True,
@@ -84,7 +85,7 @@ class Engine:
         """Serves ``model``, built of a resolved ``spec``, with so many ``pages`` or what fits into ``memory_bytes``.
 
         ``sequence`` is the length of the training sequences (``data.seq_len``), which exact attention follows; ``context`` the most
-        tokens of a text, 0 for as many as the pages hold. Exact numerics are tried on this machine first (``phalanx.serve.numerics``), and
+        tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact numerics are tried on this machine first (``phalanx.serve.numerics``), and
         give the model products whose rows are independent. Raises EngineError for a model, machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
@@ -105,7 +106,7 @@ class Engine:
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {2 * page_bytes(spec, weight.dtype)} bytes; give more memory"
             )
         self._exact = exact_numerics(model, spec, sequence) if exact else None
-        self._model, self._spec, self._rows = model, spec, rows
+        self._model, self._spec, self._rows, self._texts = model, spec, rows, texts
         self._rule = Rule(exact, sequence)
         self._prefix_cache = prefix_cache
         self.context = min(context or pages * PAGE, pages * PAGE)
@@ -209,7 +210,7 @@ class Engine:
     # Pages.
 
     def _admit(self) -> None:
-        while self._waiting:
+        while self._waiting and not 0 < self._texts <= len(self._running):
             held = self._waiting[0]
             # One row of a text is always computed, for its logits.
             usable = len(held.text) - 1 if not self._scores_prompt(held) else 0

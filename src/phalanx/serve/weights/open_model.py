@@ -20,14 +20,16 @@ from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
 from phalanx.checkpoint.pack.writer import default_path, pack
 from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, resident_bytes
 from phalanx.serve.weights.streamed import StreamedWeights, load_resident, load_stack
+from phalanx.train.lifecycle.model_facts import whole_model
 
 _FORMATS: dict[torch.dtype, PackFormat] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _log = logging.getLogger(__name__)
@@ -48,30 +50,48 @@ def open_model(
     Without, ``memory_bytes`` is only what they must fit into. A model that is streamed is computed with by one thread at a time.
     Raises TooLargeError with what would fit, MismatchError for a pack of another step or run, RunDirectoryError, and what reading raises.
     """
+    file = packed(place, step, dtype)
+    free = memory_bytes if memory_bytes is not None else free_to_use() * 4 // 5
+    model, spec = empty_model(file.index, dtype)
+    if stream:
+        stream_weights(model, file, free, dtype)
+    else:
+        read_weights(model, file, free, dtype)
+    return model, spec
+
+
+def packed(place: Path, step: int | None, dtype: torch.dtype) -> PackFile:
+    """The pack at ``place``, or of a run's ``step`` in ``dtype``, which is made if there is none. Raises as ``open_model`` does."""
     file = open_pack(place if is_pack(place) else _pack_of(place, step, dtype))
     if step is not None and file.index.step != step:
         raise MismatchError(
             f"{file.path}: is a pack of step {file.index.step}, not {step}; leave the step out, or pack that one",
             [],
         )
-    free = memory_bytes if memory_bytes is not None else free_to_use() * 4 // 5
-    name = dtype_name(dtype)
-    model, spec = _empty_model(file.index, dtype)
-    if stream:
-        residency = divide_memory(file.index, name, free)
-        # Kept alive by the hooks that it has set.
-        weights = StreamedWeights(model, file, residency, dtype)
-        _log.info("streaming %s: %s", file.path, weights.residency)
-        return model, spec
-    needed = resident_bytes(file.index, name)
-    if needed > free:
+    return file
+
+
+def stream_weights(
+    model: nn.Module, file: PackFile, memory_bytes: int, dtype: torch.dtype
+) -> StreamedWeights:
+    """Has the weights of an empty model read from ``file`` as they are computed with, within ``memory_bytes``. Raises TooLargeError."""
+    residency = divide_memory(file.index, dtype_name(dtype), memory_bytes)
+    # Kept alive by the hooks that it has set.
+    weights = StreamedWeights(model, file, residency, dtype)
+    _log.info("streaming %s: %s", file.path, weights.residency)
+    return weights
+
+
+def read_weights(model: nn.Module, file: PackFile, memory_bytes: int, dtype: torch.dtype) -> None:
+    """Reads all weights of an empty model, and closes ``file``. Raises TooLargeError if they do not fit into ``memory_bytes``."""
+    needed = resident_bytes(file.index, dtype_name(dtype))
+    if needed > memory_bytes:
         raise TooLargeError(
-            f"{place}: its weights take {needed:,} bytes in {name}, and {free:,} may be used: stream them (--stream), or give them "
-            "more memory (--memory)"
+            f"{file.path}: its weights take {needed:,} bytes in {dtype_name(dtype)}, and {memory_bytes:,} may be used: stream them "
+            "(--stream), or give them more memory (--memory)"
         )
     _fill(model, file, dtype)
     file.close()
-    return model, spec
 
 
 def free_to_use() -> int:
@@ -82,6 +102,11 @@ def free_to_use() -> int:
         return free
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return min(free, max(0, limit - used))
+
+
+def taken() -> int:
+    """Bytes of memory that this process has at present, shared libraries among them."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
@@ -108,12 +133,18 @@ def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
     return path
 
 
-def _empty_model(index: PackIndex, dtype: torch.dtype) -> tuple[Transformer | Chain, ModelSpec]:
-    """The model without weights: NaN everywhere, which take no memory."""
-    with run_folder(index) as folder:
-        spec = resolve(prediction_ahead.without(read_resolved(RunDirectory(folder)).model))
+def empty_model(
+    index: PackIndex, dtype: torch.dtype, seq_len: int = 0
+) -> tuple[Transformer | Chain, ModelSpec]:
+    """The model without weights: NaN everywhere, which take no memory. ``seq_len`` is the length of the sequences that each call has a part
+    of; 0 if a call has them from their beginning. Of a run with portable numerics, all that this process computes
+    afterwards is portable."""
+    recorded = recorded_run(index)
+    if recorded.runtime.numerics == "portable":
+        begin_portable()
+    spec = resolve(prediction_ahead.without(recorded.model))
     with torch.device("meta"):
-        model = Chain(spec) if spec.factory else Transformer(spec)
+        model = whole_model(spec, seq_len)
     nothing = torch.full((1,), torch.nan, dtype=dtype)
     for module in model.modules():
         for name, value in module.named_parameters(recurse=False):
@@ -132,6 +163,12 @@ def _fill(model: nn.Module, file: PackFile, dtype: torch.dtype) -> None:
             load_resident(model, file, number, dtype)
     for layer in sorted(layers):
         load_stack(model, file, layer, dtype)
+
+
+def recorded_run(index: PackIndex) -> RunSpec:
+    """The resolved run file of the run that a pack was made of."""
+    with run_folder(index) as folder:
+        return read_resolved(RunDirectory(folder))
 
 
 @contextmanager

@@ -49,19 +49,46 @@ def resident_bytes(index: PackIndex, dtype: str) -> int:
     return sum(wide_bytes(one, dtype) for one in index.sections if one.kind != "ahead")
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the parts that memory is divided among."""
+
+    fixed: int
+    """Embedding, head, routers, and memory for converting what is stored in another dtype."""
+    slot: int
+    """An expert; 0 for a model without."""
+    of_buffer: int
+
+    @property
+    def least(self) -> int:
+        """The least that streaming works in."""
+        return self.fixed + 2 * self.of_buffer + LEAST_EXPERTS * self.slot
+
+
+def _sizes(index: PackIndex, dtype: str) -> _Sizes:
+    bodies = [one for one in index.sections if one.kind == "block"]
+    experts = [one for one in index.sections if one.kind == "expert"]
+    fixed = sum(wide_bytes(one, dtype) for one in index.sections if one.kind in ("kept", "embedding", "head"))
+    fixed += max((wide_bytes(one, dtype) for one in bodies if not is_direct(one, dtype)), default=0)
+    fixed += max((wide_bytes(one, dtype) for one in experts if not is_direct(one, dtype)), default=0)
+    slot = max((padded_bytes(one.nbytes) for one in experts), default=0)
+    return _Sizes(fixed, slot, max((padded_bytes(one.nbytes) for one in bodies), default=0))
+
+
+def least_bytes(index: PackIndex, dtype: str) -> int:
+    """The least memory for weights that ``divide_memory`` takes."""
+    return _sizes(index, dtype).least
+
+
 def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int = 3) -> Residency:
     """The division of ``memory_bytes`` for a model that is streamed. Raises TooLargeError with the least that would do."""
     bodies = {one.layer: one for one in index.sections if one.kind == "block"}
-    experts = [one for one in index.sections if one.kind == "expert"]
-    fixed = sum(wide_bytes(one, dtype) for one in index.sections if one.kind in ("kept", "embedding", "head"))
-    fixed += max((wide_bytes(one, dtype) for one in bodies.values() if not is_direct(one, dtype)), default=0)
-    fixed += max((wide_bytes(one, dtype) for one in experts if not is_direct(one, dtype)), default=0)
-    slot = max((padded_bytes(one.nbytes) for one in experts), default=0)
-    of_buffer = max((padded_bytes(one.nbytes) for one in bodies.values()), default=0)
-    least = fixed + 2 * of_buffer + LEAST_EXPERTS * slot
-    if memory_bytes < least:
+    experts = sum(one.kind == "expert" for one in index.sections)
+    sizes = _sizes(index, dtype)
+    fixed, slot, of_buffer = sizes.fixed, sizes.slot, sizes.of_buffer
+    if memory_bytes < sizes.least:
         raise TooLargeError(
-            f"streaming this model needs {least:,} bytes for its weights ({fixed:,} for embedding, head and conversion, two buffers of "
+            f"streaming this model needs {sizes.least:,} bytes for its weights ({fixed:,} for embedding, head and conversion, two buffers of "
             f"{of_buffer:,}, {LEAST_EXPERTS} experts of {slot:,}), and may use {memory_bytes:,}: give it more (--memory), or pack it in a "
             "narrower format"
         )
@@ -72,7 +99,7 @@ def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int 
     )
     buffers = buffers if len(resident) < len(bodies) else 0
     left -= buffers * of_buffer + sum(wide_bytes(bodies[layer], dtype) for layer in resident)
-    slots = min(len(experts), LEAST_EXPERTS + left // slot) if slot else 0
+    slots = min(experts, LEAST_EXPERTS + left // slot) if slot else 0
     used = memory_bytes - left + (slots - LEAST_EXPERTS) * slot if slot else memory_bytes - left
     return Residency(buffers, frozenset(resident), slots, used)
 

@@ -1,4 +1,4 @@
-"""A run's directory served by several worker processes of this machine: its words here, its weights in each of them."""
+"""A run's directory or a pack served by several worker processes of this machine: its words here, its weights in each of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from msgspec.structs import replace
 
+from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.portable import numerics_environment
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
+from phalanx.serve.gateway.served.of_run import served_folder
 from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.router import RouterSettings
 from phalanx.serve.workers.router_port import Notice, RouterPort, Service
 from phalanx.serve.workers.worker_main import WorkerTask
@@ -35,16 +39,31 @@ def open_service(
     that are started again later, serve the step that is the newest now. Raises EngineError where a worker cannot serve, RunDirectoryError for a run
     without a checkpoint, and as ``load_run_tokenizer`` does.
     """
-    run_dir = served.path.resolve()
-    step = _newest_step(run_dir) if served.step is None else served.step
-    spec = read_resolved(RunDirectory(run_dir))
-    words = read_model_text(run_dir, served.text_name(name), spec.model.vocab_size)
-    task = WorkerTask("", 0, "", 0, "both", replace(served, run_dir=str(run_dir), step=step))
+    called = served.text_name(name)
+    served = _settled(served)
+    if served.stream and not served.memory_bytes:
+        served = replace(served, memory_bytes=free_to_use() * 4 // 5 // len(roles))
+    with served_folder(served) as folder:
+        spec = read_resolved(RunDirectory(folder))
+        words = read_model_text(folder, called, spec.model.vocab_size)
+    task = WorkerTask("", 0, "", 0, "both", served)
     threads = threads or max(1, len(os.sched_getaffinity(0)) // len(roles))
     environment = {"OMP_NUM_THREADS": str(threads), **numerics_environment(spec.runtime)}
     return words, RouterPort(
         Service(roles, task, environment, RouterSettings(served.rows, audit_share)), tell
     )
+
+
+def _settled(served: ServedRun) -> ServedRun:
+    """The same for all workers, whenever they start: a step of the run, or a pack, which of a run that is streamed is made here, once."""
+    path = served.path.resolve()
+    if served.stream and not is_pack(path):
+        file = packed(path, served.step, getattr(torch, served.dtype))
+        file.close()
+        path = file.path.resolve()
+    if is_pack(path):
+        return replace(served, run_dir=str(path))
+    return replace(served, run_dir=str(path), step=_newest_step(path) if served.step is None else served.step)
 
 
 def _newest_step(run_dir: Path) -> int:

@@ -28,7 +28,8 @@ from phalanx.train.score.restored import restored_model
 from phalanx.train.step.loss import IGNORE, token_cross_entropy
 
 Compute = Literal["fp32", "bf16"]
-_DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: dict[Compute, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The formats that can be computed in."""
 
 
 class ScoreError(ValueError):
@@ -65,14 +66,14 @@ class Scorer:
         Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
         """
         spec = read_resolved(RunDirectory(run_dir))
-        computed = _DTYPES[dtype] if dtype else compute_dtype(spec)
+        computed = DTYPES[dtype] if dtype else compute_dtype(spec)
         model, _, restored = restored_model(run_dir, step, seq_len=spec.train.seq_len, dtype=computed)
         return cls(spec, model, restored)
 
     @property
     def dtype(self) -> torch.dtype:
         """The format computed in."""
-        return _DTYPES[self._compute]
+        return DTYPES[self._compute]
 
     @property
     def length(self) -> int:

@@ -1,44 +1,47 @@
-"""A run's directory as a served model: its newest weights in an engine, and its words."""
+"""A run's directory or a pack as a served model: its weights in an engine, and its words."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.pack.reader import is_pack, open_pack
 from phalanx.checkpoint.tiers.digest import combine, tensor_digest
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
+from phalanx.serve.gateway.served.of_pack import open_packed
+from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.generate import load_model
 from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.weights.open_model import run_folder
 
 
-@dataclass(frozen=True)
-class OpenedEngine:
-    """A run's engine, and what it computes."""
-
-    engine: Engine
-    identity: Identity
-    spec: ModelSpec
-
-
-def open_run(served: ServedRun, name: str | None) -> tuple[ModelText, EngineWorker]:
-    """The model of a run, ready to be asked. Raises EngineError, and as ``load_model`` and ``load_run_tokenizer`` do."""
+def open_run(
+    served: ServedRun, name: str | None, tell: Callable[[str], None]
+) -> tuple[ModelText, EngineWorker]:
+    """The model of a run or a pack, ready to be asked. Raises EngineError, and as ``load_model`` and ``load_run_tokenizer`` do."""
     opened = open_engine(served)
-    words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size)
+    with served_folder(served) as folder:
+        words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size)
+    if opened.note:
+        tell(opened.note)
     return words, EngineWorker(opened.engine, opened.identity)
 
 
 def open_engine(served: ServedRun) -> OpenedEngine:
-    """The engine of a run. Raises EngineError, and as ``load_model`` does."""
+    """The engine of a run or a pack. Raises EngineError, and as ``load_model`` and ``open_model`` do."""
+    if served.stream or is_pack(served.path):
+        return open_packed(served)
     dtype = getattr(torch, served.dtype)
     model, spec = load_model(served.path, served.step, dtype=dtype)
     sequence = read_resolved(RunDirectory(served.path)).train.seq_len
@@ -60,6 +63,18 @@ def open_engine(served: ServedRun) -> OpenedEngine:
         engine = TurnsEngine(model, context)
         computed = numerics_id("turns", dtype, sequence)
     return OpenedEngine(engine, Identity(digest, computed, context), spec)
+
+
+@contextmanager
+def served_folder(served: ServedRun) -> Iterator[Path]:
+    """The folder of the small files of what is served: the run's directory, or for a while those that a pack has of it."""
+    if not is_pack(served.path):
+        yield served.path
+        return
+    file = open_pack(served.path)
+    file.close()
+    with run_folder(file.index) as folder:
+        yield folder
 
 
 def weights_digest(model: nn.Module) -> str:

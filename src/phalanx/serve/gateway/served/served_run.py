@@ -12,22 +12,28 @@ class ServedRun(Struct, frozen=True):
     """A run's weights as they are to be served; workers get it as JSON."""
 
     run_dir: str
+    """Or a pack."""
     step: int | None
     """``None`` is the newest that can be read."""
     dtype: str
     context: int | None
     """The most tokens of a request; ``None`` is the length that was trained on."""
     memory_bytes: int
-    """For pages of keys and values."""
+    """For pages of keys and values; with ``stream`` for the whole process, 0 for four fifths of what is free."""
     rows: int
     """The most tokens of a pass."""
     numerics: Literal["exact", "fast"]
+    stream: bool = False
+    """Whether weights are read as they are computed with."""
+    texts: int = 256
+    """The most texts that are computed at a time where weights are streamed."""
 
     @property
     def path(self) -> Path:
-        """The run's directory."""
+        """The run's directory, or the pack."""
         return Path(self.run_dir)
 
     def text_name(self, name: str | None) -> str:
-        """What clients call the model: ``name``, else the directory's."""
-        return name or self.path.resolve().name
+        """What clients call the model: ``name``, else the directory's, or the pack's without its ending."""
+        path = self.path.resolve()
+        return name or (path.stem if path.is_file() else path.name)

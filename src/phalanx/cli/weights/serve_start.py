@@ -1,0 +1,114 @@
+"""Starts what ``phalanx serve`` was asked for, and says what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.traffic.events import Role
+
+if TYPE_CHECKING:
+    from phalanx.serve.workers.router_port import Notice
+
+
+class Said:
+    """What is printed while serving: standard output says where it listens, standard error what happens to workers; or all as lines of JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def listening(self, model: str, url: str) -> None:
+        """The service takes requests at ``url``."""
+        if self._as_json:
+            self._line({"event": "listening", "model": model, "url": url})
+        else:
+            click.echo(f"{model} at {url} (Ctrl-C finishes what goes on, then ends)")
+
+    def notice(self, notice: Notice) -> None:
+        """Something has happened to a worker."""
+        if self._as_json:
+            self._line({"event": notice.event, "text": notice.text, **notice.facts})
+        else:
+            click.echo(notice.text, err=True)
+
+    def text(self, text: str) -> None:
+        """For people, whatever the form."""
+        click.echo(text, err=True)
+
+    @staticmethod
+    def _line(content: dict[str, object]) -> None:
+        click.echo(json.dumps(content))
+
+
+@dataclass(frozen=True)
+class Start:
+    """A service as it was asked for."""
+
+    served: ServedRun
+    name: str | None
+    host: str
+    port: int
+    key_file: Path | None
+    workers: tuple[Role, ...]
+    """The roles of processes that compute; none where this one does."""
+    threads: int
+    audit: float
+    requests: int
+    drain_s: float
+
+
+def make_key(file: Path, name: str, limits: str) -> None:
+    """Adds a new key's hash to ``file``, and prints the key."""
+    from phalanx.serve.gateway.access.keys import KeyFileError, add_key, parse_limits
+
+    with explained(KeyFileError):
+        click.echo(add_key(file, name, parse_limits(limits)))
+
+
+def start(asked: Start, said: Said) -> None:
+    """Serves until a signal. Raises UsageError for an address that is open to others without keys, ClickException for what cannot be served."""
+    from phalanx.watch.page.guard import is_loopback
+
+    if asked.key_file is None and not is_loopback(asked.host):
+        raise click.UsageError(
+            f"--host {asked.host} is open to others: give --key-file (made by phalanx serve --new-key FILE)"
+        )
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import TokenizerError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.serve.engine.errors import EngineError
+    from phalanx.serve.gateway.access.admission import Limits
+    from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
+    from phalanx.serve.gateway.app import Gateway
+    from phalanx.serve.gateway.served.of_run import open_run
+    from phalanx.serve.gateway.server import ServerError, listen, serve
+    from phalanx.serve.gateway.worker import WorkerPort
+    from phalanx.serve.workers.service import open_service
+
+    with explained(
+        CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
+    ):
+        keys = None if asked.key_file is None else read_keys(asked.key_file)
+        sock = listen(asked.host, asked.port)
+        worker: WorkerPort
+        if asked.workers:
+            model, worker = open_service(
+                asked.served,
+                asked.name,
+                asked.workers,
+                threads=asked.threads,
+                audit_share=asked.audit,
+                tell=said.notice,
+            )
+        else:
+            model, worker = open_run(asked.served, asked.name, said.text)
+        gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))
+        shown = f"[{asked.host}]" if ":" in asked.host else asked.host
+        said.listening(model.name, f"http://{shown}:{sock.getsockname()[1]}/v1")
+        serve(gateway, sock, drain_s=asked.drain_s, tell=said.text)

@@ -1,0 +1,124 @@
+"""A pack as a served model: its weights in memory, or streamed within a hard limit on what the process may take.
+
+Streaming leaves nothing for afterwards: kernels are tried before any weight is there, then memory is divided
+(``phalanx.serve.weights.budget``), and only as many texts are computed at a time as there is memory for. The others wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.pack.index import PackIndex
+from phalanx.checkpoint.pack.reader import PackFile
+from phalanx.model.custom import Chain
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.engine import Engine as PagedEngine
+from phalanx.serve.engine.supported import require_supported
+from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.gateway.served.turns import TurnsEngine
+from phalanx.serve.gateway.worker import Engine, Identity
+from phalanx.serve.numerics.exact import exact_numerics
+from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics.products import shapes_of
+from phalanx.serve.weights.budget import (
+    LIBRARIES,
+    Budget,
+    Computing,
+    divide_budget,
+    probe_bytes,
+    text_bytes,
+)
+from phalanx.serve.weights.open_model import (
+    empty_model,
+    free_to_use,
+    packed,
+    read_weights,
+    recorded_run,
+    stream_weights,
+    taken,
+)
+from phalanx.serve.weights.residency import TooLargeError
+from phalanx.traffic.pages import PAGE
+
+
+def open_packed(served: ServedRun) -> OpenedEngine:
+    """The engine of a pack, or of a run that is packed for streaming. Raises EngineError, and as ``open_model`` does."""
+    dtype = getattr(torch, served.dtype)
+    file = packed(served.path, served.step, dtype)
+    sequence = recorded_run(file.index).train.seq_len
+    context = served.context or sequence
+    model, spec = empty_model(file.index, dtype)
+    note, texts, pages = "", 0, 0
+    if served.stream:
+        _try_numerics(model, spec, served, sequence)
+        budget = _budget(file, model, spec, served, context)
+        texts, pages = budget.texts, budget.texts * -(-context // PAGE)
+        kept = stream_weights(model, file, budget.weights, dtype).residency
+        bodies = sum(one.kind == "block" for one in file.index.sections)
+        note = f"streaming {file.path}: {budget}; {len(kept.resident_layers)} of {bodies} layers stay, {kept.expert_slots} experts are kept"
+    else:
+        read_weights(model, file, free_to_use() * 4 // 5, dtype)
+    digest = weights_name(file.index, dtype)
+    engine: Engine
+    if isinstance(model, Transformer):
+        paged = PagedEngine(
+            model,
+            spec,
+            memory_bytes=served.memory_bytes,
+            pages=pages,
+            texts=texts,
+            rows=served.rows,
+            numerics=served.numerics,
+            sequence=sequence,
+            context=context,
+            weights_id=digest,
+        )
+        engine, computed = paged, paged.numerics_id
+    else:
+        engine, computed = TurnsEngine(model, context), numerics_id("turns", dtype, sequence)
+    return OpenedEngine(engine, Identity(digest, computed, context), spec, note)
+
+
+def weights_name(index: PackIndex, dtype: torch.dtype) -> str:
+    """16 digits that name a pack's weights as they are computed with: of an fp32 pack in fp32 the first of what ``phalanx hash`` prints."""
+    if index.format == "fp32" and dtype == torch.float32:
+        return index.weights_sha256[:16]
+    return hashlib.sha256(f"{index.weights_id} {dtype_name(dtype)}".encode()).hexdigest()[:16]
+
+
+def _try_numerics(model: Transformer | Chain, spec: ModelSpec, served: ServedRun, sequence: int) -> None:
+    """Tries what exact numerics rely on while memory is empty; the engine asks again, and is told what was found."""
+    if not isinstance(model, Transformer) or served.numerics == "fast":
+        return
+    require_supported(model, exact=True)
+    shapes = {(shape.outputs, shape.inputs) for _, shape in shapes_of(model)} | {(spec.vocab_size, spec.dim)}
+    needed = taken() + LIBRARIES + probe_bytes(shapes, served.dtype)
+    if served.memory_bytes and needed > served.memory_bytes:
+        raise TooLargeError(
+            f"trying this machine's kernels for exact numerics takes {needed:,} bytes of memory with the process, and {served.memory_bytes:,} "
+            "may be used: serve with --numerics fast, or give more (--memory)"
+        )
+    exact_numerics(model, spec, sequence)
+
+
+def _budget(
+    file: PackFile, model: Transformer | Chain, spec: ModelSpec, served: ServedRun, context: int
+) -> Budget:
+    keeps = isinstance(model, Transformer)
+    # A user's own model computes whole texts, one after another, and keeps nothing of them.
+    rows = served.rows if keeps else context
+    process = taken() + LIBRARIES
+    return divide_budget(
+        file.index,
+        served.dtype,
+        served.memory_bytes or taken() + free_to_use() * 4 // 5,
+        process=process,
+        computing=Computing(rows, rows, context).nbytes(spec, served.dtype),
+        of_text=text_bytes(spec, served.dtype, context) if keeps else 0,
+        most_texts=served.texts,
+    )

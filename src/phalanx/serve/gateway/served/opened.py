@@ -1,0 +1,19 @@
+"""What opening a served model gives: an engine, and what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.gateway.worker import Engine, Identity
+
+
+@dataclass(frozen=True)
+class OpenedEngine:
+    """An engine of a run or a pack, and what it computes."""
+
+    engine: Engine
+    identity: Identity
+    spec: ModelSpec
+    note: str = ""
+    """What whoever started the server is told."""

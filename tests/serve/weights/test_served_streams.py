@@ -1,0 +1,138 @@
+"""Served models whose weights are streamed: the tokens and log-probabilities of resident ones, within the memory of the whole process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.checkpoint.pack.reader import open_pack
+from phalanx.cli.weights.serve_command import command
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.gateway.served.of_run import open_engine
+from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.weights.budget import Computing, divide_budget, text_bytes
+from phalanx.serve.weights.open_model import taken
+from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
+from phalanx.traffic.requests import Request, Sampling, Told
+from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
+
+ROWS, CONTEXT, ROOM = 32, 64, 256 << 20
+REQUESTS = [
+    Request(
+        f"r{number}",
+        tuple(range(1, length)),
+        tokens,
+        Sampling(seed=number, temperature=0.8),
+        top_logprobs=3,
+        prompt_logprobs=number == 1,
+    )
+    for number, (length, tokens) in enumerate([(3, 9), (41, 5), (20, 12), (2, 1), (9, 4)])
+]
+
+
+def served(place: Path, *, stream: bool, dtype: str = "float32", memory: int = 0) -> OpenedEngine:
+    return open_engine(
+        ServedRun(
+            str(place),
+            None,
+            dtype,
+            CONTEXT,
+            memory or (0 if stream else 64 << 20),
+            ROWS,
+            "exact",
+            stream,
+            texts=3,
+        )
+    )
+
+
+def told(opened: OpenedEngine) -> dict[str, list[Told]]:
+    """What is told of the requests, the last two of which are asked for in the middle of the others."""
+    engine = opened.engine
+    found: dict[str, list[Told]] = {request.id: [] for request in REQUESTS}
+    for request in REQUESTS[:3]:
+        engine.submit(request)
+    for one in engine.step():
+        found[one.request].append(one)
+    for request in REQUESTS[3:]:
+        engine.submit(request)
+    while engine.busy:
+        for one in engine.step():
+            found[one.request].append(one)
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_streaming_server_tells_what_a_resident_one_tells_by_bits(tmp_path: Path, kind: str) -> None:
+    path = make_pack(tmp_path, MODELS[kind], "fp32")
+    resident, of_pack = served(tmp_path / "run-fp32", stream=False), served(path, stream=False)
+    expected = told(resident)
+    assert told(of_pack) == expected
+    streamed = served(path, stream=True, memory=taken() + ROOM)
+    assert told(streamed) == expected
+    assert streamed.identity == of_pack.identity == resident.identity
+    assert "streaming" in streamed.note
+
+
+def test_a_run_is_packed_and_streams_a_narrow_format_as_its_pack_has_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", DENSE)
+    streamed = served(run, stream=True, dtype="bfloat16")
+    (path,) = (run / "packs").iterdir()
+    assert path.name.endswith("-bf16.pack")
+    assert streamed.identity == served(path, stream=False, dtype="bfloat16").identity
+    assert streamed.identity != served(path, stream=False).identity
+
+
+def test_only_as_many_texts_are_computed_at_a_time_as_memory_holds(tmp_path: Path) -> None:
+    streamed = served(make_pack(tmp_path, DENSE, "fp32"), stream=True)
+    engine = streamed.engine
+    assert isinstance(engine, Engine)
+    for request in REQUESTS:
+        engine.submit(request)
+    engine.step()
+    assert (engine.statistics().running, engine.statistics().waiting) == (3, 2)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_memory_is_divided_without_a_rest_and_too_little_is_refused_with_what_would_do(
+    tmp_path: Path, kind: str
+) -> None:
+    index = open_pack(make_pack(tmp_path, MODELS[kind], "fp32")).index
+    spec = MODELS[kind]
+    process, computing = 1 << 28, Computing(ROWS, ROWS, CONTEXT).nbytes(spec, "float32")
+    of_text, least = text_bytes(spec, "float32", CONTEXT), least_bytes(index, "float32")
+    needed = process + computing + of_text + least
+    for total in (needed, needed + 1, needed + of_text, needed + 3 * least, needed + (1 << 28)):
+        budget = divide_budget(
+            index, "float32", total, process=process, computing=computing, of_text=of_text, most_texts=1 << 20
+        )
+        assert process + computing + budget.texts * of_text + budget.weights == total
+        assert divide_memory(index, "float32", budget.weights).nbytes <= budget.weights
+    with pytest.raises(TooLargeError, match=f"needs {needed:,} bytes of memory"):
+        divide_budget(
+            index, "float32", needed - 1, process=process, computing=computing, of_text=of_text, most_texts=9
+        )
+
+
+def test_a_server_that_memory_does_not_hold_is_refused_with_the_number_that_would_do(tmp_path: Path) -> None:
+    path = make_pack(tmp_path, MIXTURE, "fp32")
+    refused = CliRunner().invoke(
+        command, [str(path), "--port", "0", "--stream", "--memory", "1MiB", "--numerics", "fast"]
+    )
+    assert refused.exit_code == 1
+    assert re.search(
+        r"needs [\d,]+ bytes of memory .* may take 1,048,576: give it more \(--memory\)", refused.output
+    )
+
+
+def test_a_pack_that_was_cut_off_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = make_pack(tmp_path, DENSE, "fp32")
+    torn = tmp_path / "torn.pack"
+    torn.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refused = CliRunner().invoke(command, [str(torn), "--port", "0", "--stream"])
+    assert refused.exit_code == 1
+    assert "it was cut off or not copied to its end" in refused.output
