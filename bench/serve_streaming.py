@@ -163,12 +163,18 @@ def make_pack(arguments: argparse.Namespace, folder: Path) -> Path:
             moe=moe,
         )
     )
+    run = folder / "run"
+    save_run(run, spec)
+    return pack(run, None, folder / "model.pack", "fp32")[0]
+
+
+def save_run(run: Path, spec: ModelSpec, seq_len: int = 1024) -> None:
+    """The directory of a run with random weights, saved as training saves."""
     model = Transformer(spec).requires_grad_(False)
     for name, value in model.state_dict().items():
         value.normal_(1.0 if "norm" in name else 0.0, 0.02)
-    run = folder / "run"
     run.mkdir()
-    (run / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec)}))
+    (run / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec), "train": {"seq_len": seq_len}}))
     saver = AsyncSaver(DiskTier(run / "checkpoints"), rank=0, world_size=1)
     shards = [
         Shard(whole(f"model/{name}", "float32", tuple(value.shape)), value)
@@ -176,7 +182,6 @@ def make_pack(arguments: argparse.Namespace, folder: Path) -> Path:
     ]
     saver.save(1, shards, {})
     saver.close()
-    return pack(run, None, folder / "model.pack", "fp32")[0]
 
 
 @torch.no_grad()

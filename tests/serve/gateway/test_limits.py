@@ -101,9 +101,9 @@ def test_a_key_beyond_its_limit_is_told_which_and_when_and_metrics_name_it_witho
     assert key not in metrics
 
 
-def test_a_pack_is_refused_with_the_command_that_reads_it(tmp_path: Path) -> None:
+def test_a_file_that_is_no_pack_is_refused_with_what_makes_one(tmp_path: Path) -> None:
     pack = tmp_path / "step.pack"
     pack.write_bytes(b"pack")
-    refused = CliRunner().invoke(command, [str(pack)])
-    assert refused.exit_code == 2
-    assert "phalanx generate PACK --stream" in " ".join(refused.output.split())
+    refused = CliRunner().invoke(command, [str(pack), "--port", "0"])
+    assert refused.exit_code == 1
+    assert "is not a pack; give a file that `phalanx pack` has written" in " ".join(refused.output.split())

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
 from phalanx.checkpoint.pack.reader import open_pack
+from phalanx.checkpoint.pack.writer import pack
 from phalanx.cli.weights.serve_command import command
+from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.gateway.served import of_pack
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.weights.budget import Computing, divide_budget, text_bytes
-from phalanx.serve.weights.open_model import taken
+from phalanx.serve.gateway.worker import EngineWorker
+from phalanx.serve.generate import generate, load_model
+from phalanx.serve.weights.budget import LIBRARIES, Computing, divide_budget, text_bytes
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
-from phalanx.traffic.requests import Request, Sampling, Told
+from phalanx.traffic.requests import Ended, Request, Sampling, Told
+from serve.gateway.served import server
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
 
-ROWS, CONTEXT, ROOM = 32, 64, 256 << 20
+ROWS, CONTEXT = 32, 64
 REQUESTS = [
     Request(
         f"r{number}",
@@ -50,6 +60,15 @@ def served(place: Path, *, stream: bool, dtype: str = "float32", memory: int = 0
     )
 
 
+def tight(monkeypatch: pytest.MonkeyPatch, path: Path, spec: ModelSpec) -> int:
+    """The least memory in which a pack streams, as if this process took nothing, and trying kernels neither."""
+    monkeypatch.setattr(of_pack, "taken", lambda: 0)
+    monkeypatch.setattr(of_pack, "probe_bytes", lambda *_: 0)
+    computing = Computing(ROWS, ROWS, CONTEXT).nbytes(spec, "float32")
+    of_text = text_bytes(spec, "float32", CONTEXT)
+    return LIBRARIES + computing + of_text + least_bytes(open_pack(path).index, "float32")
+
+
 def told(opened: OpenedEngine) -> dict[str, list[Told]]:
     """What is told of the requests, the last two of which are asked for in the middle of the others."""
     engine = opened.engine
@@ -67,15 +86,17 @@ def told(opened: OpenedEngine) -> dict[str, list[Told]]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_streaming_server_tells_what_a_resident_one_tells_by_bits(tmp_path: Path, kind: str) -> None:
+def test_a_streaming_server_tells_what_a_resident_one_tells_by_bits(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_pack(tmp_path, MODELS[kind], "fp32")
-    resident, of_pack = served(tmp_path / "run-fp32", stream=False), served(path, stream=False)
+    resident, whole = served(tmp_path / "run-fp32", stream=False), served(path, stream=False)
     expected = told(resident)
-    assert told(of_pack) == expected
-    streamed = served(path, stream=True, memory=taken() + ROOM)
+    assert told(whole) == expected
+    streamed = served(path, stream=True, memory=tight(monkeypatch, path, MODELS[kind]))
+    assert "0 of 5 layers stay" in streamed.note
     assert told(streamed) == expected
-    assert streamed.identity == of_pack.identity == resident.identity
-    assert "streaming" in streamed.note
+    assert streamed.identity == whole.identity == resident.identity
 
 
 def test_a_run_is_packed_and_streams_a_narrow_format_as_its_pack_has_it(tmp_path: Path) -> None:
@@ -136,3 +157,60 @@ def test_a_pack_that_was_cut_off_is_refused_at_the_start(tmp_path: Path) -> None
     refused = CliRunner().invoke(command, [str(torn), "--port", "0", "--stream"])
     assert refused.exit_code == 1
     assert "it was cut off or not copied to its end" in refused.output
+
+
+def test_damage_that_comes_while_it_serves_ends_requests_with_its_name_and_those_after_it_is_mended_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_pack(tmp_path, DENSE, "fp32")
+    section = next(one for one in open_pack(path).index.sections if one.kind == "block" and one.layer == 3)
+    whole = path.read_bytes()
+    opened = served(path, stream=True, memory=tight(monkeypatch, path, DENSE))
+    port = EngineWorker(opened.engine, opened.identity)
+
+    async def last(name: str) -> Told:
+        return [one async for one in port.submit(Request(name, (1, 2), 3))][-1]
+
+    def write(byte: bytes) -> None:
+        with path.open("r+b") as file:
+            file.seek(section.start + 3)
+            file.write(byte)
+            os.fsync(file.fileno())
+
+    assert asyncio.run(last("before")) == Ended("before", "length")
+    write(bytes([whole[section.start + 3] ^ 255]))
+    endings = [asyncio.run(last(f"damaged {number}")) for number in range(2)]
+    assert all(isinstance(one, Ended) and one.outcome == "error" for one in endings)
+    assert "layer 3, chunk 0" in str(endings[1])
+    assert "a defect" not in str(endings)
+    write(whole[section.start + 3 :][:1])
+    again = [asyncio.run(last(f"mended {number}")) for number in range(3)]
+    assert again[-1] == Ended("mended 2", "length")
+    port.close()
+
+
+@pytest.mark.slow
+def test_the_process_stays_within_its_memory_which_is_less_than_the_model_takes(tmp_path: Path) -> None:
+    # 12 layers of 17 MB: 202 MB, of which two layers are there at a time.
+    spec = resolve(ModelSpec(layers=12, dim=512, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=264))
+    run = make_run(tmp_path / "run", spec, seq_len=64)
+    (run / "tokenizer").mkdir()
+    BytesTokenizer().save(run / "tokenizer")
+    path = pack(run, None, tmp_path / "model.pack", "fp32")[0]
+    options = ["--stream", "--rows", "32", "--numerics", "fast"]
+    with (
+        pytest.raises(AssertionError, match="bytes of memory") as told_least,
+        server(path, *options, "--memory", "1MiB"),
+    ):
+        pass
+    needed = int(re.findall(r"needs ([\d,]+) bytes", str(told_least.value))[0].replace(",", ""))
+    memory = needed + (16 << 20)
+    assert needed - least_bytes(open_pack(path).index, "float32") + (202 << 20) > memory
+    with server(path, *options, "--memory", str(memory)) as (url, process):
+        body = {"model": "model", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}/completions", json=body | {"return_token_ids": True}, timeout=200).json()
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    peak = int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) << 10
+    assert peak <= memory
+    model, _ = load_model(run)
+    assert answer["choices"][0]["token_ids"] == list(generate(model, [97, 98], tokens=8, temperature=0))

@@ -64,8 +64,8 @@ def _encoded(run_dir: Path, given: Sequence[str]) -> list[list[int]]:
     return [encode_prompt(tokenizer, text) for text in given]
 
 
-def held_out_prompts(run_dir: Path, count: int) -> list[list[int]]:
-    """The beginnings of held-out sequences, evenly spread. Raises DataError."""
+def held_out_prompts(run_dir: Path, count: int, tokens: int = _PROMPT_TOKENS) -> list[list[int]]:
+    """The first ``tokens`` of held-out sequences, evenly spread. Raises DataError."""
     from phalanx.data.errors import DataError
     from phalanx.data.reading.dataset import RunData, inputs_of
     from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -82,4 +82,4 @@ def held_out_prompts(run_dir: Path, count: int) -> list[list[int]]:
         raise DataError(f"the run holds no data out; {remedy}")
     places = [number * data.held_out_len // count for number in range(min(count, data.held_out_len))]
     samples = (data.held_out_samples(place, 1) for place in dict.fromkeys(places))
-    return [inputs_of(sample)[0, :_PROMPT_TOKENS].tolist() for sample in samples]
+    return [inputs_of(sample)[0, :tokens].tolist() for sample in samples]

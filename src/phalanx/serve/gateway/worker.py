@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.traffic.requests import Ended, Request, Told
 
 
@@ -173,7 +174,7 @@ class EngineWorker:
     def _fail(self, error: Exception) -> None:
         for name in list(self._told):
             self._engine.cancel(name)
-            self._tell([Ended(name, "error", f"a defect of the engine: {error!r}"[:500])])
+            self._tell([Ended(name, "error", explained(error))])
 
     def _tell(self, all_told: Sequence[Told]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Told], Told]]] = {}
@@ -188,3 +189,8 @@ class EngineWorker:
 def _deliver(pairs: Sequence[tuple[asyncio.Queue[Told], Told]]) -> None:
     for reader, told in pairs:
         reader.put_nowait(told)
+
+
+def explained(error: Exception) -> str:
+    """Why a step has failed: what is wrong with the weights' file, which says what to do, or a defect."""
+    return str(error) if isinstance(error, CheckpointError) else f"a defect of the engine: {error!r}"[:500]

@@ -19,6 +19,7 @@ import msgspec
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.gateway.worker import explained
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import Pulled, pull
 from phalanx.serve.workers.page_server import OfferedPages
@@ -178,10 +179,8 @@ class ServingWorker:
         try:
             told = self._engine.step()
         except Exception as error:  # The worker must outlive a defect, and the clients must hear of it.
-            _log.exception("a defect of the engine")
-            told = [
-                Ended(str(job), "error", f"a defect of the engine: {error!r}"[:500]) for job in self._orders
-            ]
+            _log.exception("a step of the engine has failed")
+            told = [Ended(str(job), "error", explained(error)) for job in self._orders]
             for one in told:
                 self._engine.cancel(one.request)
         self._steps += 1
