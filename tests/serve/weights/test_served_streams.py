@@ -18,11 +18,12 @@ from phalanx.data.tokenizer import BytesTokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.gateway.counts import Counts
 from phalanx.serve.gateway.served import of_pack
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.gateway.worker import EngineWorker
+from phalanx.serve.gateway.worker import EngineWorker, WorkerLoad
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.weights.budget import LIBRARIES, Computing, divide_budget, text_bytes
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
@@ -96,6 +97,11 @@ def test_a_streaming_server_tells_what_a_resident_one_tells_by_bits(
     streamed = served(path, stream=True, memory=tight(monkeypatch, path, MODELS[kind]))
     assert "0 of 5 layers stay" in streamed.note
     assert told(streamed) == expected
+    assert streamed.streaming is not None
+    metrics = Counts("m").render(WorkerLoad(streaming=streamed.streaming())).decode()
+    assert streamed.streaming().bytes_read > path.stat().st_size
+    (told_bytes,) = re.findall(r"^phalanx_weights_read_bytes_total.* (\S+)$", metrics, re.MULTILINE)
+    assert float(told_bytes) == streamed.streaming().bytes_read
     assert streamed.identity == whole.identity == resident.identity
 
 

@@ -132,6 +132,7 @@ class Counts:
         ):
             yield self._counter(name, about, {"": count}, "")
         yield from self._of_workers(load)
+        yield from self._of_streaming(load)
         yield self._counter(
             "vllm:request_success", "Texts that ended, by reason.", self._finished, "finished_reason"
         )
@@ -181,7 +182,19 @@ class Counts:
         ):
             yield self._counter(name, about, {"": count}, "")
 
-    def _counter(self, name: str, about: str, counts: Mapping[str, int], label: str) -> CounterMetricFamily:
+    def _of_streaming(self, load: WorkerLoad) -> Iterator[Metric]:
+        """What is told where weights are read as they are computed with."""
+        if (done := load.streaming) is None:
+            return
+        for name, about, value in (
+            ("phalanx_weights_read_bytes", "Bytes of weights that were read.", done.bytes_read),
+            ("phalanx_weights_wait_seconds", "Seconds that passes stood still for weights.", done.wait_s),
+            ("phalanx_experts_needed", "Experts that routers chose, once a pass.", done.experts_needed),
+            ("phalanx_experts_held", "Of those, in memory already or on their way.", done.experts_held),
+        ):
+            yield self._counter(name, about, {"": value}, "")
+
+    def _counter(self, name: str, about: str, counts: Mapping[str, float], label: str) -> CounterMetricFamily:
         family = CounterMetricFamily(name, about, labels=["model_name", label] if label else ["model_name"])
         for value, count in counts.items():
             family.add_metric([self._model, value] if label else [self._model], count)

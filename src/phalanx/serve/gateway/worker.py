@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,18 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
+class Streaming:
+    """What reading weights while they are computed with has done since the start."""
+
+    bytes_read: int
+    wait_s: float
+    """Seconds that passes have stood still for it."""
+    experts_needed: int
+    experts_held: int
+    """Of those needed, how many were in memory already, or on their way."""
+
+
+@dataclass(frozen=True)
 class WorkerLoad:
     """How much a worker has to do."""
 
@@ -45,6 +57,8 @@ class WorkerLoad:
     """Where there are several."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What happened so often among them: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
+    streaming: Streaming | None = None
+    """Where weights are streamed by one process."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,10 @@ class Engine(Protocol):
 class EngineWorker:
     """An engine in a thread of this process."""
 
-    def __init__(self, engine: Engine, identity: Identity) -> None:
-        self.identity = identity
+    def __init__(
+        self, engine: Engine, identity: Identity, streaming: Callable[[], Streaming] | None = None
+    ) -> None:
+        self.identity, self._streaming = identity, streaming
         self._engine = engine
         self._asked: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._told: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Told]]] = {}
@@ -136,7 +152,8 @@ class EngineWorker:
     def load(self) -> WorkerLoad:
         waiting = len(self._first)
         used, pages = self._engine.pages()
-        return WorkerLoad(len(self._told) - waiting, waiting, used, pages)
+        streaming = self._streaming() if self._streaming else None
+        return WorkerLoad(len(self._told) - waiting, waiting, used, pages, streaming=streaming)
 
     def trouble(self) -> str:
         """See ``WorkerPort``."""

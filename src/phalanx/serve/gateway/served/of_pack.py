@@ -7,6 +7,7 @@ Streaming leaves nothing for afterwards: kernels are tried before any weight is 
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
-from phalanx.serve.gateway.worker import Engine, Identity
+from phalanx.serve.gateway.worker import Engine, Identity, Streaming
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.numerics.products import shapes_of
@@ -43,6 +44,7 @@ from phalanx.serve.weights.open_model import (
     taken,
 )
 from phalanx.serve.weights.residency import TooLargeError
+from phalanx.serve.weights.ring import StreamStatistics
 from phalanx.traffic.pages import PAGE
 
 
@@ -53,12 +55,13 @@ def open_packed(served: ServedRun) -> OpenedEngine:
     sequence = recorded_run(file.index).train.seq_len
     context = served.context or sequence
     model, spec = empty_model(file.index, dtype)
-    note, texts, pages = "", 0, 0
+    note, texts, pages, streaming = "", 0, 0, None
     if served.stream:
         _try_numerics(model, spec, served, sequence)
         budget = _budget(file, model, spec, served, context)
         texts, pages = budget.texts, budget.texts * -(-context // PAGE)
-        kept = stream_weights(model, file, budget.weights, dtype).residency
+        weights = stream_weights(model, file, budget.weights, dtype)
+        kept, streaming = weights.residency, partial(_streaming, weights.statistics)
         bodies = sum(one.kind == "block" for one in file.index.sections)
         note = f"streaming {file.path}: {budget}; {len(kept.resident_layers)} of {bodies} layers stay, {kept.expert_slots} experts are kept"
     else:
@@ -81,7 +84,7 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         engine, computed = paged, paged.numerics_id
     else:
         engine, computed = TurnsEngine(model, context), numerics_id("turns", dtype, sequence)
-    return OpenedEngine(engine, Identity(digest, computed, context), spec, note)
+    return OpenedEngine(engine, Identity(digest, computed, context), spec, note, streaming)
 
 
 def weights_name(index: PackIndex, dtype: torch.dtype) -> str:
@@ -89,6 +92,13 @@ def weights_name(index: PackIndex, dtype: torch.dtype) -> str:
     if index.format == "fp32" and dtype == torch.float32:
         return index.weights_sha256[:16]
     return hashlib.sha256(f"{index.weights_id} {dtype_name(dtype)}".encode()).hexdigest()[:16]
+
+
+def _streaming(statistics: StreamStatistics) -> Streaming:
+    # Read by another thread than the one that counts: a number may be a step old.
+    waited = sum(list(statistics.stall_s.values())) + statistics.expert_stall_s
+    needed = statistics.expert_hits + statistics.expert_misses
+    return Streaming(statistics.bytes_read, waited, needed, statistics.expert_hits)
 
 
 def _try_numerics(model: Transformer | Chain, spec: ModelSpec, served: ServedRun, sequence: int) -> None:

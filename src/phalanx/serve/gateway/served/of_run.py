@@ -35,7 +35,7 @@ def open_run(
         words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size)
     if opened.note:
         tell(opened.note)
-    return words, EngineWorker(opened.engine, opened.identity)
+    return words, EngineWorker(opened.engine, opened.identity, opened.streaming)
 
 
 def open_engine(served: ServedRun) -> OpenedEngine:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.gateway.worker import Engine, Identity
+from phalanx.serve.gateway.worker import Engine, Identity, Streaming
 
 
 @dataclass(frozen=True)
@@ -17,3 +18,5 @@ class OpenedEngine:
     spec: ModelSpec
     note: str = ""
     """What whoever started the server is told."""
+    streaming: Callable[[], Streaming] | None = None
+    """What streaming has done so far, where weights are streamed."""
