@@ -86,6 +86,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, o
     resident: dict[int, tuple[float, Any]] = {}
     with served(path, *options) as server:
         for batch in arguments.batches:
+            texts(server, batch, 2)
             resident[batch] = texts(server, batch, arguments.tokens)
     cap = arguments.cap_mib << 20
     with capped(cap, 1) as limit:
@@ -146,8 +147,13 @@ def bodies(index: Any, note: str) -> float:
 class Server:
     """A server that takes requests."""
 
-    def __init__(self, url: str, pid: int, note: str) -> None:
-        self.url, self.pid, self.note = url, pid, note
+    def __init__(self, url: str, pid: int, said: list[str]) -> None:
+        self.url, self.pid, self._said = url, pid, said
+
+    @property
+    def note(self) -> str:
+        """What it has said on standard error."""
+        return "".join(self._said)
 
 
 @contextmanager
@@ -164,7 +170,7 @@ def served(path: Path, *options: str, enter: Callable[[], None] | None = None) -
         if found is None:
             reader.join()
             raise SystemExit("".join(note) or f"the server ended with {process.wait()}")
-        yield Server(found[0], process.pid, "".join(note))
+        yield Server(found[0], process.pid, note)
     finally:
         process.terminate()
         process.wait()

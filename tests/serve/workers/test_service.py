@@ -14,14 +14,19 @@ from phalanx.serve.workers.router_port import Service
 from serve.packed_runs import DENSE, make_run, random_model
 
 
-def served_step(run_dir: Path, step: int | None, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """The step that workers are to open, without starting any."""
+def settled(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> ServedRun:
+    """What workers are to open, without starting any."""
     found: list[Service] = []
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
     monkeypatch.setattr(service, "RouterPort", lambda asked, _: found.append(asked))
-    served = ServedRun(str(run_dir), step, "float32", None, 1 << 20, 64, "exact")
     service.open_service(served, None, ("both", "both"), threads=1, audit_share=0.0, tell=lambda _: None)
-    return found[0].task.served.step
+    return found[0].task.served
+
+
+def served_step(run_dir: Path, step: int | None, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The step that workers are to open."""
+    served = ServedRun(str(run_dir), step, "float32", None, 1 << 20, 64, "exact")
+    return settled(served, monkeypatch).step
 
 
 def test_workers_that_start_while_the_run_goes_on_open_the_step_that_the_service_began_with(
@@ -40,3 +45,16 @@ def test_a_run_without_a_checkpoint_is_refused_before_any_worker_starts(
     run_dir = make_run(tmp_path / "run", DENSE, ())
     with pytest.raises(RunDirectoryError, match="let the run save one first"):
         served_step(run_dir, None, monkeypatch)
+
+
+def test_a_run_that_is_streamed_is_packed_before_any_worker_starts_and_memory_is_divided_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", DENSE, (1, 3))
+    served = ServedRun(str(run_dir), None, "bfloat16", None, 0, 64, "exact", stream=True)
+    monkeypatch.setattr(service, "free_to_use", lambda: 5 << 30)
+    found = settled(served, monkeypatch)
+    assert Path(found.run_dir).name == "step-00000003-bf16.pack"
+    assert Path(found.run_dir).is_file()
+    assert found.memory_bytes == 2 << 30
+    assert settled(found, monkeypatch) == found
