@@ -153,7 +153,7 @@ def command(
         raise click.UsageError("--threads and --audit are for --workers")
     if audit and workers is not None and len(workers) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
-    memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else memory
+    memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)
     served = ServedRun(
         str(run_dir), step, dtype, context, memory_bytes, rows, numerics, stream, texts=requests
     )
