@@ -41,7 +41,7 @@ from bench.serve_streaming import save_run
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.pack.reader import open_pack
 from phalanx.checkpoint.pack.writer import pack
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from phalanx.checkpoint.pack.reader import open_pack
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.cli.weights.serve_command import command
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
