@@ -62,6 +62,8 @@ class Token:
     """In nats, of the model's own distribution (temperature 1, nothing cut), whatever ``Sampling`` says."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, falling; ties by lower id."""
+    weights: str = ""
+    """The weights that made it, of several with ``+`` between; empty where the worker has no others than those it began with."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import RequestError
+from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Token, Told
 from phalanx.train.step.loss import log_probabilities
@@ -67,13 +68,21 @@ def asked(number: int, text: Sequence[int], tokens: int = 9) -> Request:
     )
 
 
-def run(served: Engine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Told]]:
+def run(
+    served: Engine,
+    requests: Sequence[Request],
+    arrivals: Sequence[int] = (),
+    before: Mapping[int, Callable[[], None]] | None = None,
+) -> dict[str, list[Told]]:
+    """All that is told of requests that arrive before the steps of these numbers; ``before`` has what else is done before a step."""
     told: dict[str, list[Told]] = {request.id: [] for request in requests}
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     turn = 0
-    while waiting or served.busy:
+    while waiting or served.busy or turn <= max(before or (), default=0):
         while waiting and waiting[0][0] <= turn:
             served.submit(waiting.pop(0)[1])
+        if before and turn in before:
+            before[turn]()
         for one in served.step():
             told[one.request].append(one)
         turn += 1
@@ -143,6 +152,65 @@ def test_arrivals_pieces_preemption_and_prefixes_change_no_bit(
     told = run(served, requests, [arrival for _, arrival in courses])
     assert differing(model, requests, told) == 0
     assert served.statistics().pages_used == 0
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.sampled_from(["dense", "latent", "mixture"]),
+    st.lists(st.tuples(st.integers(1, 150), st.integers(0, 9)), min_size=2, max_size=4),
+    st.integers(20, 90),
+    st.integers(4, 12),
+    st.integers(1, 16),
+    st.sampled_from(["recompute", "mixed"]),
+)
+def test_each_token_names_the_weights_that_made_it_and_has_their_bits(
+    kind: str,
+    courses: list[tuple[int, int]],
+    rows: int,
+    pages: int,
+    swap_at: int,
+    kept: Literal["recompute", "mixed"],
+) -> None:
+    old = built(kind)
+    new = built(kind)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.25)
+    shared = prompt(99, 150)
+    requests = [asked(number, shared[:length]) for number, (length, _) in enumerate(courses)]
+    served = engine(old, rows=rows, pages=pages, weights_id="old")
+    told = run(
+        served,
+        requests,
+        [arrival for _, arrival in courses],
+        before={swap_at: lambda: served.swap(new, "new", pages=kept)},
+    )
+    of = {"old": old, "new": new}
+    for request in requests:
+        tokens = [one for one in told[request.id] if isinstance(one, Token)]
+        text = [*request.prompt, *(token.id for token in tokens)]
+        expected = {name: trained(model, text) for name, model in of.items()}
+        begun = [token.weights for token in tokens]
+        assert begun == sorted(begun, key=["old", "old+new", "new"].index)
+        assert kept == "mixed" or "old+new" not in begun
+        for token in tokens:
+            if token.weights in of:
+                assert token.logprob == float(
+                    expected[token.weights][len(request.prompt) + token.index - 1][token.id]
+                )
+        for scored in told[request.id]:
+            if isinstance(scored, PromptScored):
+                row = expected[begun[0]]
+                asked_for = [float(row[at, request.prompt[at + 1]]) for at in range(len(request.prompt) - 1)]
+                assert list(scored.logprobs) == asked_for
+    after = run(served, [asked(9, shared[:140])])["r9"]
+    assert {one.weights for one in after if isinstance(one, Token)} == {"new"}
+    assert differing(new, [asked(9, shared[:140])], {"r9": after}) == 0
+
+
+def test_weights_of_another_model_are_not_swapped_in() -> None:
+    with pytest.raises(EngineError, match="the weights are of another model"):
+        engine(built("dense")).swap(built("latent"), "new", pages="recompute")
 
 
 def test_an_engine_without_paddings_is_noticed() -> None:

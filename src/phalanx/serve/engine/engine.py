@@ -8,7 +8,7 @@ prompts, giving pages up and using another request's pages change no token and n
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,14 +19,16 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.serve.engine.page_memory import PageMemory, Piece, page_bytes, pages_within
+from phalanx.serve.engine.page_memory import page_bytes, pages_within
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.engine.supported import require_computable, require_supported
+from phalanx.serve.engine.texts import RunningText, TextPages
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics.products import use_products
 from phalanx.serve.sampling import draw, likeliest, require_sampling
-from phalanx.traffic.batching import Course, plan_step, youngest
-from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
+from phalanx.traffic.batching import plan_step, youngest
+from phalanx.traffic.pages import PAGE
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
 from phalanx.train.step.loss import log_probabilities
 
@@ -44,24 +46,8 @@ class EngineStatistics:
     """Tokens that were not computed because their pages were held, since the engine began."""
     preempted: int
     recomputed_pages: int
-
-
-@dataclass
-class _Running:
-    request: Request
-    text: list[int]
-    piece: Piece
-    places: list[int] = field(default_factory=list)
-    names: list[bytes] = field(default_factory=list)
-    computed: int = 0
-    cached: int | None = None
-    scores: dict[int, float] = field(default_factory=dict)
-    scored: bool = False
-    most_computed: int = 0
-
-    @property
-    def course(self) -> Course:
-        return Course(self.request.id, self.computed, len(self.text))
+    swaps: int
+    """How often other weights took over."""
 
 
 class Engine:
@@ -108,17 +94,18 @@ class Engine:
         self._exact = exact_numerics(model, spec, sequence) if exact else None
         self._model, self._spec, self._rows, self._texts = model, spec, rows, texts
         self._rule = Rule(exact, sequence)
-        self._prefix_cache = prefix_cache
         self.context = min(context or pages * PAGE, pages * PAGE)
-        self._table, self._memory = PageTable(pages), PageMemory(spec, weight.dtype, pages)
+        self._pages = TextPages(spec, weight.dtype, pages, prefix_cache=prefix_cache)
         self._dtype = weight.dtype
         self.numerics_id = numerics_id(numerics, weight.dtype, sequence)
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
-        self._root = root_name(weights_id, self.numerics_id)
-        self._waiting: list[_Running] = []
-        self._running: list[_Running] = []
+        self.weights_id = weights_id
+        """Of the weights that compute now."""
+        self._pages.made_by(weights_id, self.numerics_id)
+        self._waiting: list[RunningText] = []
+        self._running: list[RunningText] = []
         self._pending: list[Told] = []
-        self._rows_last = self._cached = self._preempted = self._recomputed = 0
+        self._rows_last = self._cached = self._preempted = self._recomputed = self._swaps = 0
         self._long_turn = False
 
     # What callers ask.
@@ -133,17 +120,17 @@ class Engine:
         return EngineStatistics(
             len(self._running),
             len(self._waiting),
-            self._table.used,
-            self._table.count,
+            *self.pages(),
             self._rows_last,
             self._cached,
             self._preempted,
             self._recomputed,
+            self._swaps,
         )
 
     def pages(self) -> tuple[int, int]:
         """Pages in use, and pages in all."""
-        return self._table.used, self._table.count
+        return self._pages.table.used, self._pages.table.count
 
     def submit(self, request: Request) -> None:
         """Takes a request on. Raises RequestError, and ValueError for ``sampling`` out of range."""
@@ -151,9 +138,7 @@ class Engine:
             raise RequestError(f"a request {request.id!r} is being computed: give each its own id", "id")
         require_computable(request, self._spec.vocab_size, self.context)
         require_sampling(request.sampling)
-        self._waiting.append(
-            _Running(request, [*request.prompt, *request.told], Piece(self._spec, self._dtype))
-        )
+        self._waiting.append(self._pages.new(request))
 
     def cancel(self, request_id: str) -> None:
         """Gives a request up, if it is here; ``Ended`` is told by the next step."""
@@ -172,31 +157,20 @@ class Engine:
 
     def held_pages(self, names: Collection[bytes]) -> list[bytes]:
         """Those of ``names`` whose pages are here."""
-        return [name for name in names if self._table.holds(name)]
+        return [name for name in names if self._pages.table.holds(name)]
 
     @property
     def root(self) -> bytes:
         """What the names of this engine's pages are rooted in (``phalanx.traffic.pages.page_names``)."""
-        return self._root
+        return self._pages.root
 
     def read_page(self, name: bytes) -> bytes:
         """The bytes of a page. Raises KeyError if it is not held."""
-        return self._memory.read(self._table.place(name))
+        return self._pages.read(name)
 
     def write_page(self, name: bytes, content: bytes, before: bytes = b"") -> bool:
         """Keeps a page that another worker computed, behind that named ``before``; False if all pages are in use."""
-        if self._table.holds(name):
-            return True
-        place = self._table.take()
-        if place is None:
-            return False
-        try:
-            self._memory.write(place, content)
-        except ValueError:
-            self._table.release([place])
-            raise
-        self._table.release([self._table.name(place, name, before)])
-        return True
+        return self._pages.write(name, content, before)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,101 +179,78 @@ class Engine:
 
     def forget_pages(self) -> None:
         """Drops the pages that no running request uses."""
-        self._table.drop_unused()
+        self._pages.table.drop_unused()
+
+    def swap(self, model: Transformer, weights_id: str, *, pages: Literal["recompute", "mixed"]) -> None:
+        """Computes with ``model``, of the same description, from the next step on; each token tells the ``weights`` that made it.
+
+        Keys and values of texts that go on are computed again by the new weights (``recompute``), so that the next tokens have the bits of a
+        text that only these weights have read; or, of texts that have a token already, are left as they are (``mixed``), which costs
+        nothing and gives what no weights give by themselves. Raises EngineError for a model of another kind.
+        """
+        weight = next(model.parameters())
+        if model.spec != self._spec or weight.dtype != self._dtype or weight.device.type != "cpu":
+            raise EngineError(
+                "the weights are of another model, or in another format or place, than those served: start another server for them"
+            )
+        if self._exact is not None:
+            use_products(model, self._exact.products)
+        self._model, self.weights_id = model, weights_id
+        self._pages.made_by(weights_id, self.numerics_id)
+        self._swaps += 1
+        again = [held for held in self._running if pages == "recompute" or not held.has_begun]
+        for held in again:
+            self._pages.restart(held)
+            self._running.remove(held)
+        self._waiting[:0] = again
+        for held in self._running:
+            held.weights += f"+{weights_id}"
 
     # Pages.
 
     def _admit(self) -> None:
         while self._waiting and not 0 < self._texts <= len(self._running):
             held = self._waiting[0]
-            # One row of a text is always computed, for its logits.
-            usable = len(held.text) - 1 if not self._scores_prompt(held) else 0
-            names = page_names(held.text[:usable], self._root_of(held)) if self._prefix_cache else []
-            places = self._table.use_prefix(names)
-            if self._table.available < 1 and len(places) * PAGE <= usable and self._running:
-                self._table.release(places)
+            begun = self._pages.open(held, alone=not self._running)
+            if begun is None:
                 return
-            held.places, held.names = places, names[: len(places)]
-            held.computed = len(places) * PAGE
-            held.piece.grow(held.computed + 1)
-            for number, place in enumerate(places):
-                self._memory.copy_in(held.piece, number, place)
+            held.weights = self.weights_id
             if held.cached is None:
-                held.cached = min(held.computed, len(held.request.prompt))
+                held.cached = min(begun, len(held.request.prompt))
                 self._cached += held.cached
             else:
-                self._recomputed += max(0, held.most_computed - held.computed + PAGE - 1) // PAGE
+                self._recomputed += max(0, held.most_computed - begun + PAGE - 1) // PAGE
             self._running.append(self._waiting.pop(0))
 
-    def _scores_prompt(self, held: _Running) -> bool:
-        return held.request.prompt_logprobs and not held.scored
-
-    def _is_long(self, held: _Running) -> bool:
-        short = longest_short(self._spec)
-        return 0 < short < len(held.text)
-
-    def _root_of(self, held: _Running) -> bytes:
-        return next_name(self._root, [1]) if self._is_long(held) else self._root
-
-    def _planned(self) -> list[tuple[_Running, int]]:
+    def _planned(self) -> list[tuple[RunningText, int]]:
         running = self._running
         # Texts that LongRoPE rotates by other factors have other tables: they take turns.
-        sides = {self._is_long(held) for held in running}
+        sides = {self._pages.is_long(held) for held in running}
         if len(sides) == 2:
             self._long_turn = not self._long_turn
-            running = [held for held in running if self._is_long(held) == self._long_turn]
+            running = [held for held in running if self._pages.is_long(held) == self._long_turn]
         by_id = {held.request.id: held for held in running}
         planned = []
         for name, count in plan_step([held.course for held in running], self._rows):
             held = by_id[name]
-            if held in self._running and self._make_room(held, held.computed + count):
+            if held in self._running and self._pages.make_room(held, held.computed + count, self._give_up):
                 planned.append((held, count))
         return [(held, count) for held, count in planned if held in self._running]
 
-    def _make_room(self, held: _Running, tokens: int) -> bool:
-        """Takes the pages of a text of ``tokens``; the youngest requests give theirs up, perhaps this one itself."""
-        while len(held.places) * PAGE < tokens:
-            place = self._table.take()
-            if place is not None:
-                held.places.append(place)
-                continue
-            name = youngest([other.course for other in self._running])
-            victim = next(other for other in self._running if other.request.id == name)
-            self._preempt(victim)
-            if victim is held:
-                return False
-        held.piece.grow(tokens)
-        return True
-
-    def _preempt(self, held: _Running) -> None:
+    def _give_up(self) -> RunningText:
+        """Frees the pages of the youngest request, which is computed again later."""
+        name = youngest([other.course for other in self._running])
+        victim = next(other for other in self._running if other.request.id == name)
         self._preempted += 1
-        self._restart(held)
-        self._running.remove(held)
-        self._waiting.insert(0, held)
-
-    def _restart(self, held: _Running) -> None:
-        self._table.release(held.places[::-1])
-        held.most_computed = max(held.most_computed, held.computed)
-        held.places, held.names, held.computed = [], [], 0
-        held.piece = Piece(self._spec, self._dtype)
-
-    def _keep_pages(self, held: _Running) -> None:
-        """Names the pages that are whole now, so that others may use them."""
-        if not self._prefix_cache:
-            return
-        while (len(held.names) + 1) * PAGE <= held.computed:
-            number = len(held.names)
-            before = held.names[-1] if held.names else self._root_of(held)
-            name = next_name(before, held.text[number * PAGE : (number + 1) * PAGE])
-            place = held.places[number]
-            self._memory.copy_out(held.piece, number, place)
-            held.places[number] = self._table.name(place, name, before)
-            held.names.append(name)
+        self._pages.restart(victim)
+        self._running.remove(victim)
+        self._waiting.insert(0, victim)
+        return victim
 
     # A step.
 
     @torch.no_grad()
-    def _compute(self, planned: list[tuple[_Running, int]]) -> None:
+    def _compute(self, planned: list[tuple[RunningText, int]]) -> None:
         spans = [Span(held.piece, held.computed, held.computed + count) for held, count in planned]
         tokens = [
             t
@@ -327,7 +278,7 @@ class Engine:
         )
         for held, count in planned:
             held.computed += count
-            self._keep_pages(held)
+            self._pages.keep(held)
         if found:
             self._read_rows(owners, *found[0])
 
@@ -335,21 +286,23 @@ class Engine:
         """The values with the last one repeated, until rows so many keep their bits."""
         return values + values[-1:] * (self._exact.rows.padding(len(values)) if self._exact and values else 0)
 
-    def _wanted(self, planned: list[tuple[_Running, int]]) -> tuple[list[int], list[tuple[_Running, int]]]:
+    def _wanted(
+        self, planned: list[tuple[RunningText, int]]
+    ) -> tuple[list[int], list[tuple[RunningText, int]]]:
         """The rows whose distribution is asked for, and of each the request and its place in the text."""
         rows: list[int] = []
-        owners: list[tuple[_Running, int]] = []
+        owners: list[tuple[RunningText, int]] = []
         start = 0
         for held, count in planned:
             for position in range(held.computed, held.computed + count):
-                scored = self._scores_prompt(held) and position + 1 < len(held.request.prompt)
+                scored = held.scores_prompt and position + 1 < len(held.request.prompt)
                 if scored or position + 1 == len(held.text):
                     rows.append(start + position - held.computed)
                     owners.append((held, position))
             start += count
         return rows, owners
 
-    def _read_rows(self, owners: list[tuple[_Running, int]], scores: Tensor, log_probs: Tensor) -> None:
+    def _read_rows(self, owners: list[tuple[RunningText, int]], scores: Tensor, log_probs: Tensor) -> None:
         for row, (held, position) in enumerate(owners):
             if held not in self._running:
                 continue
@@ -365,9 +318,9 @@ class Engine:
             else:
                 self._take_token(held, scores[row], log_probs[row])
 
-    def _take_token(self, held: _Running, scores: Tensor, log_probs: Tensor) -> None:
+    def _take_token(self, held: RunningText, scores: Tensor, log_probs: Tensor) -> None:
         request = held.request
-        if self._scores_prompt(held):
+        if held.scores_prompt:
             held.scored = True
             self._pending.append(
                 PromptScored(request.id, tuple(held.scores[p] for p in range(1, len(request.prompt))))
@@ -383,19 +336,19 @@ class Engine:
                 token,
                 float(log_probs[token]) if told else 0.0,
                 likeliest(log_probs, request.top_logprobs),
+                held.weights,
             )
         )
-        was_long = self._is_long(held)
+        was_long = self._pages.is_long(held)
         held.text.append(token)
         if len(held.text) - len(request.prompt) >= request.max_tokens:
             return self._end(held, "length")
-        if self._is_long(held) != was_long:
+        if self._pages.is_long(held) != was_long:
             # From here on all positions are rotated by other factors, those of the kept keys too.
-            self._restart(held)
+            self._pages.restart(held)
         return None
 
-    def _end(self, held: _Running, outcome: Outcome, text: str = "") -> None:
-        self._table.release(held.places[::-1])
-        held.places = []
+    def _end(self, held: RunningText, outcome: Outcome, text: str = "") -> None:
+        self._pages.release(held)
         (self._running if held in self._running else self._waiting).remove(held)
         self._pending.append(Ended(held.request.id, outcome, text, held.cached or 0))

@@ -1,0 +1,146 @@
+"""The texts that an engine computes, and the pages of each: how far a text is, which pages it holds, and how it gives them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from phalanx.model.facts.stretching import longest_short
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.page_memory import PageMemory, Piece
+from phalanx.traffic.batching import Course
+from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
+from phalanx.traffic.requests import Request
+
+
+@dataclass(eq=False)
+class RunningText:
+    """A request with its text so far, and what is held of it."""
+
+    request: Request
+    text: list[int]
+    piece: Piece
+    places: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    computed: int = 0
+    cached: int | None = None
+    scores: dict[int, float] = field(default_factory=dict)
+    scored: bool = False
+    most_computed: int = 0
+    weights: str = ""
+    """Of its keys and values, and of its next token; after a swap that left it its pages, those of all of them with ``+`` between."""
+
+    @property
+    def course(self) -> Course:
+        """How far it is."""
+        return Course(self.request.id, self.computed, len(self.text))
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told."""
+        return self.request.prompt_logprobs and not self.scored
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token was made here, so that its prompt is read and scored."""
+        return len(self.text) > len(self.request.prompt) + len(self.request.told)
+
+
+class TextPages:
+    """The pages of an engine's texts, named after the weights that made them."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, pages: int, *, prefix_cache: bool) -> None:
+        self._spec, self._dtype, self._prefix_cache = spec, dtype, prefix_cache
+        self.table, self._memory = PageTable(pages), PageMemory(spec, dtype, pages)
+        self.root = b""
+        """What pages' names are rooted in."""
+
+    def made_by(self, weights: str, numerics: str) -> None:
+        """Names pages after these weights from now on; those of other weights are found no more, and go when places are needed."""
+        self.root = root_name(weights, numerics)
+
+    def new(self, request: Request) -> RunningText:
+        """The text of a request, with nothing held of it."""
+        return RunningText(request, [*request.prompt, *request.told], Piece(self._spec, self._dtype))
+
+    def is_long(self, held: RunningText) -> bool:
+        """Whether LongRoPE rotates the text by its long factors."""
+        return 0 < longest_short(self._spec) < len(held.text)
+
+    def open(self, held: RunningText, *, alone: bool) -> int | None:
+        """Takes the pages with which a text begins and that are held; tokens that are computed so. ``None`` if no page is left for more of it,
+        unless it is ``alone`` and would wait for ever."""
+        # One row of a text is always computed, for its logits.
+        usable = 0 if held.scores_prompt else len(held.text) - 1
+        names = page_names(held.text[:usable], self._root_of(held)) if self._prefix_cache else []
+        places = self.table.use_prefix(names)
+        if self.table.available < 1 and len(places) * PAGE <= usable and not alone:
+            self.table.release(places)
+            return None
+        held.places, held.names = places, names[: len(places)]
+        held.computed = len(places) * PAGE
+        held.piece.grow(held.computed + 1)
+        for number, place in enumerate(places):
+            self._memory.copy_in(held.piece, number, place)
+        return held.computed
+
+    def make_room(self, held: RunningText, tokens: int, give_up: Callable[[], RunningText]) -> bool:
+        """Takes the pages of a text of ``tokens``; ``give_up`` frees those of another, perhaps of this one itself: False then."""
+        while len(held.places) * PAGE < tokens:
+            place = self.table.take()
+            if place is not None:
+                held.places.append(place)
+            elif give_up() is held:
+                return False
+        held.piece.grow(tokens)
+        return True
+
+    def keep(self, held: RunningText) -> None:
+        """Names the pages that are whole now, so that others may use them."""
+        # Those that several weights made have no name.
+        if not self._prefix_cache or "+" in held.weights:
+            return
+        while (len(held.names) + 1) * PAGE <= held.computed:
+            number = len(held.names)
+            before = held.names[-1] if held.names else self._root_of(held)
+            name = next_name(before, held.text[number * PAGE : (number + 1) * PAGE])
+            place = held.places[number]
+            self._memory.copy_out(held.piece, number, place)
+            held.places[number] = self.table.name(place, name, before)
+            held.names.append(name)
+
+    def restart(self, held: RunningText) -> None:
+        """Gives a text's pages up, so that it is computed again from its beginning."""
+        self.release(held)
+        held.most_computed = max(held.most_computed, held.computed)
+        held.names, held.computed = [], 0
+        held.piece = Piece(self._spec, self._dtype)
+
+    def release(self, held: RunningText) -> None:
+        """Gives a text's pages up."""
+        self.table.release(held.places[::-1])
+        held.places = []
+
+    def read(self, name: bytes) -> bytes:
+        """The bytes of a page. Raises KeyError if it is not held."""
+        return self._memory.read(self.table.place(name))
+
+    def write(self, name: bytes, content: bytes, before: bytes) -> bool:
+        """Keeps a page behind that named ``before``; False if all pages are in use. Raises ValueError for ``content`` of another length."""
+        if self.table.holds(name):
+            return True
+        place = self.table.take()
+        if place is None:
+            return False
+        try:
+            self._memory.write(place, content)
+        except ValueError:
+            self.table.release([place])
+            raise
+        self.table.release([self.table.name(place, name, before)])
+        return True
+
+    def _root_of(self, held: RunningText) -> bytes:
+        return next_name(self.root, [1]) if self.is_long(held) else self.root
