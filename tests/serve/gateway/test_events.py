@@ -22,7 +22,7 @@ from phalanx.serve.gateway.messages.forms import Form, event_of
 def test_an_event_that_tells_text_alone_has_the_fields_of_any_other(
     texts: list[str], model: str, chat: bool, index: int, more: dict[str, None]
 ) -> None:
-    form = Form("cmpl-1-2", 7, model, "weights:numerics", chat, BytesTokenizer(), -1, False)
+    form = Form("cmpl-1-2", 7, model, "weights", "numerics", chat, BytesTokenizer(), -1, False)
     for text in texts:
         whole = event_of(form.envelope([form.chunk(index, Piece(text), first=False)], chunk=True) | more)
         short = form.text_event(index, text, more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -12,6 +12,9 @@ from phalanx.cli.weights.serve_start import Said, Start, make_key, start
 from phalanx.cli.weights.worker_roles import WorkerRoles
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
+
+if TYPE_CHECKING:
+    from phalanx.serve.engine.engine import KeptPages
 
 _PAGES_BYTES = 1 << 30
 
@@ -54,6 +57,11 @@ _PAGES_BYTES = 1 << 30
     show_default=True,
     type=click.Choice(["exact", "fast"]),
     help="exact: a token's bits do not depend on what is computed beside it. fast: they may.",
+)
+@click.option(
+    "--follow",
+    type=click.Choice(["recompute", "mixed"]),
+    help="Go on to each newer checkpoint of the run. Texts that go on: computed again by the new weights, or from old keys and values.",
 )
 @click.option(
     "--workers",
@@ -121,6 +129,7 @@ def command(
     stream: bool,
     rows: int,
     numerics: Literal["exact", "fast"],
+    follow: KeptPages | None,
     workers: tuple[Role, ...] | None,
     threads: int,
     audit: float,
@@ -153,12 +162,17 @@ def command(
         raise click.UsageError("--threads and --audit are for --workers")
     if audit and workers is not None and len(workers) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
+    if follow and (workers or step is not None or stream or run_dir.is_file()):
+        raise click.UsageError(
+            "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
+            "--step and --stream"
+        )
     memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)
     served = ServedRun(
         str(run_dir), step, dtype, context, memory_bytes, rows, numerics, stream, texts=requests
     )
     start(
-        Start(served, name, host, port, key_file, workers or (), threads, audit, requests, drain_s),
+        Start(served, name, host, port, key_file, follow, workers or (), threads, audit, requests, drain_s),
         Said(as_json),
     )
     return None

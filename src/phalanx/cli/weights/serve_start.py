@@ -14,6 +14,7 @@ from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
+    from phalanx.serve.engine.engine import KeptPages
     from phalanx.serve.workers.router_port import Notice
 
 
@@ -55,6 +56,8 @@ class Start:
     host: str
     port: int
     key_file: Path | None
+    follow: KeptPages | None
+    """What becomes of texts that go on when newer weights take over; ``None``: none do."""
     workers: tuple[Role, ...]
     """The roles of processes that compute; none where this one does."""
     threads: int
@@ -86,6 +89,7 @@ def start(asked: Start, said: Said) -> None:
     from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
     from phalanx.serve.gateway.app import Gateway
+    from phalanx.serve.gateway.served.following import open_followed
     from phalanx.serve.gateway.served.of_run import open_run
     from phalanx.serve.gateway.server import ServerError, listen, serve
     from phalanx.serve.gateway.worker import WorkerPort
@@ -106,6 +110,8 @@ def start(asked: Start, said: Said) -> None:
                 audit_share=asked.audit,
                 tell=said.notice,
             )
+        elif asked.follow:
+            model, worker = open_followed(asked.served, asked.name, asked.follow, said.text)
         else:
             model, worker = open_run(asked.served, asked.name, said.text)
         gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))

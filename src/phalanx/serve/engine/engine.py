@@ -32,6 +32,9 @@ from phalanx.traffic.pages import PAGE
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
 from phalanx.train.step.loss import log_probabilities
 
+KeptPages = Literal["recompute", "mixed"]
+"""What becomes of the keys and values of texts that go on when other weights take over."""
+
 
 @dataclass(frozen=True)
 class EngineStatistics:
@@ -173,6 +176,11 @@ class Engine:
         return self._pages.write(name, content, before)
 
     @property
+    def spec(self) -> ModelSpec:
+        """Of the model."""
+        return self._spec
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights, keys and values."""
         return self._dtype
@@ -181,7 +189,7 @@ class Engine:
         """Drops the pages that no running request uses."""
         self._pages.table.drop_unused()
 
-    def swap(self, model: Transformer, weights_id: str, *, pages: Literal["recompute", "mixed"]) -> None:
+    def swap(self, model: Transformer, weights_id: str, *, pages: KeptPages) -> None:
         """Computes with ``model``, of the same description, from the next step on; each token tells the ``weights`` that made it.
 
         Keys and values of texts that go on are computed again by the new weights (``recompute``), so that the next tokens have the bits of a

@@ -131,6 +131,15 @@ class Counts:
             ("phalanx_requests_cancelled", "Texts left by clients.", self.cancelled),
         ):
             yield self._counter(name, about, {"": count}, "")
+        if load.weights_step is not None:
+            step = GaugeMetricFamily(
+                "phalanx_weights_step", "Step whose weights compute.", labels=["model_name"]
+            )
+            step.add_metric([self._model], load.weights_step)
+            yield step
+            yield self._counter(
+                "phalanx_weights_swaps", "Steps that took over while serving.", {"": load.swaps}, ""
+            )
         yield from self._of_workers(load)
         yield from self._of_streaming(load)
         yield self._counter(

@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -55,6 +55,10 @@ class WorkerLoad:
     """Pages there are in all; 0 where memory is not counted in pages."""
     workers: tuple[WorkerFacts, ...] = ()
     """Where there are several."""
+    weights_step: int | None = None
+    """The step whose weights compute, where other steps take over."""
+    swaps: int = 0
+    """How often they did."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What happened so often among them: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
     streaming: Streaming | None = None
@@ -114,15 +118,32 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Swap:
+    """Other weights for an engine, which take over between two steps."""
+
+    step: int
+    weights_sha: str
+    take_over: Callable[[], None]
+    """Called by the engine's thread. Raises ValueError if the engine refuses them."""
+
+
 class EngineWorker:
     """An engine in a thread of this process."""
 
     def __init__(
-        self, engine: Engine, identity: Identity, streaming: Callable[[], Streaming] | None = None
+        self,
+        engine: Engine,
+        identity: Identity,
+        streaming: Callable[[], Streaming] | None = None,
+        step: int | None = None,
     ) -> None:
+        """``step`` is told where those of other steps may take over."""
         self.identity, self._streaming = identity, streaming
         self._engine = engine
-        self._asked: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Request | str | Swap | None] = queue.SimpleQueue()
+        self._step = step
+        self._swaps = 0
         self._told: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Told]]] = {}
         self._first: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -152,8 +173,19 @@ class EngineWorker:
     def load(self) -> WorkerLoad:
         waiting = len(self._first)
         used, pages = self._engine.pages()
-        streaming = self._streaming() if self._streaming else None
-        return WorkerLoad(len(self._told) - waiting, waiting, used, pages, streaming=streaming)
+        return WorkerLoad(
+            len(self._told) - waiting,
+            waiting,
+            used,
+            pages,
+            weights_step=self._step,
+            swaps=self._swaps,
+            streaming=self._streaming() if self._streaming else None,
+        )
+
+    def swap(self, swap: Swap) -> None:
+        """Has other weights take over before the engine's next step; from any thread."""
+        self._asked.put(swap)
 
     def trouble(self) -> str:
         """See ``WorkerPort``."""
@@ -180,9 +212,14 @@ class EngineWorker:
             except Exception as error:  # The thread must outlive a defect, and the clients must hear of it.
                 self._fail(error)
 
-    def _take(self, asked: Request | str) -> None:
+    def _take(self, asked: Request | str | Swap) -> None:
         if isinstance(asked, str):
             return self._engine.cancel(asked)
+        if isinstance(asked, Swap):
+            asked.take_over()
+            self.identity = replace(self.identity, weights_sha=asked.weights_sha)
+            self._step, self._swaps = asked.step, self._swaps + 1
+            return None
         try:
             self._engine.submit(asked)
         except ValueError as error:

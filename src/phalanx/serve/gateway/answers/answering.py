@@ -37,7 +37,8 @@ class Answering:
             asked.id(),
             int(time.time()),
             model.name,
-            f"{identity.weights_sha}:{identity.numerics_id}",
+            identity.weights_sha,
+            identity.numerics_id,
             asked.chat,
             model.tokenizer,
             asked.logprobs,
@@ -148,6 +149,7 @@ class Answering:
                 if piece.scored is not None:
                     scored = piece.scored
                     continue
+                form.made_by(piece.tokens)
                 if form.plain and not piece.finish:
                     if not piece.text:
                         continue

@@ -44,7 +44,9 @@ class Form:
     id: str
     created: int
     model: str
-    fingerprint: str
+    weights: str
+    """Of what is told at present."""
+    numerics_id: str
     chat: bool
     tokenizer: Tokenizer
     logprobs: int
@@ -52,8 +54,13 @@ class Form:
     token_ids: bool
     offsets: dict[int, int] = field(default_factory=dict)
     """For each choice, the characters that its tokens had so far."""
-    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    """For each choice, what stands before and after the text of an event that has nothing else to tell."""
+    _around: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)
+    """For each choice and its weights, what stands before and after the text of an event that has nothing else to tell."""
+
+    def made_by(self, tokens: Sequence[Token]) -> None:
+        """Names the weights of these tokens from now on, those of the last one where they differ."""
+        if tokens and tokens[-1].weights:
+            self.weights = tokens[-1].weights
 
     @property
     def plain(self) -> bool:
@@ -65,11 +72,11 @@ class Form:
 
         Building and encoding the whole chunk for each token takes longer than all else that the gateway does with it.
         """
-        around = self._around.get(index)
+        around = self._around.get((index, self.weights))
         if around is None:
             chunk = self.envelope([self.chunk(index, Piece(_HOLE), first=False)], chunk=True) | dict(more)
             before, _, after = event_of(chunk).partition(msgspec.json.encode(_HOLE))
-            around = self._around[index] = (before, after)
+            around = self._around[index, self.weights] = (before, after)
         return b"%b%b%b" % (around[0], msgspec.json.encode(text), around[1])
 
     def envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
@@ -80,7 +87,7 @@ class Form:
             "object": kind + (".chunk" if chunk and self.chat else ""),
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": self.fingerprint,
+            "system_fingerprint": f"{self.weights}:{self.numerics_id}",
             "choices": choices,
         }
 
@@ -97,6 +104,10 @@ class Form:
     def whole(self, index: int, piece: Piece) -> dict[str, Any]:
         """A choice of a whole answer."""
         choice = self._choice(index, piece)
+        self.made_by(piece.tokens)
+        begins = _weights_of(piece.tokens)
+        if len(begins) > 1:
+            choice["weights"] = begins
         if self.chat:
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
         else:
@@ -175,6 +186,15 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def _weights_of(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """The weights that made a text, each with the place of its first token."""
+    begins: list[dict[str, Any]] = []
+    for number, token in enumerate(tokens):
+        if not begins or begins[-1]["weights"] != token.weights:
+            begins.append({"from_token": number, "weights": token.weights})
+    return begins
 
 
 def _finite(logprob: float) -> float:

@@ -84,7 +84,7 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         engine, computed = paged, paged.numerics_id
     else:
         engine, computed = TurnsEngine(model, context), numerics_id("turns", dtype, sequence)
-    return OpenedEngine(engine, Identity(digest, computed, context), spec, note, streaming)
+    return OpenedEngine(engine, Identity(digest, computed, context), spec, note=note, streaming=streaming)
 
 
 def weights_name(index: PackIndex, dtype: torch.dtype) -> str:

@@ -21,15 +21,15 @@ from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
-from phalanx.serve.generate import load_model
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.weights.open_model import run_folder
+from phalanx.train.score.restored import restored_model
 
 
 def open_run(
     served: ServedRun, name: str | None, tell: Callable[[str], None]
 ) -> tuple[ModelText, EngineWorker]:
-    """The model of a run or a pack, ready to be asked. Raises EngineError, and as ``load_model`` and ``load_run_tokenizer`` do."""
+    """The model of a run or a pack, ready to be asked. Raises EngineError, and as ``restored_model`` and ``load_run_tokenizer`` do."""
     opened = open_engine(served)
     with served_folder(served) as folder:
         words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size)
@@ -39,11 +39,11 @@ def open_run(
 
 
 def open_engine(served: ServedRun) -> OpenedEngine:
-    """The engine of a run or a pack. Raises EngineError, and as ``load_model`` and ``open_model`` do."""
+    """The engine of a run or a pack. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
     if served.stream or is_pack(served.path):
         return open_packed(served)
     dtype = getattr(torch, served.dtype)
-    model, spec = load_model(served.path, served.step, dtype=dtype)
+    model, spec, step = restored_model(served.path, served.step, dtype=dtype)
     sequence = read_resolved(RunDirectory(served.path)).train.seq_len
     context, digest = served.context or sequence, weights_digest(model)
     engine: Engine
@@ -62,7 +62,7 @@ def open_engine(served: ServedRun) -> OpenedEngine:
     else:
         engine = TurnsEngine(model, context)
         computed = numerics_id("turns", dtype, sequence)
-    return OpenedEngine(engine, Identity(digest, computed, context), spec)
+    return OpenedEngine(engine, Identity(digest, computed, context), spec, step=step)
 
 
 @contextmanager

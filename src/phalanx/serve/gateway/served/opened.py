@@ -16,6 +16,8 @@ class OpenedEngine:
     engine: Engine
     identity: Identity
     spec: ModelSpec
+    step: int | None = None
+    """The step whose weights compute; ``None`` for those of a pack."""
     note: str = ""
     """What whoever started the server is told."""
     streaming: Callable[[], Streaming] | None = None

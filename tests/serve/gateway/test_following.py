@@ -1,0 +1,134 @@
+"""A server that follows its run: newer weights take over in the middle of a text, and the answer names them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from checkpoint.saved_models import save_models
+from phalanx.cli.weights.serve_command import command
+from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.gateway.app import Gateway, application
+from phalanx.serve.gateway.served.following import Follower
+from phalanx.serve.gateway.served.model_text import ModelText
+from phalanx.serve.gateway.served.of_run import open_engine, weights_digest
+from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.gateway.worker import EngineWorker
+from phalanx.traffic.requests import Request, Told
+from serve.packed_runs import DENSE, make_run, random_model
+
+SWAP_AT = 5
+
+
+class Watched:
+    """An engine whose run has a newer checkpoint after so many steps."""
+
+    def __init__(self, engine: Engine, run_dir: Path, step: int) -> None:
+        self._engine, self._run_dir, self._step, self._turn = engine, run_dir, step, 0
+        self.follower: Follower | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.busy
+
+    def submit(self, request: Request) -> None:
+        self._engine.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._engine.cancel(request_id)
+
+    def pages(self) -> tuple[int, int]:
+        return self._engine.pages()
+
+    def step(self) -> Sequence[Told]:
+        self._turn += 1
+        if self._turn == SWAP_AT:
+            save_models(self._run_dir / "checkpoints", {self._step: random_model(DENSE, self._step)})
+            assert self.follower is not None
+            self.follower.look()
+        return self._engine.step()
+
+
+def answers(run_dir: Path, body: dict[str, Any]) -> tuple[list[httpx.Response], list[str], bytes]:
+    """The answers to a request during which a checkpoint comes, and to the same one afterwards; what was said, and the metrics."""
+    served = ServedRun(str(run_dir), None, "float32", 64, 1 << 22, 64, "fast")
+    opened = open_engine(served)
+    assert isinstance(opened.engine, Engine)
+    watched, said = Watched(opened.engine, run_dir, opened.step + 4), []
+    worker = EngineWorker(watched, opened.identity, step=opened.step)
+    watched.follower = Follower(served, opened.engine, worker, opened.step, "recompute", said.append)
+    tokenizer = BytesTokenizer()
+    gateway = Gateway(ModelText("run", tokenizer, frozenset(), 64), worker)
+
+    async def asked() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application(gateway))
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
+            sent = {"model": "run", "prompt": [1, 2, 3], "max_tokens": 12, "seed": 1} | body
+            return [await client.post("/v1/completions", json=sent) for _ in range(2)]
+
+    try:
+        return asyncio.run(asked()), said, gateway.counts.render(worker.load())
+    finally:
+        worker.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", DENSE, (1, 3))
+
+
+def test_an_answer_names_the_weights_that_made_each_part_of_it(run_dir: Path) -> None:
+    (during, after), said, metrics = answers(run_dir, {"return_token_ids": True})
+    old, new = (weights_digest(random_model(DENSE, step)) for step in (3, 7))
+    (choice,) = during.json()["choices"]
+    assert choice["weights"] == [
+        {"from_token": 0, "weights": old},
+        {"from_token": SWAP_AT, "weights": new},
+    ]
+    assert len(choice["token_ids"]) == 12
+    assert during.json()["system_fingerprint"].startswith(f"{new}:")
+    assert "weights" not in after.json()["choices"][0]
+    assert after.json()["system_fingerprint"] == during.json()["system_fingerprint"]
+    assert said == [f"step 7 takes over (weights {new})"]
+    assert b'phalanx_weights_step{model_name="run"} 7.0' in metrics
+    assert b'phalanx_weights_swaps_total{model_name="run"} 1.0' in metrics
+
+
+def test_each_event_of_a_stream_names_the_weights_of_its_token(run_dir: Path) -> None:
+    (during, _), _, _ = answers(run_dir, {"stream": True})
+    events = [json.loads(line[6:]) for line in during.text.split("\n\n") if line.startswith("data: {")]
+    old, new = (weights_digest(random_model(DENSE, step)) for step in (3, 7))
+    named = [event["system_fingerprint"].partition(":")[0] for event in events]
+    assert named == sorted(named, key=[old, new].index)
+    assert set(named) == {old, new}
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told_once_and_the_old_one_goes_on(run_dir: Path) -> None:
+    served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
+    opened = open_engine(served)
+    assert isinstance(opened.engine, Engine)
+    for file in (run_dir / "checkpoints").rglob("*"):
+        if "00000003" in str(file) and file.is_file() and file.suffix != ".json":
+            file.write_bytes(file.read_bytes()[:-100])
+    said: list[str] = []
+    worker = EngineWorker(opened.engine, opened.identity, step=1)
+    follower = Follower(served, opened.engine, worker, 1, "mixed", said.append)
+    follower.look()
+    follower.look()
+    worker.close()
+    (only,) = said
+    assert only.startswith("step 3 cannot be read, and step 1 goes on: ")
+    assert follower.step == 1
+
+
+def test_following_is_refused_where_other_processes_hold_the_weights(run_dir: Path) -> None:
+    refused = CliRunner().invoke(command, [str(run_dir), "--follow", "mixed", "--workers", "2"])
+    assert "leave --workers out" in refused.output
