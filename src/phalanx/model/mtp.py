@@ -2,7 +2,7 @@
 
 The module of depth 1 takes the last hidden state of each token and the embedding of the token after it, and predicts the
 one after that; depth 2 takes depth 1's hidden states, and so on. Embedding and output projection are the main model's. Such
-layers are for training, where they make the hidden states plan ahead; generation leaves them out.
+layers are for training, where they make the hidden states plan ahead; serving drafts tokens with them (``phalanx.serve.engine.drafts``).
 
 Here a sequence keeps its length at every depth, so that shapes stay what the layout divided: the last ``depth`` positions
 have no token that far ahead, get an arbitrary one, and their targets are ignored. Attention is causal, so they spoil
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
+from phalanx.model.layers.cache import Cache
 from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
@@ -41,11 +42,18 @@ class PredictionAhead(nn.Module):
         self.norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
-        """Hidden states of the depth before and embeddings of the tokens further ahead, ``(b, s, d)``, to hidden states."""
+        """Hidden states of the depth before and embeddings of the tokens further ahead, ``(b, s, d)``, to hidden states; with a cache, both
+        are the continuation of what it holds."""
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        ahead: Tensor = self.norm(self.block(self.projection(both), cos, sin, documents))
+        ahead: Tensor = self.norm(self.block(self.projection(both), cos, sin, documents, cache))
         return ahead
 
 

@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document: give either a cache or documents")
-        hidden = x if self.embedding is None else self._embedded(x, self.embedding)
+        hidden = x if self.embedding is None else self.embedded(x)
         if positions is None:
             start = cache[0].length if cache is not None else 0
             positions = torch.arange(start, start + x.shape[1], device=x.device)
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
             hidden = block(hidden, cos, sin, documents, cache[int(layer)] if cache is not None else None)
         if self.norm is None:
             return hidden
-        hidden, weight = self.norm(hidden), self._projection()
+        hidden, weight = self.norm(hidden), self.projection()
         result = (
             readout(hidden, weight) if readout is not None else logits(hidden, weight, self.spec.logit_cap)
         )
@@ -137,8 +137,10 @@ class Transformer(nn.Module):
         parts = (ahead(states, weight, depth) for depth, states in enumerate(predicted, start=1))
         return torch.stack((result, *parts))
 
-    def _embedded(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        vectors: Tensor = embedding(tokens)
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The vectors ``(..., d)`` that the first layer is given for ``tokens``."""
+        assert self.embedding is not None, "this stage of a pipeline has no embedding"
+        vectors: Tensor = self.embedding(tokens)
         # The factor is rounded to the vectors' format, as where such models were trained.
         return vectors * vectors.new_tensor(self.spec.dim**0.5) if self.spec.scale_embeddings else vectors
 
@@ -161,7 +163,8 @@ class Transformer(nn.Module):
         cos, sin = self.rotation(self.spec, positions, windowed=windowed, length=length)
         return cos.to(dtype), sin.to(dtype)
 
-    def _projection(self) -> Tensor:
+    def projection(self) -> Tensor:
+        """The output projection ``(vocab, d)``."""
         if self.head is not None:
             return self.head.weight
         assert self.embedding is not None, "a tied projection needs the embedding: do not divide this model"
@@ -176,7 +179,6 @@ class Transformer(nn.Module):
         documents: Documents | None,
     ) -> Iterator[Tensor]:
         """The hidden states of each prediction ahead, from the tokens so much ``further``."""
-        assert self.embedding is not None, "predicting ahead needs the embedding: do not divide this model"
         for tokens, module in zip(further, self.mtp, strict=True):
-            hidden = module(hidden, self._embedded(tokens, self.embedding), cos, sin, documents)
+            hidden = module(hidden, self.embedded(tokens), cos, sin, documents)
             yield hidden

@@ -18,20 +18,27 @@ class Course:
     """Tokens whose keys and values are held."""
     length: int
     """Tokens of the text so far, more than ``computed``."""
+    drafted: int = 0
+    """Guesses of the next tokens, which may be computed behind the last one."""
 
 
 def plan_step(courses: Sequence[Course], rows: int) -> list[tuple[str, int]]:
     """The requests that take part in a step and how many rows each computes, at most ``rows`` together and none without one."""
-    planned: list[tuple[str, int]] = []
+    planned: dict[str, int] = {}
     left = rows
     decoding = [course for course in courses if course.length - course.computed == 1]
     prefilling = [course for course in courses if course.length - course.computed > 1]
-    for course in (*decoding, *prefilling):
-        count = min(left, course.length - course.computed)
+    # A guess never takes the row of another's next token.
+    for course, wanted in (
+        *((course, 1) for course in decoding),
+        *((course, course.drafted) for course in decoding),
+        *((course, course.length - course.computed) for course in prefilling),
+    ):
+        count = min(left, wanted)
         if count:
-            planned.append((course.id, count))
+            planned[course.id] = planned.get(course.id, 0) + count
         left -= count
-    return planned
+    return list(planned.items())
 
 
 def youngest(courses: Sequence[Course]) -> str:

@@ -48,6 +48,9 @@ class Watched:
     def pages(self) -> tuple[int, int]:
         return self._engine.pages()
 
+    def drafts(self) -> tuple[int, int]:
+        return self._engine.drafts()
+
     def step(self) -> Sequence[Told]:
         self._turn += 1
         if self._turn == SWAP_AT:

@@ -59,6 +59,11 @@ _PAGES_BYTES = 1 << 30
     help="exact: a token's bits do not depend on what is computed beside it. fast: they may.",
 )
 @click.option(
+    "--drafts",
+    type=click.IntRange(0),
+    help="Tokens that the model's predictions ahead guess in each pass, which changes no text. Without it, model.mtp_depth of the run.",
+)
+@click.option(
     "--follow",
     type=click.Choice(["recompute", "mixed"]),
     help="Go on to each newer checkpoint of the run. Texts that go on: computed again by the new weights, or from old keys and values.",
@@ -129,6 +134,7 @@ def command(
     stream: bool,
     rows: int,
     numerics: Literal["exact", "fast"],
+    drafts: int | None,
     follow: KeptPages | None,
     workers: tuple[Role, ...] | None,
     threads: int,
@@ -169,7 +175,7 @@ def command(
         )
     memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)
     served = ServedRun(
-        str(run_dir), step, dtype, context, memory_bytes, rows, numerics, stream, texts=requests
+        str(run_dir), step, dtype, context, memory_bytes, rows, numerics, drafts, stream, texts=requests
     )
     start(
         Start(served, name, host, port, key_file, follow, workers or (), threads, audit, requests, drain_s),

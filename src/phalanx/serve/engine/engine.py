@@ -8,7 +8,6 @@ prompts, giving pages up and using another request's pages change no token and n
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,9 +17,11 @@ from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.page_memory import page_bytes, pages_within
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.engine.statistics import EngineStatistics
 from phalanx.serve.engine.supported import require_computable, require_supported
 from phalanx.serve.engine.texts import RunningText, TextPages
 from phalanx.serve.numerics.exact import exact_numerics
@@ -34,23 +35,6 @@ from phalanx.train.step.loss import log_probabilities
 
 KeptPages = Literal["recompute", "mixed"]
 """What becomes of the keys and values of texts that go on when other weights take over."""
-
-
-@dataclass(frozen=True)
-class EngineStatistics:
-    """How much an engine does and did."""
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages: int
-    rows_last_step: int
-    cached_tokens: int
-    """Tokens that were not computed because their pages were held, since the engine began."""
-    preempted: int
-    recomputed_pages: int
-    swaps: int
-    """How often other weights took over."""
 
 
 class Engine:
@@ -69,13 +53,16 @@ class Engine:
         prefix_cache: bool = True,
         sequence: int = 0,
         context: int = 0,
+        drafts: int = 0,
         weights_id: str,
     ) -> None:
         """Serves ``model``, built of a resolved ``spec``, with so many ``pages`` or what fits into ``memory_bytes``.
 
         ``sequence`` is the length of the training sequences (``data.seq_len``), which exact attention follows; ``context`` the most
-        tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact numerics are tried on this machine first (``phalanx.serve.numerics``), and
-        give the model products whose rows are independent. Raises EngineError for a model, machine or memory that cannot serve.
+        tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact
+        numerics are tried on this machine first (``phalanx.serve.numerics``), and give the model products whose rows are independent.
+        ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
+        text. Raises EngineError for a model, machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
             raise EngineError(
@@ -89,7 +76,11 @@ class Engine:
             raise EngineError(
                 f"the engine computes on the CPU, and the weights are on {weight.device}: move them"
             )
-        pages = pages or pages_within(spec, weight.dtype, memory_bytes)
+        if drafts > len(model.mtp):
+            raise EngineError(
+                f"{drafts} tokens cannot be drafted in a step: the model predicts {len(model.mtp)} ahead (model.mtp_depth)"
+            )
+        pages = pages or pages_within(spec, weight.dtype, memory_bytes, drafts)
         if pages < 1:
             raise EngineError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {2 * page_bytes(spec, weight.dtype)} bytes; give more memory"
@@ -108,6 +99,8 @@ class Engine:
         self._waiting: list[RunningText] = []
         self._running: list[RunningText] = []
         self._pending: list[Told] = []
+        self._drafts, self._drafter = drafts, Drafter(model, drafts) if drafts else None
+        self._drafted = self._accepted = 0
         self._rows_last = self._cached = self._preempted = self._recomputed = self._swaps = 0
         self._long_turn = False
 
@@ -129,11 +122,17 @@ class Engine:
             self._preempted,
             self._recomputed,
             self._swaps,
+            self._drafted,
+            self._accepted,
         )
 
     def pages(self) -> tuple[int, int]:
         """Pages in use, and pages in all."""
         return self._pages.table.used, self._pages.table.count
+
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were guessed and computed, and those of them that the model drew."""
+        return self._drafted, self._accepted
 
     def submit(self, request: Request) -> None:
         """Takes a request on. Raises RequestError, and ValueError for ``sampling`` out of range."""
@@ -204,6 +203,7 @@ class Engine:
         if self._exact is not None:
             use_products(model, self._exact.products)
         self._model, self.weights_id = model, weights_id
+        self._drafter = Drafter(model, self._drafts) if self._drafts else None
         self._pages.made_by(weights_id, self.numerics_id)
         self._swaps += 1
         again = [held for held in self._running if pages == "recompute" or not held.has_begun]
@@ -241,6 +241,9 @@ class Engine:
         planned = []
         for name, count in plan_step([held.course for held in running], self._rows):
             held = by_id[name]
+            sure = len(held.text) - held.computed
+            if count > sure and not self._pages.room_for(held, held.computed + count):
+                count = sure  # nobody gives pages up for a guess
             if held in self._running and self._pages.make_room(held, held.computed + count, self._give_up):
                 planned.append((held, count))
         return [(held, count) for held, count in planned if held in self._running]
@@ -263,20 +266,23 @@ class Engine:
         tokens = [
             t
             for (held, _), span in zip(planned, spans, strict=True)
-            for t in held.text[span.begin : span.end]
+            for t in (*held.text, *held.drafts)[span.begin : span.end]
         ]
         positions = [p for span in spans for p in range(span.begin, span.end)]
         self._rows_last = len(tokens)
         wanted, owners = self._wanted(planned)
+        given = [tokens[row] for row in wanted]
         tokens, positions = self._padded(tokens), self._padded(positions)
         masks: dict[tuple[int, ...], Tensor] = {}
         cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(self._spec.layers)]
         found: list[tuple[Tensor, Tensor]] = []
+        states: list[Tensor] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             product = self._exact.products if self._exact else None
             if rows := self._padded(wanted):
                 found.append(log_probabilities(hidden[0, rows], weight, self._spec.logit_cap, product))
+            states.append(hidden[0])
             return hidden
 
         # Of these, all or none are behind LongRoPE's switch.
@@ -285,10 +291,41 @@ class Engine:
             torch.tensor([tokens]), readout, positions=torch.tensor(positions), length=length, cache=cache
         )
         for held, count in planned:
-            held.computed += count
+            # Behind the text's own tokens there are guesses, which are counted when they are taken.
+            sure = min(count, len(held.text) - held.computed)
+            self._drafted += count - sure
+            held.computed += sure
             self._pages.keep(held)
         if found:
-            self._read_rows(owners, *found[0])
+            self._read_rows(owners, given, *found[0])
+        if self._drafter is not None:
+            self._guess(self._drafter, planned, spans, states[0], length)
+
+    def _guess(
+        self,
+        drafter: Drafter,
+        planned: list[tuple[RunningText, int]],
+        spans: list[Span],
+        states: Tensor,
+        length: int,
+    ) -> None:
+        """Guesses the next tokens of the texts that go on, by the states ``(rows, dim)`` of this step."""
+        going: list[RunningText] = []
+        progress: list[Progress] = []
+        start = 0
+        for (held, count), span in zip(planned, spans, strict=True):
+            held.drafts = ()
+            wanted = self._pages.most_drafts(held, self._drafts)
+            if held in self._running and held.computed > span.begin and wanted > 0:
+                rows = states[start : start + held.computed - span.begin]
+                going.append(held)
+                progress.append(
+                    Progress(held.text, rows, held.computed, wanted, held.request.sampling, held.ahead)
+                )
+            start += count
+        if going:
+            for held, found in zip(going, drafter.guess(progress, length), strict=True):
+                held.ahead, held.drafts = found
 
     def _padded(self, values: list[int]) -> list[int]:
         """The values with the last one repeated, until rows so many keep their bits."""
@@ -304,16 +341,26 @@ class Engine:
         for held, count in planned:
             for position in range(held.computed, held.computed + count):
                 scored = held.scores_prompt and position + 1 < len(held.request.prompt)
-                if scored or position + 1 == len(held.text):
+                if scored or position + 1 >= len(held.text):
                     rows.append(start + position - held.computed)
                     owners.append((held, position))
             start += count
         return rows, owners
 
-    def _read_rows(self, owners: list[tuple[RunningText, int]], scores: Tensor, log_probs: Tensor) -> None:
+    def _read_rows(
+        self, owners: list[tuple[RunningText, int]], given: list[int], scores: Tensor, log_probs: Tensor
+    ) -> None:
+        """Takes the rows' distributions; ``given`` are the tokens that they were computed for."""
         for row, (held, position) in enumerate(owners):
             if held not in self._running:
                 continue
+            if position >= held.computed:
+                # A guess counts if it is the token that the row before has just drawn.
+                if held.text[position:] != [given[row]]:
+                    continue
+                held.computed += 1
+                self._accepted += 1
+                self._pages.keep(held)
             if not bool(torch.isfinite(scores[row].max())):
                 self._end(
                     held,

@@ -24,9 +24,10 @@ def page_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return spec.layers * heads * (key + value) * PAGE * dtype.itemsize
 
 
-def pages_within(spec: ModelSpec, dtype: torch.dtype, memory_bytes: int) -> int:
-    """Pages that fit into ``memory_bytes``, with the running requests' own copies."""
-    return memory_bytes // (2 * page_bytes(spec, dtype))
+def pages_within(spec: ModelSpec, dtype: torch.dtype, memory_bytes: int, drafts: int = 0) -> int:
+    """Pages that fit into ``memory_bytes``, with the running requests' own copies, and what ``drafts`` depths of predictions ahead keep."""
+    page = page_bytes(spec, dtype)
+    return memory_bytes // (2 * page + drafts * page // spec.layers)
 
 
 class Piece:

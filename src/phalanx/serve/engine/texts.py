@@ -9,6 +9,7 @@ import torch
 
 from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.drafts import Ahead
 from phalanx.serve.engine.page_memory import PageMemory, Piece
 from phalanx.traffic.batching import Course
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
@@ -32,10 +33,15 @@ class RunningText:
     weights: str = ""
     """Of its keys and values, and of its next token; after a swap that left it its pages, those of all of them with ``+`` between."""
 
+    ahead: Ahead | None = None
+    """What its guesses rest on."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of its next tokens, to be computed behind its last one."""
+
     @property
     def course(self) -> Course:
         """How far it is."""
-        return Course(self.request.id, self.computed, len(self.text))
+        return Course(self.request.id, self.computed, len(self.text), len(self.drafts))
 
     @property
     def scores_prompt(self) -> bool:
@@ -97,6 +103,16 @@ class TextPages:
         held.piece.grow(tokens)
         return True
 
+    def most_drafts(self, held: RunningText, depths: int) -> int:
+        """Tokens to guess behind a text: not beyond its longest, and none that LongRoPE would rotate by other factors."""
+        most = min(depths, held.request.max_tokens - (len(held.text) - len(held.request.prompt)) - 1)
+        short = longest_short(self._spec)
+        return most if not short > 0 or self.is_long(held) else min(most, short - len(held.text))
+
+    def room_for(self, held: RunningText, tokens: int) -> bool:
+        """Whether there are pages for a text of ``tokens`` that no other uses."""
+        return tokens <= (len(held.places) + self.table.available) * PAGE
+
     def keep(self, held: RunningText) -> None:
         """Names the pages that are whole now, so that others may use them."""
         # Those that several weights made have no name.
@@ -117,6 +133,7 @@ class TextPages:
         held.most_computed = max(held.most_computed, held.computed)
         held.names, held.computed = [], 0
         held.piece = Piece(self._spec, self._dtype)
+        held.ahead, held.drafts = None, ()
 
     def release(self, held: RunningText) -> None:
         """Gives a text's pages up."""

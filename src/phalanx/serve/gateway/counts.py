@@ -128,6 +128,8 @@ class Counts:
             ("vllm:generation_tokens", "Tokens generated.", self.generated_tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked for among those held.", self.queried_tokens),
             ("vllm:prefix_cache_hits", "Prompt tokens held already.", self.cached_tokens),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens drafted and computed.", load.drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were drawn.", load.accepted),
             ("phalanx_requests_cancelled", "Texts left by clients.", self.cancelled),
         ):
             yield self._counter(name, about, {"": count}, "")

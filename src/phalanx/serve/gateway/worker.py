@@ -59,6 +59,10 @@ class WorkerLoad:
     """The step whose weights compute, where other steps take over."""
     swaps: int = 0
     """How often they did."""
+    drafted: int = 0
+    """Tokens that predictions ahead have guessed and the model has computed."""
+    accepted: int = 0
+    """Of these, those that the model drew."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What happened so often among them: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
     streaming: Streaming | None = None
@@ -117,6 +121,10 @@ class Engine(Protocol):
         """Pages in use, and pages in all; 0 of 0 where memory is not counted in pages."""
         ...
 
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were guessed and computed, and those of them that the model drew."""
+        ...
+
 
 @dataclass(frozen=True)
 class Swap:
@@ -173,6 +181,7 @@ class EngineWorker:
     def load(self) -> WorkerLoad:
         waiting = len(self._first)
         used, pages = self._engine.pages()
+        drafted, accepted = self._engine.drafts()
         return WorkerLoad(
             len(self._told) - waiting,
             waiting,
@@ -180,6 +189,8 @@ class EngineWorker:
             pages,
             weights_step=self._step,
             swaps=self._swaps,
+            drafted=drafted,
+            accepted=accepted,
             streaming=self._streaming() if self._streaming else None,
         )
 

@@ -183,9 +183,14 @@ class RowProducts:
         return torch.cat(parts) if parts else rows.new_empty(0, matrices.shape[1])
 
 
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All parts but the predictions ahead, whose guesses may have any bits."""
+    return ((name, part) for name, part in model.named_modules() if not name.startswith("mtp."))
+
+
 def shapes_of(model: nn.Module) -> Iterator[tuple[str, Shape]]:
     """Every product that ``RowProducts`` computes for a model, and a name of a matrix in it; those of the head and of routers are not among them."""
-    for name, part in model.named_modules():
+    for name, part in _parts(model):
         if isinstance(part, Linear):
             yield f"{name}.weight", shape_of(part.weight, bias=part.bias is not None)
         elif isinstance(part, Experts):
@@ -196,7 +201,7 @@ def shapes_of(model: nn.Module) -> Iterator[tuple[str, Shape]]:
 
 def use_products(model: nn.Module, products: RowProducts) -> None:
     """Gives all linear layers and experts of ``model`` the products whose rows are independent."""
-    for part in model.modules():
+    for _, part in _parts(model):
         if isinstance(part, Linear):
             part.affine = products
         elif isinstance(part, Experts):

@@ -25,19 +25,20 @@ def restored_model(
     seq_len: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    ahead: bool = False,
 ) -> tuple[Transformer | Chain, ModelSpec, int]:
     """The model with the weights of ``step``, or of the newest step that can be read; its resolved description; and the step.
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). What predicts further
-    ahead is left out. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
+    ahead is left out, unless ``ahead`` asks for it. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
     beginning. Of a run with portable numerics, all that this process computes afterwards is portable. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
     """
-    # What predicts further ahead was for training; the checkpoint's names for the rest are the same without it.
+    # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
     recorded = read_resolved(directory)
     if recorded.runtime.numerics == "portable" and torch.device(device).type == "cpu":
         begin_portable()
-    spec = resolve(prediction_ahead.without(recorded.model))
+    spec = resolve(recorded.model if ahead else prediction_ahead.without(recorded.model))
     if not spec.vocab_size:
         raise RunDirectoryError(
             f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"

@@ -77,7 +77,12 @@ class Follower:
 
     def _take(self, step: int) -> bool:
         try:
-            model, spec, _ = restored_model(self._served.path, step, dtype=getattr(torch, self._served.dtype))
+            model, spec, _ = restored_model(
+                self._served.path,
+                step,
+                dtype=getattr(torch, self._served.dtype),
+                ahead=self._engine.spec.mtp_depth > 0,
+            )
         except (CheckpointError, RunDirectoryError, OSError) as error:
             self._unreadable.add(step)
             self._tell(f"step {step} cannot be read, and step {self.step} goes on: {error}")

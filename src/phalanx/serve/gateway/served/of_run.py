@@ -14,7 +14,9 @@ from phalanx.checkpoint.pack.reader import is_pack, open_pack
 from phalanx.checkpoint.tiers.digest import combine, tensor_digest
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.kinds import prediction_ahead
 from phalanx.serve.engine.engine import Engine as PagedEngine
+from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_pack import open_packed
 from phalanx.serve.gateway.served.opened import OpenedEngine
@@ -41,10 +43,21 @@ def open_run(
 def open_engine(served: ServedRun) -> OpenedEngine:
     """The engine of a run or a pack. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
     if served.stream or is_pack(served.path):
+        if served.drafts:
+            raise EngineError(
+                f"--drafts {served.drafts}: a pack is served without its predictions ahead, so nothing can be drafted: serve the run's directory, without --stream"
+            )
         return open_packed(served)
     dtype = getattr(torch, served.dtype)
-    model, spec, step = restored_model(served.path, served.step, dtype=dtype)
-    sequence = read_resolved(RunDirectory(served.path)).train.seq_len
+    run = read_resolved(RunDirectory(served.path))
+    depths = prediction_ahead.depths(run.model)
+    drafts = depths if served.drafts is None else served.drafts
+    if drafts > depths:
+        raise EngineError(
+            f"--drafts {drafts}: the run's model predicts {depths} tokens ahead (model.mtp_depth), so no more can be drafted"
+        )
+    model, spec, step = restored_model(served.path, served.step, dtype=dtype, ahead=drafts > 0)
+    sequence = run.train.seq_len
     context, digest = served.context or sequence, weights_digest(model)
     engine: Engine
     if isinstance(model, Transformer):
@@ -56,6 +69,7 @@ def open_engine(served: ServedRun) -> OpenedEngine:
             numerics=served.numerics,
             sequence=sequence,
             context=context,
+            drafts=drafts,
             weights_id=digest,
         )
         engine, computed = paged, paged.numerics_id
@@ -82,6 +96,8 @@ def weights_digest(model: nn.Module) -> str:
     tensors = {
         name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])
         for name, tensor in model.state_dict().items()
+        # What guesses has no part in the bits of a text, which are the same without it.
+        if not name.startswith("mtp.")
     }
     return combine(tensors)[:16]
 

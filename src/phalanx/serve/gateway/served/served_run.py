@@ -23,6 +23,8 @@ class ServedRun(Struct, frozen=True):
     rows: int
     """The most tokens of a pass."""
     numerics: Literal["exact", "fast"]
+    drafts: int | None = 0
+    """Tokens that the run's predictions ahead guess in each step; ``None`` is as many as there are."""
     stream: bool = False
     """Whether weights are read as they are computed with."""
     texts: int = 256

@@ -34,6 +34,10 @@ class TurnsEngine:
         """None: nothing is kept of a text but its ids."""
         return 0, 0
 
+    def drafts(self) -> tuple[int, int]:
+        """None: a model of one's own predicts one token."""
+        return 0, 0
+
     def submit(self, request: Request) -> None:
         """Takes a request. Raises RequestError for what the model cannot do."""
         if len(request.prompt) + request.max_tokens > self._context:
