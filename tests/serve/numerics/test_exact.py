@@ -56,6 +56,30 @@ def test_attention_without_its_paddings_is_noticed(kind: str, monkeypatch: pytes
     )
 
 
+def test_what_holds_is_tried_in_a_few_places_by_the_next_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(facts, "facts_path", lambda: tmp_path / "facts.json")
+    model = built()
+
+    def found() -> tuple[list[str], dict[str, Facts | None]]:
+        for kept in (attention._first_difference, widths._norm, widths._activation, widths._softmax):
+            kept.cache_clear()
+        return list(dependent_attention(model, 96)), dict(width_facts(model.spec, torch.float32))
+
+    before = found()
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "_tried", lambda _: pytest.fail("attention was searched again"))
+        patched.setattr(widths, "_search", lambda *_: pytest.fail("a width was searched again"))
+        assert found() == before == ([], before[1])
+        # What is kept does not hide what no longer holds.
+        mix = LayerRows.mix
+        patched.setattr(LayerRows, "mix", lambda *given: mix(*given) + (given[2].shape[2] == 1))
+        with pytest.raises(pytest.fail.Exception, match="attention was searched again"):
+            found()
+    attention._first_difference.cache_clear()
+
+
 def test_attention_that_depends_on_its_place_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     attention._first_difference.cache_clear()
     mix = LayerRows.mix

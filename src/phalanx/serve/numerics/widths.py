@@ -17,7 +17,7 @@ from phalanx.model.layers.feed_forward import gated
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.kinds.feed_forward import is_gated
 from phalanx.run.spec import ModelSpec, MoeSpec
-from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.facts import Facts, recalled
 from phalanx.serve.numerics.products import fewest_rows
 
 _MANY = 576
@@ -38,8 +38,17 @@ def width_facts(spec: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[str, Fact
             yield "the gate of the shared experts", _shared_gate(spec.dim, dtype)
 
 
-def _tried(operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> Facts | None:
+def _tried(name: str, operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> Facts | None:
+    """How few rows an operation may have; ``name`` tells what else than width and format decides its bits."""
     many = _MANY if width < _WIDE else 96
+    return recalled(
+        f"{name} {width} {dtype}",
+        lambda: _search(operation, width, dtype, many),
+        lambda facts: _keeps(operation, width, dtype, facts),
+    )
+
+
+def _search(operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, many: int) -> Facts | None:
     rows = torch.randn(many, width, generator=torch.Generator().manual_seed(0)).mul_(4).to(dtype)
     with torch.no_grad():
         expected = operation(rows)
@@ -51,18 +60,37 @@ def _tried(operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype
         return fewest_rows(kept, many)
 
 
+@torch.no_grad()
+def _keeps(operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, facts: Facts) -> bool:
+    """A cheap look at what another process found: few rows among somewhat more, at both ends."""
+    many = max(64, 2 * facts.fewest)
+    rows = torch.randn(many, width, generator=torch.Generator().manual_seed(1)).mul_(4).to(dtype)
+    expected = operation(rows)
+    return all(
+        torch.equal(
+            operation(rows[begin : begin + facts.fewest].contiguous()), expected[begin : begin + facts.fewest]
+        )
+        for begin in (0, many - facts.fewest)
+    )
+
+
 @functools.cache
 def _norm(width: int, eps: float, offset: bool, dtype: torch.dtype) -> Facts | None:
     norm = RMSNorm(width, eps, offset=offset).to(dtype).requires_grad_(False)
     torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
-    return _tried(norm, width, dtype)
+    return _tried(f"norm {eps} {offset}", norm, width, dtype)
 
 
 @functools.cache
 def _activation(spec: ModelSpec, width: int, dtype: torch.dtype) -> Facts | None:
     if is_gated(spec):
-        return _tried(lambda x: gated(spec, x, x.flip(1)), width, dtype)
-    return _tried(F.gelu, width, dtype)
+        return _tried(
+            f"gated {spec.ffn} {spec.swiglu_limit} {spec.swiglu_gain}",
+            lambda x: gated(spec, x, x.flip(1)),
+            width,
+            dtype,
+        )
+    return _tried("gelu", F.gelu, width, dtype)
 
 
 @functools.cache
@@ -71,7 +99,7 @@ def _softmax(vocab: int, cap: float, dtype: torch.dtype) -> Facts | None:
         bent = torch.tanh(scores.float() / cap) * cap if cap else scores
         return F.log_softmax(bent, dim=-1, dtype=torch.float32)
 
-    return _tried(read, vocab, dtype)
+    return _tried(f"softmax {cap}", read, vocab, dtype)
 
 
 @functools.cache
@@ -83,11 +111,11 @@ def _router(dim: int, moe: MoeSpec) -> Facts | None:
         chosen = logits.softmax(dim=1) if moe.score == "softmax" else logits.sigmoid()
         return torch.cat((logits, chosen, chosen / (chosen.sum(dim=1, keepdim=True) + 1e-20)), 1)
 
-    return _tried(scores, dim, torch.float32)
+    return _tried(f"router {moe.experts} {moe.score}", scores, dim, torch.float32)
 
 
 @functools.cache
 def _shared_gate(dim: int, dtype: torch.dtype) -> Facts | None:
     # One element of each row: whole vectors of them need 32 rows.
     matrix = torch.randn(1, dim, generator=torch.Generator().manual_seed(2)).to(dtype)
-    return _tried(lambda tokens: F.linear(tokens, matrix).sigmoid(), dim, dtype)
+    return _tried("shared gate", lambda tokens: F.linear(tokens, matrix).sigmoid(), dim, dtype)
