@@ -90,6 +90,11 @@ def run(
     return told
 
 
+def logprobs_of(told: Sequence[Told]) -> list[float]:
+    """The log-probabilities of a text's tokens."""
+    return [one.logprob for one in told if isinstance(one, Token)]
+
+
 @torch.no_grad()
 def trained(model: Transformer, text: Sequence[int]) -> torch.Tensor:
     """Log-probabilities by the trainer: the text begins a training sequence, in a micro-batch of two."""
@@ -217,6 +222,30 @@ def test_an_engine_without_paddings_is_noticed() -> None:
     model = built("dense")
     requests = [asked(number, prompt(number, 7 + 31 * number)) for number in range(5)]
     assert differing(model, requests, run(engine(model, numerics="fast"), requests)) > 0
+
+
+def test_decoding_with_fast_numerics_expands_no_latent_of_the_text_and_tells_the_same_numbers() -> None:
+    model = built("latent")
+    requests = [asked(number, prompt(number, 40 + 31 * number)) for number in range(3)]
+    exact = run(engine(model), requests)
+    rows: list[int] = []
+    for block in model.blocks.values():
+        block.attention.kv_up.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+            lambda _module, given: rows.append(given[0].shape[1])
+        )
+    served = engine(model, numerics="fast", prefix_cache=False)
+    fast: dict[str, list[Told]] = {request.id: [] for request in requests}
+    for request in requests:
+        served.submit(request)
+    while served.busy:
+        decoding = served.statistics().running == 3
+        rows.clear()
+        for one in served.step():
+            fast[one.request].append(one)
+        assert not (decoding and rows), "a decoding step has expanded latents"
+    for request in requests:
+        pairs = zip(logprobs_of(exact[request.id]), logprobs_of(fast[request.id]), strict=True)
+        assert all(abs(one - other) < 1e-4 for one, other in pairs)
 
 
 def test_a_prefix_that_is_held_is_not_computed_again_and_changes_no_bit() -> None:

@@ -1,7 +1,7 @@
 """The keys and values that one attention layer has already seen, kept while text is generated.
 
 Latent attention keeps what keys and values are expanded from instead: the normalized latent, and the rotated part of the
-keys. It is expanded again for every new token, which costs time but keeps the cache as small as the method promises.
+keys. Here it is expanded again for every new token, which costs time but keeps the cache as small as the method promises.
 """
 
 from __future__ import annotations

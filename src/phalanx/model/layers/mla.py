@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.facts.stretching import softmax_temperature
+from phalanx.model.layers.absorbed import LatentExpansion
 from phalanx.model.layers.attention import CausalCore, Core
 from phalanx.model.layers.cache import Cache
 from phalanx.model.layers.documents import Documents
@@ -66,7 +67,9 @@ class MlaAttention(nn.Module):
         self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), bias=False)
         self.output = Linear(spec.heads * mla.value_head_dim, spec.dim, bias=False)
         temperature = softmax_temperature(spec.rope_scaling)
-        self.core: Core = CausalCore(self.head_dim**-0.5 * temperature if temperature != 1 else None)
+        scale = self.head_dim**-0.5 * temperature
+        self.core: Core = CausalCore(scale if temperature != 1 else None)
+        self._scale = scale
 
     def forward(
         self,
@@ -88,6 +91,11 @@ class MlaAttention(nn.Module):
         latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)  # (1)
         return asked, self.kv_latent_norm(latent), shared
 
+    @property
+    def _expansion(self) -> LatentExpansion:
+        # Of the module that is there now: ranks and lanes replace it.
+        return LatentExpansion(self.kv_up, self.mla, self._scale)
+
     def by_heads(
         self,
         inputs: tuple[Tensor, ...],
@@ -99,8 +107,8 @@ class MlaAttention(nn.Module):
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
         query, latent, shared = self._unexpanded(inputs, cos, sin)
         if cache is not None:
-            return self.result(cache.mix(self.core, query, latent, shared, None, self._expand))
-        key, value = self._expand(latent, shared)
+            return self.result(cache.mix(self.core, query, latent, shared, None, self._expansion))
+        key, value = self._expansion(latent, shared)
         return self.result(self.core(query, key, value, documents))  # (10): (b, h, s, v)
 
     def projected(
@@ -108,7 +116,7 @@ class MlaAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave."""
         query, latent, shared = self._unexpanded(inputs, cos, sin)
-        return query, *self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+        return query, *self._expansion(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
 
     def _unexpanded(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
@@ -126,10 +134,3 @@ class MlaAttention(nn.Module):
         """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
-
-    def _expand(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` from ``(b, 1, s, r)`` and rotated ``(b, 1, s, rope)``."""
-        widths = (self.mla.nope_head_dim, self.mla.value_head_dim)
-        expanded = self.kv_up(latent.squeeze(1)).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
-        fixed, value = expanded.split(widths, dim=-1)
-        return torch.cat((fixed, shared.expand(-1, fixed.shape[1], -1, -1)), dim=-1), value

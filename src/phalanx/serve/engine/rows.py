@@ -2,7 +2,8 @@
 
 Exact attention gives a query the bits that it has in training on a CPU, where a kernel sees the whole sequence: keys go on to the end of their block
 of 512, or of the training sequence if that is shorter, hidden by a mask; queries are repeated up to a multiple of four, because
-fewer take another path through the matrix product. A layer with a window is computed in the trainer's blocks of a window's queries.
+fewer take another path through the matrix product. Fast numerics absorb latent attention's matrix where that is less work
+(``phalanx.model.layers.absorbed``). A layer with a window is computed in the trainer's blocks of a window's queries.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.model.layers.absorbed import LatentExpansion
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.layers.cache import Expand, Mixing
 from phalanx.model.layers.independent_rows import ROWS
@@ -108,13 +110,17 @@ class LayerRows:
             elif window and not rule.exact:
                 first = max(0, begin - window + 1)
             keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in held)
-            if expand is not None:
-                keys, values = expand(keys, values)
             asked = query[:, :, begin - span.begin : end - span.begin]
             padding = -(end - begin) % ROWS if rule.exact else 0
             if padding:
                 asked = torch.cat((asked, asked[:, :, -1:].expand(-1, -1, padding, -1)), 2)
             mask = self._mask(begin, end, padding, first, last, window)
+            absorbing = isinstance(expand, LatentExpansion) and not rule.exact and not core.score.cap
+            if absorbing and expand.absorbs(end - begin, last - first):
+                parts.append(expand.absorbed(asked, keys, values, mask))
+                continue
+            if expand is not None:
+                keys, values = expand(keys, values)
             parts.append(core.softmax(sinks)(asked, keys, values, mask)[:, :, : end - begin])
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
