@@ -23,6 +23,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.kept import kept_as
 from phalanx.serve.engine.page_memory import page_bytes
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_server import PageServer
@@ -35,7 +36,7 @@ from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Tol
 
 TOKEN = "the service's token"
 SPEC = resolve(ModelSpec(layers=1, dim=32, heads=2, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3))
-PAGE_BYTES = page_bytes(SPEC, torch.float32)
+PAGE_BYTES = page_bytes(SPEC, kept_as("compute", SPEC, torch.float32))
 
 
 def built() -> Transformer:

@@ -15,6 +15,7 @@ from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
+    from phalanx.serve.engine.kept import KeptName
 
 _PAGES_BYTES = 1 << 30
 
@@ -57,6 +58,13 @@ _PAGES_BYTES = 1 << 30
     show_default=True,
     type=click.Choice(["exact", "fast"]),
     help="exact: a token's bits do not depend on what is computed beside it. fast: they may.",
+)
+@click.option(
+    "--kv",
+    default="compute",
+    show_default=True,
+    type=click.Choice(["compute", "int8", "fp8"]),
+    help="How keys and values are kept: as computed, or with 8 bits, which changes log-probabilities (--numerics fast).",
 )
 @click.option(
     "--drafts",
@@ -134,6 +142,7 @@ def command(
     stream: bool,
     rows: int,
     numerics: Literal["exact", "fast"],
+    kv: KeptName,
     drafts: int | None,
     follow: KeptPages | None,
     workers: tuple[Role, ...] | None,
@@ -175,7 +184,17 @@ def command(
         )
     memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)
     served = ServedRun(
-        str(run_dir), step, dtype, context, memory_bytes, rows, numerics, drafts, stream, texts=requests
+        str(run_dir),
+        step,
+        dtype,
+        context,
+        memory_bytes,
+        rows,
+        numerics,
+        drafts=drafts,
+        kept=kv,
+        stream=stream,
+        texts=requests,
     )
     start(
         Start(served, name, host, port, key_file, follow, workers or (), threads, audit, requests, drain_s),

@@ -19,7 +19,8 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.serve.engine.page_memory import page_bytes, pages_within
+from phalanx.serve.engine.kept import KeptName, kept_as
+from phalanx.serve.engine.page_memory import page_bytes, pages_within, piece_bytes
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.engine.statistics import EngineStatistics
 from phalanx.serve.engine.supported import require_computable, require_supported
@@ -54,6 +55,7 @@ class Engine:
         sequence: int = 0,
         context: int = 0,
         drafts: int = 0,
+        kept: KeptName = "compute",
         weights_id: str,
     ) -> None:
         """Serves ``model``, built of a resolved ``spec``, with so many ``pages`` or what fits into ``memory_bytes``.
@@ -62,7 +64,8 @@ class Engine:
         tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact
         numerics are tried on this machine first (``phalanx.serve.numerics``), and give the model products whose rows are independent.
         ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
-        text. Raises EngineError for a model, machine or memory that cannot serve.
+        text. ``kept`` is the format of keys and values (``phalanx.serve.engine.kept``), with fast numerics. Raises EngineError for a model,
+        machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
             raise EngineError(
@@ -70,28 +73,28 @@ class Engine:
                 "use phalanx generate"
             )
         exact = numerics == "exact"
-        require_supported(model, exact=exact)
+        require_supported(model, exact=exact, drafts=drafts, kept=kept)
         weight = next(model.parameters())
         if weight.device.type != "cpu":
             raise EngineError(
                 f"the engine computes on the CPU, and the weights are on {weight.device}: move them"
             )
-        if drafts > len(model.mtp):
-            raise EngineError(
-                f"{drafts} tokens cannot be drafted in a step: the model predicts {len(model.mtp)} ahead (model.mtp_depth)"
-            )
-        pages = pages or pages_within(spec, weight.dtype, memory_bytes, drafts)
+        form = kept_as(kept, spec, weight.dtype)
+        self.page_bytes = page_bytes(spec, form)
+        """Of a page as it is kept, and as it travels."""
+        needed = self.page_bytes + piece_bytes(spec, weight.dtype, drafts)
+        pages = pages or pages_within(spec, form, memory_bytes, drafts)
         if pages < 1:
             raise EngineError(
-                f"{memory_bytes} bytes hold no page of 64 tokens: one needs {2 * page_bytes(spec, weight.dtype)} bytes; give more memory"
+                f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
         self._exact = exact_numerics(model, spec, sequence) if exact else None
         self._model, self._spec, self._rows, self._texts = model, spec, rows, texts
-        self._rule = Rule(exact, sequence)
+        self._rule = Rule(exact, sequence, form if kept != "compute" else None)
         self.context = min(context or pages * PAGE, pages * PAGE)
-        self._pages = TextPages(spec, weight.dtype, pages, prefix_cache=prefix_cache)
+        self._pages = TextPages(spec, pages, form, prefix_cache=prefix_cache)
         self._dtype = weight.dtype
-        self.numerics_id = numerics_id(numerics, weight.dtype, sequence)
+        self.numerics_id = numerics_id(numerics, weight.dtype, sequence, kept=kept)
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
         self.weights_id = weights_id
         """Of the weights that compute now."""

@@ -12,22 +12,26 @@ from torch import Tensor
 
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.kept import Kept, kept_as
 from phalanx.traffic.pages import PAGE
 
 BLOCK = 512
 """Keys that the attention kernel takes at once."""
 
 
-def page_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+def page_bytes(spec: ModelSpec, kept: Kept) -> int:
     """Bytes of a page of all layers."""
-    heads, key, value = attention_kind(spec).cache_row(spec)
-    return spec.layers * heads * (key + value) * PAGE * dtype.itemsize
+    return spec.layers * kept.row_bytes * PAGE
 
 
-def pages_within(spec: ModelSpec, dtype: torch.dtype, memory_bytes: int, drafts: int = 0) -> int:
-    """Pages that fit into ``memory_bytes``, with the running requests' own copies, and what ``drafts`` depths of predictions ahead keep."""
-    page = page_bytes(spec, dtype)
-    return memory_bytes // (2 * page + drafts * page // spec.layers)
+def piece_bytes(spec: ModelSpec, dtype: torch.dtype, drafts: int = 0) -> int:
+    """Bytes of a running request's own copy of a page, with what ``drafts`` depths of predictions ahead keep."""
+    return page_bytes(spec, kept_as("compute", spec, dtype)) * (spec.layers + drafts) // spec.layers
+
+
+def pages_within(spec: ModelSpec, kept: Kept, memory_bytes: int, drafts: int = 0) -> int:
+    """Pages that fit into ``memory_bytes``, with the running requests' own copies."""
+    return memory_bytes // (page_bytes(spec, kept) + piece_bytes(spec, kept.dtype, drafts))
 
 
 class Piece:
@@ -56,25 +60,32 @@ class Piece:
 
 
 class PageMemory:
-    """The pages of all layers in one tensor each for keys and values: ``(pages, layers, heads, 64, width)``."""
+    """The pages of all layers in one tensor for each that is stored of keys and values: ``(pages, layers, heads, 64, width)``."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, pages: int) -> None:
-        heads, *widths = attention_kind(spec).cache_row(spec)
-        self._pools = [torch.empty(pages, spec.layers, heads, PAGE, width, dtype=dtype) for width in widths]
+    def __init__(self, spec: ModelSpec, pages: int, kept: Kept) -> None:
+        self._kept = kept
+        self._parts = [
+            tuple(
+                torch.empty(pages, spec.layers, kept.heads, PAGE, width, dtype=dtype) for width, dtype in part
+            )
+            for part in kept.stores()
+        ]
+        self._pools = [pool for part in self._parts for pool in part]
 
     def copy_out(self, piece: Piece, number: int, place: int) -> None:
         """Keeps page ``number`` of a request at ``place``."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
         for layer, tensors in enumerate(piece.layers):
-            for pool, tensor in zip(self._pools, tensors, strict=True):
-                pool[place, layer] = tensor[:, rows]
+            for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
+                for pool, stored in zip(pools, self._kept.packed(part, tensor[:, rows]), strict=True):
+                    pool[place, layer] = stored
 
     def copy_in(self, piece: Piece, number: int, place: int) -> None:
         """Gives a request what is kept at ``place`` as its page ``number``."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
         for layer, tensors in enumerate(piece.layers):
-            for pool, tensor in zip(self._pools, tensors, strict=True):
-                tensor[:, rows] = pool[place, layer]
+            for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
+                tensor[:, rows] = self._kept.unpacked(part, tuple(pool[place, layer] for pool in pools))
 
     def read(self, place: int) -> bytes:
         """The bytes of a page."""

@@ -19,6 +19,7 @@ from phalanx.model.layers.absorbed import LatentExpansion
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.layers.cache import Expand, Mixing
 from phalanx.model.layers.independent_rows import ROWS
+from phalanx.serve.engine.kept import Kept
 from phalanx.serve.engine.page_memory import BLOCK, Piece
 
 
@@ -38,6 +39,8 @@ class Rule:
     exact: bool
     sequence: int
     """Tokens of a training sequence; 0 if unknown."""
+    kept: Kept | None = None
+    """The format in which keys and values are kept; ``None`` is that of the computation."""
 
     def keys(self, end: int, capacity: int) -> int:
         """Keys that are read for a text of ``end`` tokens."""
@@ -74,8 +77,9 @@ class LayerRows:
             rows = slice(row, row + span.end - span.begin)
             row = rows.stop
             keys, values = span.piece.layers[self._layer]
-            keys[:, span.begin : span.end] = key[0, :, rows]
-            values[:, span.begin : span.end] = value[0, :, rows]
+            for part, (held, given) in enumerate(((keys, key[0, :, rows]), (values, value[0, :, rows]))):
+                kept = self._rule.kept
+                held[:, span.begin : span.end] = given if kept is None else kept.rounded(part, given)
             mixed.append(self._attend(core, query[:, :, rows], span, (keys, values), sinks, expand))
         if row < query.shape[2]:
             last = mixed[-1][:, :, -1:]

@@ -6,11 +6,20 @@ from phalanx.model.block import Block
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.serve.engine.errors import EngineError, RequestError
+from phalanx.serve.engine.kept import KeptName
 from phalanx.traffic.requests import Request
 
 
-def require_supported(model: Transformer, *, exact: bool) -> None:
+def require_supported(model: Transformer, *, exact: bool, drafts: int, kept: KeptName) -> None:
     """Raises EngineError for a model that cannot be served, exactly if asked; the message says why and what to do."""
+    if drafts > len(model.mtp):
+        raise EngineError(
+            f"{drafts} tokens cannot be drafted in a step: the model predicts {len(model.mtp)} ahead (model.mtp_depth)"
+        )
+    if exact and kept != "compute":
+        raise EngineError(
+            f"keys and values in {kept} are not those of training, so numerics cannot be exact: serve with --numerics fast"
+        )
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "the model's layers"
         core = block.attention.core

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
+from phalanx.serve.engine.kept import Kept
 from phalanx.serve.engine.page_memory import PageMemory, Piece
 from phalanx.traffic.batching import Course
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
@@ -57,9 +56,9 @@ class RunningText:
 class TextPages:
     """The pages of an engine's texts, named after the weights that made them."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, pages: int, *, prefix_cache: bool) -> None:
-        self._spec, self._dtype, self._prefix_cache = spec, dtype, prefix_cache
-        self.table, self._memory = PageTable(pages), PageMemory(spec, dtype, pages)
+    def __init__(self, spec: ModelSpec, pages: int, kept: Kept, *, prefix_cache: bool) -> None:
+        self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
+        self.table, self._memory = PageTable(pages), PageMemory(spec, pages, kept)
         self.root = b""
         """What pages' names are rooted in."""
 

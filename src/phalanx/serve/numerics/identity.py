@@ -19,9 +19,18 @@ _RULES = 2
 """The version of the rules by which exact numerics follow the trainer."""
 
 
-def numerics_id(kind: str, dtype: torch.dtype, sequence: int, *, tensor: int = 1, threads: int = 0) -> str:
-    """The id of numerics ``kind`` in this process, with ``threads`` (0: PyTorch's present number), for weights divided over ``tensor`` ranks."""
-    facts = {
+def numerics_id(
+    kind: str,
+    dtype: torch.dtype,
+    sequence: int,
+    *,
+    tensor: int = 1,
+    threads: int = 0,
+    kept: str = "compute",
+) -> str:
+    """The id of numerics ``kind`` in this process, with ``threads`` (0: PyTorch's present number), for weights divided over ``tensor`` ranks and
+    keys and values that are ``kept`` in a format."""
+    facts: dict[str, object] = {
         "rules": _RULES,
         "kind": kind,
         "dtype": str(dtype),
@@ -29,5 +38,8 @@ def numerics_id(kind: str, dtype: torch.dtype, sequence: int, *, tensor: int = 1
         "tensor": tensor,
         "machine": machine(threads),
     }
+    if kept != "compute":
+        facts["kept"] = kept
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    kind += "" if kept == "compute" else f"-{kept}"
     return f"{kind}-{str(dtype).removeprefix('torch.')}-{digest}"

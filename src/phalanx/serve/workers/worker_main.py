@@ -89,7 +89,6 @@ def _reason(error: Exception) -> str:
 def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.engine.engine import Engine
     from phalanx.serve.engine.errors import EngineError
-    from phalanx.serve.engine.page_memory import page_bytes
     from phalanx.serve.gateway.served.of_run import open_engine
     from phalanx.serve.workers.page_server import PageServer
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
@@ -106,7 +105,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     context = min(opened.identity.context, engine.context)
     rows = max(1, min(task.served.rows, 256, context - 1))
     rate = measured_rate(engine, rows)
-    nbytes = page_bytes(opened.spec, engine.dtype)
+    nbytes = engine.page_bytes
     identity = Identity(
         opened.identity.weights_sha, opened.identity.numerics_id, f"{engine.root.hex()[:16]}-{nbytes}"
     )

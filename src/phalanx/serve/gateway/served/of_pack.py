@@ -77,6 +77,7 @@ def open_packed(served: ServedRun) -> OpenedEngine:
             texts=texts,
             rows=served.rows,
             numerics=served.numerics,
+            kept=served.kept,
             sequence=sequence,
             context=context,
             weights_id=digest,

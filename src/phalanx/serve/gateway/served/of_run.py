@@ -70,10 +70,15 @@ def open_engine(served: ServedRun) -> OpenedEngine:
             sequence=sequence,
             context=context,
             drafts=drafts,
+            kept=served.kept,
             weights_id=digest,
         )
         engine, computed = paged, paged.numerics_id
     else:
+        if served.kept != "compute":
+            raise EngineError(
+                "--kv: a model of your own (model.factory) keeps no keys and values; leave it out"
+            )
         engine = TurnsEngine(model, context)
         computed = numerics_id("turns", dtype, sequence)
     return OpenedEngine(engine, Identity(digest, computed, context), spec, step=step)

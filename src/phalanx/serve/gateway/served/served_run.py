@@ -25,6 +25,8 @@ class ServedRun(Struct, frozen=True):
     numerics: Literal["exact", "fast"]
     drafts: int | None = 0
     """Tokens that the run's predictions ahead guess in each step; ``None`` is as many as there are."""
+    kept: Literal["compute", "int8", "fp8"] = "compute"
+    """The format of keys and values."""
     stream: bool = False
     """Whether weights are read as they are computed with."""
     texts: int = 256
