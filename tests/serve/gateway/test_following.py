@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from checkpoint.saved_models import save_models
 from phalanx.cli.weights.serve_command import command
-from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.gateway.app import Gateway, application
 from phalanx.serve.gateway.served.following import Follower

@@ -109,6 +109,8 @@ def open_followed(
         raise EngineError(
             "a model of your own (model.factory) computes a text by one pass for each token: serve each step by itself"
         )
+    if opened.step is None:
+        raise EngineError(f"{served.path} is a pack, which has no newer steps: serve the run's directory")
     words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size)
     worker = EngineWorker(opened.engine, opened.identity, step=opened.step)
     Follower(served, opened.engine, worker, opened.step, pages, tell).start()

@@ -106,7 +106,7 @@ def _try_numerics(model: Transformer | Chain, spec: ModelSpec, served: ServedRun
     """Tries what exact numerics rely on while memory is empty; the engine asks again, and is told what was found."""
     if not isinstance(model, Transformer) or served.numerics == "fast":
         return
-    require_supported(model, exact=True)
+    require_supported(model, exact=True, drafts=0, kept=served.kept)
     shapes = {(shape.outputs, shape.inputs) for _, shape in shapes_of(model)} | {(spec.vocab_size, spec.dim)}
     needed = taken() + LIBRARIES + probe_bytes(shapes, served.dtype)
     if served.memory_bytes and needed > served.memory_bytes:
