@@ -52,6 +52,7 @@ def bodies(run_dir: Path, kind: type) -> list[Any]:
     return [event.body for event in read_events(run_dir / "events.jsonl") if isinstance(event.body, kind)]
 
 
+@pytest.mark.slow
 def test_a_fleet_that_loses_nodes_while_they_upload_and_then_its_disk_goes_on_from_the_store_with_the_same_bits(
     run_file: Path, undisturbed: str, tmp_path: Path, url: str
 ) -> None:

@@ -19,6 +19,7 @@ from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_afte
 from phalanx.parallel.tensor.lanes.layers import LanedLayer
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
+from quick_cases import quick
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import tiny_run, train_on_this_rank
@@ -74,9 +75,10 @@ def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
 @pytest.mark.parametrize(
     ("model", "compute"),
     [
-        *((model, "fp32") for model in MODELS),
-        *((model, "bf16") for model in ("dense", "mixture")),
-        *(pytest.param(model, "bf16", marks=pytest.mark.slow) for model in ("shared key heads", "ahead")),
+        *quick(
+            ((model, compute) for model in MODELS for compute in ("fp32", "bf16")),
+            of_the_suite=[("shared key heads", "fp32"), ("ahead", "fp32"), ("mixture", "bf16")],
+        )
     ],
 )
 def test_a_run_in_lanes_has_one_hash_whatever_its_tensor_degree(
@@ -88,7 +90,7 @@ def test_a_run_in_lanes_has_one_hash_whatever_its_tensor_degree(
         assert same(found, one_rank(model, compute)), f"tensor {tensor}"
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("compute", quick(["fp32", "bf16"], of_the_suite=["bf16"]))
 def test_experts_that_serve_several_slots_at_once_keep_that_hash(ranks: Ranks, compute: str) -> None:
     found = []
     for count, parallel in (
@@ -102,7 +104,9 @@ def test_experts_that_serve_several_slots_at_once_keep_that_hash(ranks: Ranks, c
     assert all(same(other, found[0]) for other in found[1:])
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "shampoo", "soap"])
+@pytest.mark.parametrize(
+    "optimizer", quick(["adafactor", "muon", "shampoo", "soap"], of_the_suite=["muon", "shampoo"])
+)
 def test_no_optimizer_of_whole_matrices_sees_the_tensor_degree(ranks: Ranks, optimizer: str) -> None:
     found = []
     for count in (1, 2):
@@ -170,7 +174,7 @@ def test_every_legal_layout_of_up_to_eight_ranks_has_the_hash_of_one_rank(
     assert others == []
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick(MODELS, of_the_suite=["mixture"]))
 def test_lanes_change_no_more_than_rounding(ranks: Ranks, model: str) -> None:
     whole = dataclasses.replace(MODELS[model], lanes=0, qkv_bias=False)
     cut = dataclasses.replace(
@@ -182,7 +186,9 @@ def test_lanes_change_no_more_than_rounding(ranks: Ranks, model: str) -> None:
     assert worst_error(within, without) <= ROUNDING
 
 
-@pytest.mark.parametrize("matmul", ["fp8-tensorwise", "fp8-rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "matmul", quick(["fp8-tensorwise", "fp8-rowwise", "mxfp8"], of_the_suite=["fp8-rowwise"])
+)
 def test_a_narrow_product_has_a_lanes_scales(ranks: Ranks, matmul: str) -> None:
     model = ModelSpec(layers=1, dim=128, heads=2, ffn_dim=128, vocab_size=61, lanes=2)
     results = []
@@ -268,7 +274,10 @@ MUTANTS: dict[str, Flaw] = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    quick(MUTANTS, of_the_suite=["results of ranks", "gradient of shared weights", "tokens of experts"]),
+)
 def test_a_flaw_in_any_part_of_lanes_would_be_noticed(ranks: Ranks, mutant: str) -> None:
     model = MODELS["mixture" if mutant in ("tokens of experts", "router") else "dense"]
     one, four = (

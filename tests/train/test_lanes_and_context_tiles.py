@@ -15,6 +15,7 @@ from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_afte
 from phalanx.parallel.tensor.lanes.layers import TileByTile
 from phalanx.parallel.tensor.lanes.shares import Leaves, Owners, _added, in_place_of
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
+from quick_cases import quick
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import tiny_run, train_on_this_rank
@@ -71,7 +72,10 @@ def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
     return on_one_rank(ranks, lambda model, compute: spec_of(MODELS[model], ParallelSpec(), compute))
 
 
-@pytest.mark.parametrize(("model", "compute"), DEGREES)
+@pytest.mark.parametrize(
+    ("model", "compute"),
+    quick(DEGREES, of_the_suite=[("dense", "fp32"), ("mixture", "bf16"), ("ahead", "bf16")]),
+)
 def test_a_run_in_lanes_and_tiles_has_one_hash_whatever_its_tensor_and_context_degrees(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], model: str, compute: str
 ) -> None:
@@ -93,7 +97,9 @@ def test_so_it_has_on_eight_ranks(
     assert same(merged(ranks.run(8, steps_on_this_rank, spec, 1)), one_rank(model, compute))
 
 
-@pytest.mark.parametrize("changed", ["selective recomputation", "integer sums", "shards"])
+@pytest.mark.parametrize(
+    "changed", quick(["selective recomputation", "integer sums", "shards"], of_the_suite=["integer sums"])
+)
 def test_nothing_else_that_is_the_fleets_parts_such_runs(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], changed: str
 ) -> None:
@@ -175,7 +181,9 @@ MUTANTS: dict[str, tuple[int, int, Flaw]] = {
 """Flaws, and the tensor and context degrees with which they are computed."""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant", quick(MUTANTS, of_the_suite=["gradient of weights, over tiles", "results of lanes"])
+)
 def test_a_flaw_in_how_lanes_and_tiles_go_together_would_be_noticed(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], mutant: str
 ) -> None:

@@ -28,7 +28,9 @@ def kill_often(folder: Path, kills: int, store: str, environment: Mapping[str, s
     return done.stdout
 
 
-@pytest.mark.parametrize("store", ["", "store"], ids=["on disk", "copied to a store"])
+@pytest.mark.parametrize(
+    "store", ["", pytest.param("store", marks=pytest.mark.slow)], ids=["on disk", "copied to a store"]
+)
 def test_a_kill_at_any_moment_leaves_only_whole_steps_and_loses_none(tmp_path: Path, store: str) -> None:
     said = kill_often(tmp_path / "disk", 25, str(tmp_path / store) if store else "", {})
     assert int(said.split()[2]) >= 12, "a kill after a commit lost it"

@@ -10,6 +10,7 @@ import pytest
 
 from layouts import DENSE, MIXTURE, tiny
 from phalanx.run.spec import ParallelSpec, RunSpec
+from quick_cases import quick
 from ranks import Ranks
 
 
@@ -113,12 +114,7 @@ LAYOUTS = {
 }
 
 
-QUICK = ("sharded over 3", "tensor 2 x 2", "experts on 2, teams of 2")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", quick(LAYOUTS, of_the_suite=["experts on 2, teams of 2"]))
 def test_audits_find_nothing_on_healthy_ranks_and_change_no_bit(ranks: Ranks, name: str) -> None:
     count, model, parallel = LAYOUTS[name]
     spec = tiny(model, parallel)
@@ -130,7 +126,10 @@ def test_audits_find_nothing_on_healthy_ranks_and_change_no_bit(ranks: Ranks, na
 
 @pytest.mark.parametrize(
     ("name", "reduction"),
-    [("whole x 3", "integer"), ("sharded over 3", "integer"), ("2 replicas of 2", "reproducible")],
+    quick(
+        [("whole x 3", "integer"), ("sharded over 3", "integer"), ("2 replicas of 2", "reproducible")],
+        of_the_suite=[("sharded over 3", "integer"), ("2 replicas of 2", "reproducible")],
+    ),
 )
 def test_a_rank_that_computes_wrongly_is_named_on_every_rank_and_the_good_step_too(
     ranks: Ranks, name: str, reduction: Any
@@ -147,7 +146,7 @@ def test_a_rank_that_computes_wrongly_is_named_on_every_rank_and_the_good_step_t
 
 @pytest.mark.parametrize(
     ("every", "flipped_before", "good"),
-    [(1, 2, 0), (1, 3, 1), (2, 2, 0), (2, 3, 0), (2, 4, 2)],
+    quick([(1, 2, 0), (1, 3, 1), (2, 2, 0), (2, 3, 0), (2, 4, 2)], of_the_suite=[(1, 3, 1), (2, 4, 2)]),
     ids=lambda number: str(number),
 )
 def test_a_bit_flipped_in_one_replicas_parameter_is_found_in_the_next_audit_and_its_rank_named(

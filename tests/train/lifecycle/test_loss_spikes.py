@@ -67,11 +67,14 @@ def test_watching_for_spikes_changes_no_bit(ranks: Ranks, dataset: Path, tmp_pat
     assert len(hashes) == 1
 
 
+@pytest.mark.parametrize(
+    "fleets", [[(1, None), (2, SPIKE + 3)], pytest.param([(2, None), (3, SPIKE)], marks=pytest.mark.slow)]
+)
 def test_a_skipped_spike_leaves_the_same_bits_on_any_ranks_interrupted_or_not(
-    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path, fleets: list[tuple[int, int | None]]
 ) -> None:
     hashes = set()
-    for count, broken_off in ((1, None), (2, None), (3, SPIKE), (2, SPIKE + 3)):
+    for count, broken_off in fleets:
         run_dir = tmp_path / f"skip-{count}-{broken_off}"
         spec = asked(spiking, "skip", run_dir)
         if broken_off:

@@ -16,6 +16,7 @@ from phalanx.parallel.mesh.mesh import LayoutError
 from phalanx.run.layout import layout_of
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec
 from phalanx.train.measure.dry_run import Comparison, dry_run, tiny
+from quick_cases import quick
 
 DRAWN = [
     (model, ranks, parallel)
@@ -85,7 +86,20 @@ def differing(found: Comparison) -> dict[object, tuple[int, int]]:
     return {key: pair for key, pair in {**found.elements, **found.calls}.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        LAYOUTS,
+        of_the_suite=[
+            "alone",
+            "hybrid",
+            "copies of key heads",
+            "a mixture in lanes",
+            "gathered context",
+            "a mixture in context tiles",
+        ],
+    ),
+)
 def test_a_rank_holds_and_calls_what_the_closed_forms_say(name: str) -> None:
     model, parallel, ranks = LAYOUTS[name]
     for rank in {0, ranks // 2, ranks - 1}:

@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
+from quick_cases import quick
 from ranks import Ranks
 
 # Rows that four ranks cannot share evenly, fewer rows than ranks, a stack of experts, and what AdamW takes.
@@ -93,7 +94,7 @@ def three_steps(spec: OptimizerSpec) -> dict[str, bytes]:
     return model.weights()
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", quick(SPECS, of_the_suite=["adamw-int8", "muon", "soap"]))
 def test_any_number_of_ranks_gives_the_bits_of_one(name: str, ranks: Ranks) -> None:
     alone = ranks.run(1, three_steps, SPECS[name])[0]
     assert all(alone[kind.name] != values(kind.name, kind.shape, 0).numpy().tobytes() for kind in KINDS)
@@ -150,7 +151,7 @@ def go_on(spec: OptimizerSpec, folder: str) -> dict[str, bytes]:
     return model.weights()
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", quick(SPECS, of_the_suite=["adamw-bf16", "muon", "shampoo"]))
 def test_what_two_ranks_have_saved_three_go_on_with_as_if_nothing_had_happened(
     name: str, ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -200,7 +201,9 @@ def three_steps_in_tiles(spec: OptimizerSpec) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "adamw-int8"])
+@pytest.mark.parametrize(
+    "name", quick((name for name in SPECS if name != "adamw-int8"), of_the_suite=["adafactor", "shampoo"])
+)
 def test_matrices_divided_by_rows_and_columns_get_the_same_bits(name: str, ranks: Ranks) -> None:
     alone = ranks.run(1, three_steps, SPECS[name])[0]
     assert all(weights == alone for weights in ranks.run(4, three_steps_in_tiles, SPECS[name]))

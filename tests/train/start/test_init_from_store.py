@@ -18,6 +18,7 @@ from phalanx.run.spec import DataSpec, RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.prepare import resolve
+from quick_cases import quick
 from ranks import Ranks
 from run.specs import replace_at
 from store.servers import Server
@@ -54,7 +55,7 @@ def train_in(spec: RunSpec, environment: dict[str, str]) -> dict[str, object] | 
     return train_on_this_rank(spec)
 
 
-@pytest.mark.parametrize("init_with", ["weights", "optimizer"])
+@pytest.mark.parametrize("init_with", quick(["weights", "optimizer"], of_the_suite=["optimizer"]))
 def test_a_run_from_a_store_has_the_bits_of_one_from_a_folder(
     ranks: Ranks, dataset: Path, tmp_path: Path, parent: DiskTier, url: str, s3_server: Server, init_with: str
 ) -> None:

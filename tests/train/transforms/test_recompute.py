@@ -187,6 +187,7 @@ def test_collectives_of_the_tensor_axis_can_be_in_what_is_recomputed(ranks: Rank
             assert same_bits(plain, gradients)
 
 
+@pytest.mark.slow
 def test_a_mixture_that_keeps_selectively_in_bf16_has_the_bits_of_one_that_keeps_everything(
     tmp_path: Path,
 ) -> None:
