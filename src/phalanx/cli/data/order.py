@@ -109,6 +109,11 @@ def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: boo
     with explained(*_ERRORS):
         spec, index = read_data_run(run, overrides)
         found = readings_of_step(spec, index, step, data_origin(spec))
+    if step > spec.train.steps:
+        click.echo(
+            f"note: the run ends after step {spec.train.steps:,}; with more steps it would read this",
+            err=True,
+        )
     if as_json:
         click.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
         return
