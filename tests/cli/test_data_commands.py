@@ -59,6 +59,12 @@ def test_a_step_is_found_again_from_each_of_its_records(place: Path) -> None:
     assert found == {"source": one["source"], "records": [{"record": one["record"], "steps": [5]}]}
 
 
+def test_of_a_step_behind_the_runs_end_that_is_said(place: Path) -> None:
+    shown = run(["data", "order", "mixed.toml", "--step", "7"], place)
+    assert "slot 0" in shown.stdout
+    assert "the run ends after step 6" in shown.stderr
+
+
 def test_the_samples_of_a_step_are_shown_as_text_with_their_documents(place: Path) -> None:
     order = json.loads(run(["data", "order", "runs/mixed", "--step", "5", "--json"], place).stdout)["samples"]
     shown = json.loads(run(["data", "show", "runs/mixed", "--step", "5", "--json"], place).stdout)["samples"]
