@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.data.reading.prefetch import Prefetch
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import Step, Stopped
+from phalanx.observe.events import Message, Step, Stopped
 from phalanx.run.check import check
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
@@ -118,6 +119,75 @@ def test_one_request_to_stop_is_enough_while_a_store_is_away_and_the_step_before
     spec = in_store(spec, url, tmp_path / "another cache")
     (result,) = ranks.run(1, train_with_environment, spec, dict(s3_server.environment))
     assert result["weights_sha256"] == weights
+
+
+def train_impatiently(spec: RunSpec, environment: dict[str, str], asked: Path) -> dict[str, Any] | None:
+    """``train_until_asked`` where a wait for samples is told of after half a second."""
+    told_after_s = Prefetch.__init__.__kwdefaults__["told_first_s"]
+    Prefetch.__init__.__kwdefaults__["told_first_s"] = 0.5
+    try:
+        return train_until_asked(spec, environment, asked)
+    finally:
+        Prefetch.__init__.__kwdefaults__["told_first_s"] = told_after_s
+
+
+@pytest.mark.slow
+def test_several_ranks_that_are_asked_to_stop_once_while_a_store_is_away_save_when_it_is_back_and_can_go_on(
+    ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
+) -> None:
+    spec, weights = undisturbed
+    spec = in_store(spec, url, tmp_path / "cache", cache_gib=1e-9, read_ahead_mib=0.0)
+    spec = dataclasses.replace(
+        spec,
+        run_dir=str(tmp_path / "run"),
+        checkpoint=dataclasses.replace(spec.checkpoint, every_steps=100),
+        observe=dataclasses.replace(spec.observe, log_every_steps=1),
+    )
+    events = tmp_path / "run" / "events.jsonl"
+    with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
+
+        def lose_the_store_ask_and_bring_it_back() -> None:
+            while steps_done(tmp_path / "run") < 1:
+                time.sleep(0.02)
+            port, proxy.upstream_port = proxy.upstream_port, 1  # nothing answers there
+            (tmp_path / "asked").touch()
+            while " for samples from " not in events.read_text():
+                time.sleep(0.05)
+            proxy.upstream_port = port
+
+        thread = threading.Thread(target=lose_the_store_ask_and_bring_it_back, daemon=True)
+        thread.start()
+        results = ranks.run(2, train_impatiently, spec, s3_server.behind(proxy.port), tmp_path / "asked")
+        thread.join()
+    assert results == [None, None]
+    bodies = [event.body for event in read_events(events)]
+    (waited, *_) = (body.text for body in bodies if isinstance(body, Message) and "for samples" in body.text)
+    assert f"samples from {url}; the run waits until data.timeout_s = 1800 s are over" in waited
+    assert isinstance(bodies[-1], Stopped)
+    assert 1 <= bodies[-1].step < 6
+    assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [bodies[-1].step]
+    spec = in_store(spec, url, tmp_path / "another cache")  # as above
+    (result, *_) = ranks.run(3, train_with_environment, spec, dict(s3_server.environment))
+    assert result["weights_sha256"] == weights
+
+
+@pytest.mark.slow
+def test_eight_ranks_of_one_tensor_group_ask_for_each_block_once(
+    ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
+) -> None:
+    spec = in_store(undisturbed[0], url, tmp_path / "cache")
+    spec = dataclasses.replace(
+        spec,
+        run_dir=str(tmp_path / "run"),
+        model=dataclasses.replace(spec.model, heads=8, kv_heads=8),
+        parallel=dataclasses.replace(spec.parallel, tensor=8),
+        train=dataclasses.replace(spec.train, steps=2),
+    )
+    with faulty_proxy(s3_server.port, Faults(), seed=7) as proxy:
+        ranks.run(8, train_with_environment, spec, s3_server.behind(proxy.port))
+        blocks = {asked: count for asked, count in proxy.asked.items() if "range:" in asked}
+    assert len(blocks) > 1
+    assert set(blocks.values()) == {1}
 
 
 def test_where_the_dataset_lies_is_the_fleets_business(undisturbed: tuple[RunSpec, str]) -> None:
