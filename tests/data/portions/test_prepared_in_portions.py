@@ -203,10 +203,11 @@ def test_thirty_kills_of_a_preparation_that_finds_duplicates_change_no_byte(tmp_
 
 
 @pytest.mark.slow
-def test_fifty_kills_of_a_packing_preparation_change_no_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(10))
+def test_two_hundred_kills_of_a_packing_preparation_change_no_byte(tmp_path: Path, part: int) -> None:
     raw_folder(tmp_path, files=6)
     recipe = recipe_file(tmp_path, output="seq_len = 256")
-    assert killed_and_continued(tmp_path, tmp_path / "out", recipe, 50, seed=4) == 50
+    assert killed_and_continued(tmp_path, tmp_path / "out", recipe, 20, seed=4 + part) == 20
 
 
 def test_a_worker_that_dies_is_replaced_and_its_task_done_again(tmp_path: Path) -> None:
