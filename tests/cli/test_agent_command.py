@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.fleet.agent_command import command
+from phalanx.cli.fleet.agent_command import _wait_for, command
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
@@ -203,3 +203,15 @@ def test_a_directory_in_which_nobody_has_started_a_run_is_named(tmp_path: Path) 
     found = CliRunner().invoke(command, ["--run", str(tmp_path)])
     assert found.exit_code != 0
     assert str(tmp_path) in str(found.output) + str(found.exception)
+
+
+def test_an_agent_waits_on_while_another_program_listens_where_its_coordinator_will(tmp_path: Path) -> None:
+    # Two jobs whose ports are one, on one host: the agents of the later one ended, and its first node waited for them for ever.
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        where = f"127.0.0.1:{foreign.getsockname()[1]}"
+        with pytest.raises(
+            TimeoutError, match="another program listens there, and nobody has begun the run in"
+        ):
+            _wait_for(where, tmp_path, 0.0, lambda: False)
+        (tmp_path / "record.json").write_text('{"attempts": 1}')
+        _wait_for(where, tmp_path, 0.0, lambda: False)

@@ -47,8 +47,10 @@ def test_units_lie_in_one_block_and_the_bits_stay_when_a_node_is_lost(
     place = phalanx("place", "tiny.toml", "--topology", "slurm", "--nodes", "4", "--json")
     assert json.loads(place.splitlines()[-1])["topology"]["levels"] == ["block"]
     # More than one block has: two units of two nodes, and a spare.
-    run_dir = phalanx.submit("blocks", "--nodes", "4", "--spares", "1", "--set", "launch.unit=2")
+    wanted = ["--nodes", "4", "--spares", "1", "--set", "launch.unit=2", "--set", "fleet.min_nodes=4"]
+    run_dir = phalanx.submit("blocks", *wanted)
     wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    wait_until(lambda: len(members(run_dir, "spare")) == 1, "there is no spare", run_dir / "launch")
     found = fleet_of(run_dir)["members"]
     assert isinstance(found, list)
     block = {one["name"]: one["domain"] for one in found}

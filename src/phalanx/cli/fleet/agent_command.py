@@ -149,7 +149,9 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
         if not succeeded:
             with explained(TimeoutError):
                 patience_s = spec.fleet.coordinator_lease_s
-                _wait_for(part.coordinator, patience_s, lambda: _is_succeeded(folder, part.certificates))
+                _wait_for(
+                    part.coordinator, folder, patience_s, lambda: _is_succeeded(folder, part.certificates)
+                )
     if joins and not in_slurm_step(os.environ):
         _refuse_too_far(folder, part.node, part.domain)
     from phalanx.fleet.control.security import SecurityError
@@ -268,9 +270,10 @@ def _coordinator_of(folder: Path) -> str:
     return ""
 
 
-def _wait_for(coordinator: str, patience_s: float, is_succeeded: Callable[[], bool]) -> None:
+def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: Callable[[], bool]) -> None:
     """Blocks until the coordinator listens, which it does once the run directory is ready, or another leads in its place.
 
+    Whatever else listens there meanwhile, another user's run or a job of another cluster on the same host, is not it.
     Raises TimeoutError after ``patience_s``.
     """
     host, _, port = coordinator.rpartition(":")
@@ -279,6 +282,11 @@ def _wait_for(coordinator: str, patience_s: float, is_succeeded: Callable[[], bo
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=5.0).close()
+            if _has_begun(folder):
+                return
+            raise ConnectionError(
+                f"another program listens there, and nobody has begun the run in {folder} yet"
+            )
         except OSError as error:
             if time.monotonic() - began_s > patience_s:
                 raise TimeoutError(
@@ -293,5 +301,15 @@ def _wait_for(coordinator: str, patience_s: float, is_succeeded: Callable[[], bo
                 if is_succeeded():
                     return
             time.sleep(_LOOK_AGAIN_S)
-        else:
-            return
+
+
+def _has_begun(folder: Path) -> bool:
+    """True if a start of the run has taken its directory."""
+    from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError
+
+    try:
+        return RunDirectory(folder).newest_attempt() >= 0
+    except DamagedRecordError:
+        return True  # whoever reads it next says so
+    except RunDirectoryError:
+        return False
