@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.kinds.whole_model import resolve
@@ -65,7 +66,9 @@ def counting_model(dim: int, layers: int, right: float) -> Transformer:
     model.embedding.weight[:count, :count] = one_hot
     model.head.weight.zero_()
     model.head.weight[:count, :count] = one_hot.roll(1, 0)
-    ahead = model.mtp[0].projection.weight
+    module = model.mtp[0]
+    assert isinstance(module, PredictionAhead)
+    ahead = module.projection.weight
     ahead.zero_()
     wrong = [n for n in range(count) if int((n + 1) * right) == int(n * right)]
     told = one_hot.clone()

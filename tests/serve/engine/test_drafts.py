@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 from model.initialized import initialized
 from phalanx.model.layers.independent_rows import make_rows_independent
+from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.serve.engine.drafts import Drafter, Progress
+from phalanx.serve.engine.drafts import Ahead, Drafter, Progress
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.of_run import OpenedEngine, open_engine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.sampling import draw
-from phalanx.traffic.requests import Request, Sampling, Token, Told
+from phalanx.traffic.requests import Ended, Request, Sampling, Token, Told
 from serve.engine.test_engine import KINDS, SEQUENCE, prompt, run
 from serve.packed_runs import DENSE, make_run
 
@@ -52,6 +53,7 @@ def say_the_next_number(model: Transformer) -> None:
     model.head.weight.fill_(0.0)
     model.head.weight[:64] = one_hot.roll(1, 0)
     for module in model.mtp:
+        assert isinstance(module, PredictionAhead)
         module.projection.weight.zero_()
         module.projection.weight[:, :64] = one_hot
 
@@ -83,7 +85,7 @@ def logprobs(told: dict[str, list[Told]]) -> list[float]:
 def texts(told: dict[str, list[Told]]) -> dict[str, list[Told]]:
     """What clients see: where a text's tokens lie is told in the same order, and in which step is not."""
     return {
-        name: [replace(one, cached_tokens=0) if hasattr(one, "cached_tokens") else one for one in every]
+        name: [replace(one, cached_tokens=0) if isinstance(one, Ended) else one for one in every]
         for name, every in told.items()
     }
 
@@ -159,7 +161,8 @@ def test_a_model_that_guesses_right_takes_a_step_for_each_row_of_guesses(
         )
         for request in asked:
             engine.submit(request)
-        count, ids = 0, {request.id: [] for request in asked}
+        count = 0
+        ids: dict[str, list[int]] = {request.id: [] for request in asked}
         while engine.busy:
             count += 1
             for one in engine.step():
@@ -198,9 +201,9 @@ def test_guesses_are_those_of_the_trained_predictions_over_the_whole_text(
     model = built(kind)
     length = sum(pieces) + 1
     text, sampling = list(prompt(seed, length)), Sampling(temperature=0.8, seed=seed)
-    states: list[torch.Tensor] = []
-    model(torch.tensor([text]), lambda hidden, _: states.append(hidden[0]) or hidden)
-    drafter, ahead, begin = Drafter(model, DEPTHS), None, 0
+    states = [model(torch.tensor([text]), lambda hidden, _: hidden)[0]]
+    drafter, begin = Drafter(model, DEPTHS), 0
+    ahead: Ahead | None = None
     found: tuple[int, ...] = ()
     for number, size in enumerate(pieces):
         known = text if number == len(pieces) - 1 or number % 2 else text[: begin + size + 1]

@@ -230,7 +230,7 @@ def test_decoding_with_fast_numerics_expands_no_latent_of_the_text_and_tells_the
     exact = run(engine(model), requests)
     rows: list[int] = []
     for block in model.blocks.values():
-        block.attention.kv_up.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+        block.attention.kv_up.register_forward_pre_hook(  # type: ignore[union-attr]
             lambda _module, given: rows.append(given[0].shape[1])
         )
     served = engine(model, numerics="fast", prefix_cache=False)

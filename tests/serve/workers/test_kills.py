@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -70,34 +69,21 @@ def told(choices: list[Any]) -> list[Any]:
 
 def test_prefill_and_decode_are_apart_and_pages_travel(whole: Service) -> None:
     before = whole.count("phalanx_pages_pulled_total")
-    seeds = count(1)
-
-    def pulled() -> bool:
-        # On a busy machine a page may come too late, and is computed then; and workers tell of pages with their next sign of life.
-        seed = next(seeds)
-        answer = list(ask(whole, seed=seed, tokens=5, prompt=f"{seed} {LONG}"))
-        assert len(answer) >= 5
-        return whole.count("phalanx_pages_pulled_total") > before
-
-    until(pulled)
+    answer = list(ask(whole, seed=1, tokens=5))
+    assert len(answer) >= 5
+    assert whole.count("phalanx_pages_pulled_total") > before
     assert whole.count("phalanx_workers{") == 3
 
 
 def test_a_decode_worker_is_killed_in_mid_text(whole: Service) -> None:
     undisturbed = told(list(ask(whole, seed=2)))
-
-    def moved() -> bool:
-        # On a busy machine a text may be whole at its worker before its client, who has it killed, has read twenty tokens.
-        until(whole.whole)
-        before, disturbed = whole.count("phalanx_requests_moved_total"), []
-        for number, choice in enumerate(ask(whole, seed=2)):
-            disturbed.append(choice)
-            if number == 20 and (victim := whole.busy("decode")) is not None:
-                whole.send(victim, signal.SIGKILL)
-        assert told(disturbed) == undisturbed
-        return whole.count("phalanx_requests_moved_total") > before
-
-    until(moved)
+    disturbed = []
+    for number, choice in enumerate(ask(whole, seed=2)):
+        disturbed.append(choice)
+        if number == 20:
+            whole.send(until(lambda: whole.busy("decode")), signal.SIGKILL)
+    assert told(disturbed) == undisturbed
+    assert whole.count("phalanx_requests_moved_total") >= 1
 
 
 def test_a_prefill_worker_is_killed_with_a_prompt_in_its_hands(whole: Service) -> None:

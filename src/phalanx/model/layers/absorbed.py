@@ -49,13 +49,14 @@ class LatentExpansion:
         """Attention of queries ``(1, h, q, nope + rope)`` that see ``mask`` ``(q, n)`` of the latents: ``(1, h, q, value)``."""
         rank, widths = self.mla.kv_rank, (self.mla.nope_head_dim, self.mla.value_head_dim)
         heads, queries = query.shape[1:3]
-        keys, values = self.up.weight.unflatten(0, (heads, sum(widths))).split(widths, dim=1)  # (h, ., r)
-        fixed, turned = query[0].split((widths[0], self.mla.rope_head_dim), dim=-1)  # (h, q, .)
+        matrices = self.up.weight.view(heads, sum(widths), rank)
+        keys, values = torch.split(matrices, list(widths), dim=1)  # (h, ., r)
+        fixed, turned = torch.split(query[0], [widths[0], self.mla.rope_head_dim], dim=-1)  # (h, q, .)
         asked = torch.cat((fixed @ keys, turned), dim=-1).flatten(0, 1)  # (h q, r + rope)
         held = torch.cat((latent, shared), dim=-1)  # (1, 1, n, r + rope)
         # Heads are so many queries of one head, since all see the same keys: one product instead of one for each.
         mixed = F.scaled_dot_product_attention(
             asked[None, None], held, held, attn_mask=mask.repeat(heads, 1), scale=self.scale
         )
-        summed = mixed[0, 0, :, :rank].unflatten(0, (heads, queries))  # (h, q, r)
+        summed = mixed[0, 0, :, :rank].reshape(heads, queries, rank)
         return (summed @ values.transpose(1, 2)).unsqueeze(0)

@@ -26,7 +26,7 @@ _MANTISSA = 23
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptFormat:
     """How the two tensors that a layer keeps of a token are kept: keys and values, or latents and rotated keys."""
 
     name: KeptName
@@ -70,7 +70,7 @@ class Kept:
         return self.heads * sum(width * dtype.itemsize for part in self.stores() for width, dtype in part)
 
 
-def kept_as(name: KeptName, spec: ModelSpec, dtype: torch.dtype) -> Kept:
+def kept_as(name: KeptName, spec: ModelSpec, dtype: torch.dtype) -> KeptFormat:
     """The format ``name`` for a model that computes in ``dtype``. Raises EngineError for widths that have no whole blocks."""
     heads, first, second = attention_kind(spec).cache_row(spec)
     narrow = (name != "compute", name != "compute" and spec.mla is None)
@@ -81,4 +81,4 @@ def kept_as(name: KeptName, spec: ModelSpec, dtype: torch.dtype) -> Kept:
                 f"keys and values in {name} share a scale among {SHARING} neighbors, and model.{what} = {width} is no multiple of that: "
                 "keep them in the format computed in (--kv compute)"
             )
-    return Kept(name, dtype, heads, (first, second), narrow)
+    return KeptFormat(name, dtype, heads, (first, second), narrow)

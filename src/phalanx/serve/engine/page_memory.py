@@ -12,14 +12,14 @@ from torch import Tensor
 
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.kept import Kept, kept_as
+from phalanx.serve.engine.kept import KeptFormat, kept_as
 from phalanx.traffic.pages import PAGE
 
 BLOCK = 512
 """Keys that the attention kernel takes at once."""
 
 
-def page_bytes(spec: ModelSpec, kept: Kept) -> int:
+def page_bytes(spec: ModelSpec, kept: KeptFormat) -> int:
     """Bytes of a page of all layers."""
     return spec.layers * kept.row_bytes * PAGE
 
@@ -29,7 +29,7 @@ def piece_bytes(spec: ModelSpec, dtype: torch.dtype, drafts: int = 0) -> int:
     return page_bytes(spec, kept_as("compute", spec, dtype)) * (spec.layers + drafts) // spec.layers
 
 
-def pages_within(spec: ModelSpec, kept: Kept, memory_bytes: int, drafts: int = 0) -> int:
+def pages_within(spec: ModelSpec, kept: KeptFormat, memory_bytes: int, drafts: int = 0) -> int:
     """Pages that fit into ``memory_bytes``, with the running requests' own copies."""
     return memory_bytes // (page_bytes(spec, kept) + piece_bytes(spec, kept.dtype, drafts))
 
@@ -62,7 +62,7 @@ class Piece:
 class PageMemory:
     """The pages of all layers in one tensor for each that is stored of keys and values: ``(pages, layers, heads, 64, width)``."""
 
-    def __init__(self, spec: ModelSpec, pages: int, kept: Kept) -> None:
+    def __init__(self, spec: ModelSpec, pages: int, kept: KeptFormat) -> None:
         self._kept = kept
         self._parts = [
             tuple(

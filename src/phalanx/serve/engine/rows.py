@@ -19,7 +19,7 @@ from phalanx.model.layers.absorbed import LatentExpansion
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.layers.cache import Expand, Mixing
 from phalanx.model.layers.independent_rows import ROWS
-from phalanx.serve.engine.kept import Kept
+from phalanx.serve.engine.kept import KeptFormat
 from phalanx.serve.engine.page_memory import BLOCK, Piece
 
 
@@ -39,7 +39,7 @@ class Rule:
     exact: bool
     sequence: int
     """Tokens of a training sequence; 0 if unknown."""
-    kept: Kept | None = None
+    kept: KeptFormat | None = None
     """The format in which keys and values are kept; ``None`` is that of the computation."""
 
     def keys(self, end: int, capacity: int) -> int:
@@ -119,8 +119,12 @@ class LayerRows:
             if padding:
                 asked = torch.cat((asked, asked[:, :, -1:].expand(-1, -1, padding, -1)), 2)
             mask = self._mask(begin, end, padding, first, last, window)
-            absorbing = isinstance(expand, LatentExpansion) and not rule.exact and not core.score.cap
-            if absorbing and expand.absorbs(end - begin, last - first):
+            if (
+                isinstance(expand, LatentExpansion)
+                and not rule.exact
+                and not core.score.cap
+                and expand.absorbs(end - begin, last - first)
+            ):
                 parts.append(expand.absorbed(asked, keys, values, mask))
                 continue
             if expand is not None:

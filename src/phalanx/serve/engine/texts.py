@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
-from phalanx.serve.engine.kept import Kept
+from phalanx.serve.engine.kept import KeptFormat
 from phalanx.serve.engine.page_memory import PageMemory, Piece
 from phalanx.traffic.batching import Course
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
@@ -56,7 +56,7 @@ class RunningText:
 class TextPages:
     """The pages of an engine's texts, named after the weights that made them."""
 
-    def __init__(self, spec: ModelSpec, pages: int, kept: Kept, *, prefix_cache: bool) -> None:
+    def __init__(self, spec: ModelSpec, pages: int, kept: KeptFormat, *, prefix_cache: bool) -> None:
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
         self.table, self._memory = PageTable(pages), PageMemory(spec, pages, kept)
         self.root = b""

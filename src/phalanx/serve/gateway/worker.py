@@ -55,6 +55,8 @@ class WorkerLoad:
     """Pages there are in all; 0 where memory is not counted in pages."""
     workers: tuple[WorkerFacts, ...] = ()
     """Where there are several."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What happened so often among them: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
     weights_step: int | None = None
     """The step whose weights compute, where other steps take over."""
     swaps: int = 0
@@ -63,8 +65,6 @@ class WorkerLoad:
     """Tokens that predictions ahead have guessed and the model has computed."""
     accepted: int = 0
     """Of these, those that the model drew."""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """What happened so often among them: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
     streaming: Streaming | None = None
     """Where weights are streamed by one process."""
 

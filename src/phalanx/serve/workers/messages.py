@@ -67,6 +67,7 @@ class TokenSaid(_Message, frozen=True):
     id: Count
     logprob: float
     top: tuple[tuple[int, float], ...]
+    weights: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class PromptSaid(_Message, frozen=True):
@@ -149,7 +150,7 @@ for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 def said_of(job: int, told: Told) -> Said:
     """What an engine tells of a job, as it travels."""
     if isinstance(told, Token):
-        return TokenSaid(job, told.index, told.id, told.logprob, told.top)
+        return TokenSaid(job, told.index, told.id, told.logprob, told.top, told.weights)
     if isinstance(told, PromptScored):
         return PromptSaid(job, told.logprobs)
     return EndSaid(job, told.outcome, told.text, told.cached_tokens)
@@ -158,7 +159,7 @@ def said_of(job: int, told: Told) -> Said:
 def told_of(said: Said) -> Told:
     """The same as the router takes it; the job says whose it is."""
     if isinstance(said, TokenSaid):
-        return Token("", said.index, said.id, said.logprob, said.top)
+        return Token("", said.index, said.id, said.logprob, said.top, said.weights)
     if isinstance(said, PromptSaid):
         return PromptScored("", said.logprobs)
     return Ended("", said.outcome, said.text, said.cached_tokens)

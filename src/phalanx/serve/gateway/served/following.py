@@ -58,7 +58,13 @@ class Follower:
         def go_on() -> None:
             wait = threading.Event()
             while not wait.wait(_LOOK_S):
-                self.look()
+                try:
+                    self.look()
+                except (
+                    Exception
+                ) as error:  # What is served goes on, and somebody must hear that it grows old.
+                    return self._tell(f"newer steps are followed no more, by a defect: {error!r}")
+            return None
 
         threading.Thread(target=go_on, name="follower", daemon=True).start()
 
