@@ -95,7 +95,8 @@ class RunAssumptions:
             value = getattr(self, one.name)
             if isinstance(value, int | float) and not value >= 0:
                 raise RunEstimateError(f"{one.name} must not be negative, is {value}")
-            is_time = one.name.endswith("_s") and not one.name.endswith("_per_s")
+            # What is said of the place of the data is judged with what the run reads.
+            is_time = one.name.endswith("_s") and not one.name.startswith("data_")
             if is_time and isinstance(value, int | float) and value > MOST_SECONDS:
                 raise RunEstimateError(f"{one.name} is in seconds: {value:g} are more than ten years")
         if self.pue is not None and self.pue < 1:
