@@ -155,7 +155,7 @@ def _nothing_left(need: Requirement, before: list[Requirement], candidates: Cand
     if len(shown) > _MOST_SHOWN:
         shown = [*shown[: _MOST_SHOWN // 2], "...", *shown[-_MOST_SHOWN // 2 :]]
     given = f", together with {', '.join(one.text for one in before)}," if before else ""
-    return f"the condition {need.text}{given} leaves no layout: what is left there has {', '.join(shown)}"
+    return f"the condition {need.text}{given} leaves no layout: relax it; what is left has {', '.join(shown)}"
 
 
 def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
