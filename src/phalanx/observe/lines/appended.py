@@ -33,6 +33,7 @@ class AppendedFile:
         The offset is right while all who write to the file append, on a file system that appends in one move; over NFS it may not be.
         """
         whole = b"\n" + line if self._torn else line
+        self._torn = True  # unless all of it is written: an error does not say that nothing was
         written = os.write(self._descriptor, whole)
         self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_CUR)
         self._torn = written < len(whole)
