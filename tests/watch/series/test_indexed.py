@@ -14,6 +14,7 @@ from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, Step
 from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES
+from phalanx.watch.series.indexed import StepIndex
 from phalanx.watch.series.run_series import RunSeries
 
 
@@ -156,3 +157,33 @@ def test_numbers_beyond_any_run_are_left_to_the_text(tmp_path: Path) -> None:
             if isinstance(event.body, Step):
                 log.append(event.body)
     assert_as_without_it(tmp_path)
+
+
+def test_a_loss_that_is_no_number_is_the_same_with_a_sign(tmp_path: Path) -> None:
+    """As processors make it: infinity less infinity has a sign on x86."""
+    with EventLog(tmp_path / "events.jsonl", 0) as log:
+        for number in range(1, 2 * GROUP + 1):
+            log.append(step(number, 999, loss=-math.nan, grad_norm=-math.nan))
+    found = assert_as_without_it(tmp_path)
+    assert found.parsed_bytes < 0.1 * found.version[1]
+
+
+def test_of_a_chunk_no_more_text_is_held_than_some_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EventLog(tmp_path / "events.jsonl", 0) as log:
+        for number in range(1, 2 * GROUP + 1):
+            log.append(step(number, 999))
+            log.append(Message("info", "x" * 1000))
+    monkeypatch.setattr("phalanx.watch.series.indexed._MOST_GAPS_BYTES", 1 << 16)
+    held = StepIndex(tmp_path / "steps.bin").next_chunk(tmp_path / "events.jsonl")
+    assert sum(len(line) for stretch in held for _, line in stretch.lines) <= 1 << 16
+    assert_as_without_it(tmp_path)
+
+
+def test_a_run_that_has_said_nothing_yet_is_no_problem(tmp_path: Path) -> None:
+    run = read(tmp_path)
+    assert run.problem == ""
+    long_run(tmp_path)
+    run.refresh()
+    assert run.table.to_bytes() == read(tmp_path).table.to_bytes()

@@ -114,7 +114,7 @@ def encode_record(row: Row, length: int) -> bytes:
     """The record of a row whose line has ``length`` bytes. Raises ``ValueError``, ``TypeError`` or ``struct.error`` for what is no number."""
     step, attempt, offset, t, tokens, loss, *fine, has_ledger = row
     fields = _FIELDS.pack(
-        *(offset, t, length, step, int(float(has_ledger or 0)), attempt, tokens, float(loss or 0.0)),
+        *(offset, t, length, step, int(float(has_ledger or 0)), attempt, tokens, _number(loss or 0.0)),
         *map(_single, fine),
     )
     return fields + _SUM.pack(checksum(fields))
@@ -123,8 +123,14 @@ def encode_record(row: Row, length: int) -> bytes:
 def _single(value: Number) -> float:
     if value is None:
         return math.nan
-    value = float(value)
+    value = _number(value)
     return math.copysign(math.inf, value) if abs(value) > _MOST_SINGLE else value
+
+
+def _number(value: float | str) -> float:
+    """The number, and of those that are none always the one that a line can say: processors make them with a sign too."""
+    value = float(value)
+    return math.nan if math.isnan(value) else value
 
 
 def checksum(fields: bytes) -> int:

@@ -27,6 +27,8 @@ CHUNK = 1 << 16
 """Records that are read at once: 6 MiB."""
 _MOST_GAP_BYTES = 1 << 20
 """After a longer stretch without records the rest is parsed: no line in a shorter one can be too long for an event."""
+_MOST_GAPS_BYTES = 1 << 25
+"""Of one chunk: its lines without records are held at once."""
 _HELD_AGAINST = 8
 """Records of a chunk that are held against their lines."""
 _PLACES = {"offset": "<u8", "t": "<f8", "length": "<u4", "step": "<i4", "has_ledger": "<u4", "attempt": "<i4"}
@@ -86,11 +88,10 @@ class StepIndex:
     def _in_order(self, records: Records, size: int) -> bool:
         """True if the lines follow each other from where the last chunk ended, within a stream of ``size`` bytes."""
         starts, ends = _places(records)
-        if ends.max() > size or starts[0] < self.read_bytes:
+        if ends.max() > size:
             return False
-        gaps = np.diff(starts, prepend=starts[0]) if len(starts) < 2 else starts[1:] - ends[:-1]
-        first = starts[0] - self.read_bytes
-        return bool(gaps.min() >= 0 and max(gaps.max(), first) <= _MOST_GAP_BYTES)
+        gaps = starts - np.concatenate(([self.read_bytes], ends[:-1]))
+        return bool(gaps.min() >= 0 and gaps.max() <= _MOST_GAP_BYTES and gaps.sum() <= _MOST_GAPS_BYTES)
 
     def _stretches(self, records: Records, stream: BinaryIO) -> Iterator[Stretch]:
         starts, ends = _places(records)

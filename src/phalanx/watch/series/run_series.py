@@ -142,7 +142,8 @@ class RunSeries:
                 self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
                 self.table.append_columns(stretch.columns, stretch.rows)
                 self.last_t, self.ending = float(self.table.column("t")[-1]), None
-            self._tail.skip_to(self._index.read_bytes)
+            if stretches:  # else there may be no stream yet
+                self._tail.skip_to(self._index.read_bytes)
             if time.monotonic() > until_s:
                 return True
         return False
