@@ -89,3 +89,11 @@ def test_a_note_that_a_dead_process_left_is_passed_over_and_so_is_one_that_is_da
     assert read_throttling(directory, 1001.0 + 2 * OVER_S) == []
     (directory.machines / "node-2.throttled").write_text('{"node": [')
     assert len(read_throttling(directory, 1000.0)) == 1
+
+
+def test_a_note_that_says_nothing_is_passed_over(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.machines.mkdir()
+    note = '{"node": "node-1", "since_s": 990.0, "seen_s": 1000.0, "looks": 1, "what": []}'
+    (directory.machines / "node-1.throttled").write_text(note)
+    assert read_throttling(directory, 1000.0) == []

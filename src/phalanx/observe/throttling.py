@@ -99,6 +99,6 @@ def read_throttling(directory: RunDirectory, now: float) -> list[Throttling]:
         for path in sorted(Path(directory.machines).glob(f"*{_SUFFIX}")):
             with suppress(OSError, msgspec.MsgspecError, RecursionError):
                 note = msgspec.json.decode(read_small(path, 1 << 16), type=Throttling)
-                if now - note.seen_s <= 2 * OVER_S:
+                if note.what and now - note.seen_s <= 2 * OVER_S:
                     found.append(note)
     return found
