@@ -35,3 +35,7 @@ def test_only_orders_that_make_a_difference_are_offered() -> None:
     assert orders(Layout(shard=8), {0: "a"}) == ["rank", "node"]
     assert orders(Layout(shard=8, tensor=2), {}) == ["rank", "shard", "tensor"]
     assert in_order("tensor", 7, Layout(shard=8, tensor=2), {}).tolist() == list(range(7))
+
+
+def test_digits_that_are_no_number_are_letters_of_a_node() -> None:
+    assert in_order("node", 2, None, {0: "b5²", 1: "a"}).tolist() == [1, 0]

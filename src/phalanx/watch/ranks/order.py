@@ -43,4 +43,4 @@ def in_order(name: str, ranks: int, layout: Layout | None, nodes: Mapping[int, s
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A key by which node-9 comes before node-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
