@@ -242,3 +242,20 @@ def test_an_index_of_many_shards_is_read_at_once_and_what_is_wrong_with_one_of_t
     content["train"]["shards"][1000] |= change
     with pytest.raises(DatasetError, match=told):
         parse_index(json.dumps(content), tmp_path)
+
+
+def test_shards_of_more_tokens_than_can_be_counted_are_told_as_damage(dataset: Path) -> None:
+    content = json.loads((dataset / "index.json").read_text())
+    for tokens in (10**30, 1 << 61):
+        content["train"]["shards"][0]["tokens"] = tokens
+        with pytest.raises(DatasetError, match=r"train\.shards: have more tokens than any disk holds"):
+            parse_index(json.dumps(content), dataset / "index.json")
+
+
+def test_where_the_system_does_not_count_a_threads_page_faults_reading_is_the_same(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = np.array([3, 0])
+    expected = gather(TokenShards.open(dataset, TRAIN), starts, 4)
+    monkeypatch.delattr("resource.RUSAGE_THREAD")
+    assert np.array_equal(gather(TokenShards.open(dataset, TRAIN), starts, 4), expected)

@@ -32,6 +32,8 @@ TRAIN = "train"
 HELD_OUT = "held_out"
 SPLITS = (TRAIN, HELD_OUT)
 _ITEM_BYTES = {"uint16": 2, "uint32": 4}
+_MOST_TOKENS = 1 << 60
+"""Of a split: more are no tokens of any disk, and places in their stream could not be counted in 64 bits."""
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -301,6 +303,12 @@ def _split_apart(
         problems.append(
             Problem(
                 f"{name}.shards", "names a file outside the dataset", "must be names of files in its folder"
+            )
+        )
+    if sum([shard.tokens for shard in found]) > _MOST_TOKENS:
+        problems.append(
+            Problem(
+                f"{name}.shards", "have more tokens than any disk holds", "must have those of their files"
             )
         )
     shards[name] = found

@@ -394,7 +394,8 @@ def _map_shard(directory: Path, shard: ShardFile, dtype: np.dtype[Any], *, whole
 
 def _reads_from_disk() -> int:
     """Page faults of this thread for which the disk was read (getrusage(2): ``ru_majflt``); 0 where the system does not say it of threads."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    of_thread = getattr(resource, "RUSAGE_THREAD", None)
+    return 0 if of_thread is None else resource.getrusage(of_thread).ru_majflt
 
 
 def _checksum(path: Path, *also: Callable[[bytes], None]) -> str:
