@@ -74,3 +74,14 @@ def test_other_runs_and_runs_that_never_saved_are_not_named(
     prepared_anew(spec)
     run = opened(dataclasses.replace(spec, run_dir=str(tmp_path / "mine")) if other == "run_dir" else spec)
     assert notes_of_earlier_data(run) == []
+
+
+def test_a_folder_of_such_a_name_that_cannot_be_looked_into_hinders_no_start(spec: RunSpec) -> None:
+    before = opened(spec)
+    saved(before)
+    strange = before.directory.path.with_name(f"{spec.name}-0000")
+    strange.mkdir()
+    (strange / "checkpoints").symlink_to("x" * 300)  # even root cannot follow it
+    prepared_anew(spec)
+    (note,) = notes_of_earlier_data(opened(spec))
+    assert str(before.directory.path) in note

@@ -30,17 +30,17 @@ def notes_of_earlier_data(run: OpenRun) -> list[str]:
 
 
 def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str]:
-    if not holds_steps(other) or other.result.exists():
-        return
     try:
+        if not holds_steps(other) or other.result.exists():
+            return
         record, before = other.read_record(), read_resolved(other)
+        step = max(other.committed_steps(), default=0)
     except (RunDirectoryError, OSError):
-        return  # a folder that only has such a name
+        return  # a folder that only has such a name, or is not ours to read
     changed = [line.partition(":")[0] for line in differences(before, spec)]
     same_place = all(record.get(name) == value for name, value in record_of(spec.data).items())
     if not same_place or not set(changed) <= set(_ASKED_FOR_BY_DATASETS):
         return
-    step = max(other.committed_steps(), default=0)
     recorded = str(record.get("data_fingerprint", fingerprint))
     if recorded != fingerprint:
         place = ", ".join(_addresses(spec))
