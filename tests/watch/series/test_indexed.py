@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, Step
-from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES
+from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES, TITLE, Row, encode_record
 from phalanx.watch.series.indexed import StepIndex
 from phalanx.watch.series.run_series import RunSeries
+from phalanx.watch.series.step_lines import step_row
 
 
 def long_run(run_dir: Path, steps: int = 5 * GROUP + 7, killed: bool = False) -> Path:
@@ -187,3 +188,21 @@ def test_a_run_that_has_said_nothing_yet_is_no_problem(tmp_path: Path) -> None:
     long_run(tmp_path)
     run.refresh()
     assert run.table.to_bytes() == read(tmp_path).table.to_bytes()
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, -3), (3, math.nan), (3, 1e300), (4, math.nan), (4, -1.0)])
+def test_a_record_of_numbers_beyond_any_run_is_not_taken_for_its_line(
+    tmp_path: Path, place: int, value: float
+) -> None:
+    """Where a step, a time or tokens stand in ``Row``; records in the midst of a chunk are not held against their lines."""
+    with EventLog(tmp_path / "events.jsonl", 0, clock=iter(range(10**6)).__next__) as log:
+        for number in range(1, 2 * GROUP + 1):
+            log.append(step(number, 999))
+    index, offset = TITLE, 0
+    for number, line in enumerate((tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)):
+        row: Row | None = step_row(line, offset)
+        assert row is not None
+        changed = row if number != 3 else (*row[:place], value, *row[place + 1 :])
+        index, offset = index + encode_record(changed, len(line)), offset + len(line)
+    (tmp_path / "steps.bin").write_bytes(index)
+    assert_as_without_it(tmp_path)

@@ -36,7 +36,7 @@ FINE = (
 )
 """What is kept in single precision, which is more than any screen shows."""
 MOST_STEP = 2**31 - 1
-_MOST_WHOLE = 2**53
+MOST_WHOLE = 2**53
 """Larger whole numbers are not exact in double precision; no run counts so far."""
 TITLE = b"phalanx steps 1: see observe/lines/step_index.py\n"
 TITLE += b"\0" * (96 - len(TITLE))
@@ -93,13 +93,13 @@ class LoggedStep(Protocol):
 
 def row_of(found: LoggedStep, t: float, attempt: int, offset: int, has_ledger: bool) -> Row | None:
     """The row of a logged step; ``None`` if its numbers cannot be those of a run."""
-    if not (0 <= found.step <= MOST_STEP and abs(attempt) <= MOST_STEP and 0 <= found.tokens <= _MOST_WHOLE):
+    if not (0 <= found.step <= MOST_STEP and abs(attempt) <= MOST_STEP and 0 <= found.tokens <= MOST_WHOLE):
         return None
     memory = found.peak_memory_bytes
     return (
         *(found.step, attempt, offset, t, found.tokens, found.loss, found.grad_norm, found.lr),
         *(found.tokens_per_s, found.step_s, found.mfu, found.bits_per_byte, found.goodput),
-        *(None if memory is None or abs(memory) > _MOST_WHOLE else memory, found.balance),
+        *(None if memory is None or abs(memory) > MOST_WHOLE else memory, found.balance),
         *(_share(found.data_wait_s, found.logged_s), float(has_ledger)),
     )
 

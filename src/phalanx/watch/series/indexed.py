@@ -19,9 +19,17 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.lines.step_index import FINE, MIXERS, RECORD_BYTES, SEED, TITLE, encode_record
+from phalanx.observe.lines.step_index import (
+    FINE,
+    MIXERS,
+    MOST_WHOLE,
+    RECORD_BYTES,
+    SEED,
+    TITLE,
+    encode_record,
+)
 from phalanx.run.directory.regular_file import open_regular
-from phalanx.watch.series.step_lines import step_row
+from phalanx.watch.series.step_lines import LATEST_S, step_row
 
 CHUNK = 1 << 16
 """Records that are read at once: 6 MiB."""
@@ -109,11 +117,13 @@ class StepIndex:
 
 
 def _sound(raw: bytes) -> Records:
-    """The records whose checksum is right."""
+    """The records whose checksum is right, and whose numbers may be those of a run, as ``step_row`` has it for a line."""
     raw = raw[: len(raw) - len(raw) % RECORD_BYTES]
     words = np.frombuffer(raw, "<u8").reshape(-1, RECORD_BYTES // 8)
     sound = words @ _MIXERS + np.uint64(SEED) == words[:, -1]
     records = np.frombuffer(raw, _RECORD)
+    t, tokens = records["t"], records["tokens"]
+    sound &= (t >= 0) & (t < LATEST_S) & (tokens >= 0) & (tokens <= MOST_WHOLE) & (records["step"] >= 0)
     return records if sound.all() else records[sound]
 
 

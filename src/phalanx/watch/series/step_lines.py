@@ -11,7 +11,7 @@ import msgspec
 from phalanx.observe.lines.step_index import Number, Row, row_of
 
 _STEP = b'"kind":"Step"'
-_LATEST_S = 1e10
+LATEST_S = 1e10
 
 
 class _StepLine(msgspec.Struct):
@@ -48,6 +48,6 @@ def step_row(line: bytes, offset: int) -> Row | None:
         found = _DECODER.decode(line)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    if found.kind != "Step" or not 0 <= found.t < _LATEST_S:
+    if found.kind != "Step" or not 0 <= found.t < LATEST_S:
         return None
     return row_of(found, found.t, found.attempt, offset, len(found.ledger) > 2)
