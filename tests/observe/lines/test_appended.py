@@ -11,14 +11,15 @@ import pytest
 from phalanx.observe.lines.appended import AppendedFile
 
 
-def test_a_line_of_which_a_part_was_written_before_an_error_costs_none_of_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_a_line_that_ended_in_an_error_costs_none_of_the_next_and_leaves_no_blank_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: float
 ) -> None:
     file = AppendedFile(tmp_path / "lines")
     whole = os.write
 
     def torn(descriptor: int, line: bytes) -> int:
-        whole(descriptor, line[: len(line) // 2])
+        whole(descriptor, line[: int(len(line) * part)])
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     file.append(b"first\n")
@@ -30,5 +31,6 @@ def test_a_line_of_which_a_part_was_written_before_an_error_costs_none_of_the_ne
     file.close()
     content = (tmp_path / "lines").read_bytes()
     assert content[offset:] == b"third\n"
-    assert content.split(b"\n")[0] == b"first"
-    assert content[offset - 1 : offset] == b"\n"
+    lines = content.split(b"\n")
+    assert (lines[0], lines[-2:]) == (b"first", [b"third", b""])
+    assert b"\n\n" not in content

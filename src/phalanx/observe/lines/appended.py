@@ -22,7 +22,7 @@ class AppendedFile:
         try:
             self.size_bytes = os.fstat(self._descriptor).st_size
             """Of the file, as far as this writer knows: others may append to it too."""
-            self._torn = self.size_bytes > 0 and os.pread(self._descriptor, 1, self.size_bytes - 1) != b"\n"
+            self._torn = self._ends_torn()
         except OSError:
             self.close()
             raise
@@ -32,8 +32,8 @@ class AppendedFile:
 
         The offset is right while all who write to the file append, on a file system that appends in one move; over NFS it may not be.
         """
-        whole = b"\n" + line if self._torn else line
-        self._torn = True  # unless all of it is written: an error does not say that nothing was
+        whole = b"\n" + line if self._torn and self._ends_torn() else line
+        self._torn = True  # unless all of it is written; of what was before an error, the file tells
         written = os.write(self._descriptor, whole)
         self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_CUR)
         self._torn = written < len(whole)
@@ -42,6 +42,10 @@ class AppendedFile:
                 errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({written} of {len(whole)} bytes were written)"
             )
         return self.size_bytes - len(line)
+
+    def _ends_torn(self) -> bool:
+        size = os.fstat(self._descriptor).st_size
+        return size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def close(self) -> None:
         """Closes the file; a second time does nothing."""
