@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -91,9 +92,15 @@ def test_a_note_that_a_dead_process_left_is_passed_over_and_so_is_one_that_is_da
     assert len(read_throttling(directory, 1000.0)) == 1
 
 
-def test_a_note_that_says_nothing_is_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("since_s", "seen_s", "what"),
+    [(990.0, 1000.0, []), (-1e300, 1000.0, ["hot"]), (1e300, 1e300, ["hot"]), (990.0, 1e300, ["hot"])],
+)
+def test_a_note_that_says_nothing_or_speaks_of_no_time_is_passed_over(
+    tmp_path: Path, since_s: float, seen_s: float, what: list[str]
+) -> None:
     directory = RunDirectory(tmp_path)
     directory.machines.mkdir()
-    note = '{"node": "node-1", "since_s": 990.0, "seen_s": 1000.0, "looks": 1, "what": []}'
-    (directory.machines / "node-1.throttled").write_text(note)
+    note = {"node": "node-1", "since_s": since_s, "seen_s": seen_s, "looks": 1, "what": what}
+    (directory.machines / "node-1.throttled").write_text(json.dumps(note))
     assert read_throttling(directory, 1000.0) == []

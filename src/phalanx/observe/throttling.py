@@ -26,6 +26,7 @@ LOOK_S = 10.0
 OVER_S = 60.0
 """A note is removed after so long without anything new; one that is older than twice this was left by a process that is gone."""
 _SUFFIX = ".throttled"
+_LATEST_S = 1e10
 _LOG = logging.getLogger(__name__)
 
 
@@ -99,6 +100,8 @@ def read_throttling(directory: RunDirectory, now: float) -> list[Throttling]:
         for path in sorted(Path(directory.machines).glob(f"*{_SUFFIX}")):
             with suppress(OSError, msgspec.MsgspecError, RecursionError):
                 note = msgspec.json.decode(read_small(path, 1 << 16), type=Throttling)
-                if note.what and now - note.seen_s <= 2 * OVER_S:
+                times = note.since_s, note.seen_s
+                possible = all(0 <= t < _LATEST_S for t in times) and now - note.seen_s <= 2 * OVER_S
+                if possible and note.what:
                     found.append(note)
     return found
