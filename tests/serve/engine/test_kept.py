@@ -57,6 +57,18 @@ def test_what_is_rounded_once_is_kept_exactly(
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_does_not_become_one_that_is(form: Narrow, broken: float) -> None:
+    kept = kept_as(form, resolve(replace(WIDE, head_dim=64)), torch.float32)
+    rows = torch.ones(2, 3, 64)
+    rows[1, 2, 5] = broken
+    found = kept.rounded(1, rows)
+    assert not found[1, 2, :32].isfinite().any()
+    found[1, 2, :32] = 1
+    assert torch.equal(found, torch.ones(2, 3, 64))
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_held_and_foreign_pages_read_as_if_they_were_computed_here(kind: str, form: Narrow) -> None:
     model = MODELS[kind]

@@ -23,6 +23,8 @@ KeptName = Literal["compute", "int8", "fp8"]
 """What users write."""
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _MANTISSA = 23
+_INFINITE = 255
+"""The exponent of an infinite scale, which makes all that share it infinite or NaN."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class KeptFormat:
         if not self.narrow[part]:
             return (rows,)
         values, scale = quantize(rows, _NARROW[self.name], "block")
-        return values, (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
+        exponents = (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
+        # Whole numbers have no NaN, and one must not become a zero that nobody hears of: the scale of its neighbors is infinite instead.
+        finite = rows.isfinite().view(*rows.shape[:-1], -1, SHARING).all(-1)
+        return values, exponents.masked_fill_(~finite, _INFINITE)
 
     def unpacked(self, part: int, stored: tuple[Tensor, ...]) -> Tensor:
         """The numbers that are stored so."""
