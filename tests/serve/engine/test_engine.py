@@ -15,7 +15,7 @@ from model.initialized import initialized
 from phalanx.model.layers.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.traffic.pages import page_names
@@ -211,6 +211,22 @@ def test_each_token_names_the_weights_that_made_it_and_has_their_bits(
     after = run(served, [asked(9, shared[:140])])["r9"]
     assert {one.weights for one in after if isinstance(one, Token)} == {"new"}
     assert differing(new, [asked(9, shared[:140])], {"r9": after}) == 0
+
+
+def test_a_text_that_longrope_has_read_anew_names_the_weights_that_did() -> None:
+    stretched = RopeScalingSpec(
+        kind="longrope",
+        factor=4.0,
+        original_max_seq_len=12,
+        short_factors=(1.0,) * 8,
+        long_factors=(2.0,) * 8,
+    )
+    model = initialized(resolve(replace(DENSE, rope_scaling=stretched))).requires_grad_(False).eval()
+    served = engine(model, numerics="fast", weights_id="old")
+    told = run(served, [asked(1, prompt(1, 8))], before={2: lambda: served.swap(model, "new", pages="mixed")})
+    named = [one.weights for one in told["r1"] if isinstance(one, Token)]
+    # The token behind the twelfth is the first whose text has other factors.
+    assert named == ["old"] * 2 + ["old+new"] * 3 + ["new"] * 4
 
 
 def test_weights_of_another_model_are_not_swapped_in() -> None:

@@ -404,6 +404,7 @@ class Engine:
         if self._pages.is_long(held) != was_long:
             # From here on all positions are rotated by other factors, those of the kept keys too.
             self._pages.restart(held)
+            held.weights = self.weights_id
         return None
 
     def _end(self, held: RunningText, outcome: Outcome, text: str = "") -> None:
