@@ -16,13 +16,14 @@ from checkpoint.saved_models import save_models
 from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.app import Gateway, application
 from phalanx.serve.gateway.served.following import Follower
 from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.served.of_run import open_engine, weights_digest
 from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.gateway.worker import EngineWorker
-from phalanx.traffic.requests import Request, Told
+from phalanx.serve.gateway.worker import EngineWorker, Swap
+from phalanx.traffic.requests import Ended, Request, Told
 from serve.packed_runs import DENSE, make_run, random_model
 
 SWAP_AT = 5
@@ -132,6 +133,26 @@ def test_a_checkpoint_that_cannot_be_read_is_told_once_and_the_old_one_goes_on(r
     assert follower.step == 1
 
 
+def test_weights_that_the_engine_refuses_leave_those_of_before_to_the_requests(run_dir: Path) -> None:
+    opened = open_engine(ServedRun(str(run_dir), None, "float32", 64, 1 << 22, 64, "fast"))
+    worker = EngineWorker(opened.engine, opened.identity, step=3)
+
+    def refused() -> None:
+        raise EngineError("the weights are of another model")
+
+    async def last() -> Told:
+        return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
+
+    worker.swap(Swap(7, "other", refused))
+    try:
+        assert asyncio.run(asyncio.wait_for(last(), 30)) == Ended("r", "length")
+        assert worker.trouble() == ""
+        assert (worker.load().weights_step, worker.load().swaps) == (3, 0)
+        assert worker.identity == opened.identity
+    finally:
+        worker.close()
+
+
 def test_following_is_refused_where_other_processes_hold_the_weights(run_dir: Path) -> None:
     refused = CliRunner().invoke(command, [str(run_dir), "--follow", "mixed", "--workers", "2"])
-    assert "leave --workers out" in refused.output
+    assert "leave out --workers" in refused.output

@@ -180,7 +180,7 @@ def command(
     if follow and (workers or step is not None or stream or run_dir.is_file()):
         raise click.UsageError(
             "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
-            "--step and --stream"
+            "--step and --stream, and give the run's directory, not a pack"
         )
     memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)
     served = ServedRun(

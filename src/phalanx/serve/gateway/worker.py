@@ -7,6 +7,7 @@ turn crosses over to the loop at once, not token by token: with many streams, wa
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Protocol
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.traffic.requests import Ended, Request, Told
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Swap:
     step: int
     weights_sha: str
     take_over: Callable[[], None]
-    """Called by the engine's thread. Raises ValueError if the engine refuses them."""
+    """Called by the engine's thread. Raises ValueError if the engine refuses them, and those of before go on."""
 
 
 class EngineWorker:
@@ -227,7 +230,10 @@ class EngineWorker:
         if isinstance(asked, str):
             return self._engine.cancel(asked)
         if isinstance(asked, Swap):
-            asked.take_over()
+            try:
+                asked.take_over()
+            except Exception:  # Requests go on by the weights that are there.
+                return _log.exception("the weights of step %d have not taken over", asked.step)
             self.identity = replace(self.identity, weights_sha=asked.weights_sha)
             self._step, self._swaps = asked.step, self._swaps + 1
             return None
