@@ -11,11 +11,12 @@ from checkpoint.shards import shards_of
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
+from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 
 
-def save_models(root: Path, steps: Mapping[int, Transformer]) -> DiskTier:
+def save_models(root: Path, steps: Mapping[int, Transformer | Chain]) -> DiskTier:
     """Checkpoints of these steps: weights, and something that is none of a reader's business."""
     tier = DiskTier(root)
     saver = AsyncSaver(tier, rank=0, world_size=1)

@@ -9,15 +9,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tomli_w
 from click.testing import CliRunner
 
+from checkpoint.saved_models import save_models
 from phalanx.checkpoint.pack.reader import open_pack
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.model.custom import Chain
 from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.counts import Counts
 from phalanx.serve.gateway.served import of_pack
 from phalanx.serve.gateway.served.of_run import open_engine
@@ -193,6 +198,21 @@ def test_damage_that_comes_while_it_serves_ends_requests_with_its_name_and_those
     again = [asyncio.run(last(f"mended {number}")) for number in range(3)]
     assert again[-1] == Ended("mended 2", "length")
     port.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_narrow_keys_and_values_are_refused_of_a_pack_of_a_model_that_keeps_none(
+    tmp_path: Path, *, stream: bool
+) -> None:
+    spec = resolve(ModelSpec(factory="examples.mixer:Mixer", layers=1, dim=32, vocab_size=64))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec)}))
+    save_models(run / "checkpoints", {1: Chain(spec)})
+    path = pack(run, None, tmp_path / "own.pack", "fp32")[0]
+    asked = ServedRun(str(path), None, "float32", 16, 0, 16, "fast", kept="int8", stream=stream)
+    with pytest.raises(EngineError, match=r"--kv int8: a model of your own \(model.factory\) keeps no keys"):
+        open_engine(asked)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
+from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers import service
 from phalanx.serve.workers.router_port import Service
@@ -58,3 +59,13 @@ def test_a_run_that_is_streamed_is_packed_before_any_worker_starts_and_memory_is
     assert Path(found.run_dir).is_file()
     assert found.memory_bytes == 2 << 30
     assert settled(found, monkeypatch) == found
+
+
+def test_drafts_of_a_run_that_is_streamed_are_refused_before_it_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", DENSE)
+    served = ServedRun(str(run_dir), None, "float32", None, 0, 64, "exact", drafts=1, stream=True)
+    with pytest.raises(EngineError, match="--drafts 1: a pack is served without its predictions ahead"):
+        settled(served, monkeypatch)
+    assert not (run_dir / "packs").exists()

@@ -15,7 +15,7 @@ from phalanx.checkpoint.tiers.restore import candidates
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.portable import numerics_environment
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
-from phalanx.serve.gateway.served.of_run import served_folder
+from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.router import RouterSettings
@@ -56,6 +56,7 @@ def open_service(
 
 def _settled(served: ServedRun) -> ServedRun:
     """The same for all workers, whenever they start: a step of the run, or a pack, which of a run that is streamed is made here, once."""
+    require_drafts(served)  # before packing, which takes long
     path = served.path.resolve()
     if served.stream and not is_pack(path):
         file = packed(path, served.step, getattr(torch, served.dtype))

@@ -84,7 +84,8 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         )
         engine, computed = paged, paged.numerics_id
     else:
-        engine, computed = TurnsEngine(model, context), numerics_id("turns", dtype, sequence)
+        engine = TurnsEngine(model, context, kept=served.kept)
+        computed = numerics_id("turns", dtype, sequence)
     return OpenedEngine(engine, Identity(digest, computed, context), spec, note=note, streaming=streaming)
 
 

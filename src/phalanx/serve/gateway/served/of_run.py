@@ -42,11 +42,8 @@ def open_run(
 
 def open_engine(served: ServedRun) -> OpenedEngine:
     """The engine of a run or a pack. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
+    require_drafts(served)
     if served.stream or is_pack(served.path):
-        if served.drafts:
-            raise EngineError(
-                f"--drafts {served.drafts}: a pack is served without its predictions ahead, so nothing can be drafted: serve the run's directory, without --stream"
-            )
         return open_packed(served)
     dtype = getattr(torch, served.dtype)
     run = read_resolved(RunDirectory(served.path))
@@ -75,13 +72,18 @@ def open_engine(served: ServedRun) -> OpenedEngine:
         )
         engine, computed = paged, paged.numerics_id
     else:
-        if served.kept != "compute":
-            raise EngineError(
-                "--kv: a model of your own (model.factory) keeps no keys and values; leave it out"
-            )
-        engine = TurnsEngine(model, context)
+        engine = TurnsEngine(model, context, kept=served.kept)
         computed = numerics_id("turns", dtype, sequence)
     return OpenedEngine(engine, Identity(digest, computed, context), spec, step=step)
+
+
+def require_drafts(served: ServedRun) -> None:
+    """Raises EngineError if drafts are asked of a pack, or of a run that is packed for streaming."""
+    if served.drafts and (served.stream or is_pack(served.path)):
+        raise EngineError(
+            f"--drafts {served.drafts}: a pack is served without its predictions ahead, so nothing can be drafted: serve the run's directory, "
+            "without --stream"
+        )
 
 
 @contextmanager

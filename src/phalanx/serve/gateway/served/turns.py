@@ -13,7 +13,8 @@ import torch
 
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import logits
-from phalanx.serve.engine.errors import RequestError
+from phalanx.serve.engine.errors import EngineError, RequestError
+from phalanx.serve.engine.kept import KeptName
 from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
 
@@ -21,7 +22,12 @@ from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
 class TurnsEngine:
     """Requests that take turns of one token."""
 
-    def __init__(self, model: Chain, context: int) -> None:
+    def __init__(self, model: Chain, context: int, *, kept: KeptName = "compute") -> None:
+        """``kept`` is what was asked for of keys and values. Raises EngineError for another format than that of the computation."""
+        if kept != "compute":
+            raise EngineError(
+                f"--kv {kept}: a model of your own (model.factory) keeps no keys and values; leave it out"
+            )
         self._model, self._context = model, context
         self._running: dict[str, Iterator[Told]] = {}
         self._cancelled: list[str] = []
