@@ -106,4 +106,5 @@ def test_memory_that_scoring_does_not_fit_into_is_refused_with_what_would_do(
     done = scored(folder, result, "ab cd", "--stream", "--memory", "1MiB")
     assert done.exit_code == 1
     assert "bytes of memory" in done.output
+    assert "--rows" not in done.output
     assert scored(folder, result, "ab cd", "--memory", "1MiB").exit_code == 2

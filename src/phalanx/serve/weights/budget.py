@@ -84,16 +84,24 @@ def probe_bytes(shapes: Iterable[tuple[int, int]], dtype: str) -> int:
 
 
 def divide_budget(
-    index: PackIndex, dtype: str, total: int, *, process: int, computing: int, of_text: int, most_texts: int
+    index: PackIndex,
+    dtype: str,
+    total: int,
+    *,
+    process: int,
+    computing: int,
+    of_text: int,
+    most_texts: int,
+    fewer: str = "fewer tokens at once (--rows, --context), ",
 ) -> Budget:
     """The division of ``total`` for a model that is streamed and computes up to ``most_texts`` texts. Raises TooLargeError with the least
-    that would do."""
+    that would do, and how a pass may be made smaller (``fewer``)."""
     left, least = total - process - computing, least_bytes(index, dtype)
     if left < least + of_text:
         raise TooLargeError(
             f"streaming this model needs {process + computing + of_text + least:,} bytes of memory ({process:,} for the process, "
             f"{computing:,} for a pass, {of_text:,} for keys and values of one text, {least:,} for the weights that are there at a time), and "
-            f"may take {total:,}: give it more (--memory), fewer tokens at once (--rows, --context), or pack it in a narrower format"
+            f"may take {total:,}: give it more (--memory), {fewer}or pack it in a narrower format"
         )
     texts = 1
     if of_text:

@@ -73,4 +73,5 @@ def _weights_bytes(
         computing=computing,
         of_text=0,
         most_texts=0,
+        fewer="",  # a micro-batch has the run's own shape
     ).weights
