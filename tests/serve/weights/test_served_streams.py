@@ -60,7 +60,7 @@ def served(place: Path, *, stream: bool, dtype: str = "float32", memory: int = 0
             memory or (0 if stream else 64 << 20),
             ROWS,
             "exact",
-            stream,
+            stream=stream,
             texts=3,
         )
     )
