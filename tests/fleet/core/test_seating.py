@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -211,3 +212,28 @@ def test_a_fleet_that_grows_keeps_its_members_unless_units_would_be_torn(
     assert not dropped or unit == 2
     # Whoever goes makes room for a unit elsewhere, never for a spare of the same rack.
     assert not {state.nodes[name].domain for name in dropped} & {state.nodes[name].domain for name in taken}
+
+
+@pytest.mark.parametrize(
+    ("members", "joining"),
+    [
+        # With both spares of rack b1 one unit is whole, and the members are the other one, in hall a.
+        (["a2", "a3"], ["b1", "b1", "a1"]),
+        # Each member's rack has a spare, which makes a unit with it; the nearest two by name are of one rack.
+        (["a1", "a2"], ["a1", "a1", "a1", "a2"]),
+    ],
+)
+def test_no_member_goes_where_other_spares_leave_as_few_units_torn(
+    members: list[str], joining: list[str]
+) -> None:
+    fleet = Fleet(settings(2, formation=Formation(1, (2, 4)), unit=2, expected_nodes=2))
+    for number, (hall, rack) in enumerate([*members, *joining]):
+        if number == len(members):
+            fleet.bind()
+            fleet.hear(m.Enlarge(4, 8, (2, 4)))
+        name = str(number)
+        fleet.hear(m.Joined(name, 1, 1, name, 7, (hall, hall + rack), meeting_points=(f"{name}:1",)))
+    fleet.hear(m.Tick(), after_s=31.0)
+    fleet.park()
+    assert len(fleet.state.seats) == 4
+    assert {"0", "1"} <= set(fleet.state.seats)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush
 
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import NO_SEAT, FleetState, Node
@@ -115,8 +116,9 @@ def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[
     if unit == 1:
         return near
     least = _placed(state, everybody, unit, count)
-    if _torn(_placed(state, near, unit, count)) <= _torn(least):
-        return near
+    for chosen in (near, [*members, *_completing(state, members, spares, unit, missing)]):
+        if _torn(_placed(state, chosen, unit, count)) <= _torn(least):
+            return chosen
     return _of_the_same_domains(state, everybody, least)
 
 
@@ -143,6 +145,39 @@ def _nearest(state: FleetState, members: Sequence[str], spares: Sequence[str]) -
         return sum(domain[:levels] in inhabited for levels in range(1, len(domain) + 1))
 
     return sorted(spares, key=lambda name: (-shared(name), name))
+
+
+def _completing(
+    state: FleetState, members: Sequence[str], spares: Sequence[str], unit: int, missing: int
+) -> list[str]:
+    """``missing`` spares, first those that make units whole: in the lowest domains first, and where fewest of them do so.
+
+    With the members they must make units and leave nobody over.
+    """
+    nodes, chosen = state.nodes, list[str]()
+    # Domain -> its nodes that are in no unit of a domain below, and its spares that are not chosen yet.
+    loose = Counter(nodes[name].domain for name in members)
+    left = _nearest(state, members, spares)
+    for level in range(max(len(nodes[name].domain) for name in (*members, *spares)), -1, -1):
+        free: dict[Domain, list[str]] = defaultdict(list)
+        for name in reversed(left):
+            free[nodes[name].domain[:level]].append(name)
+        turn = {domain: number for number, domain in enumerate(reversed(free))}
+        queue = [(unit - loose[domain] % unit, turn[domain], domain) for domain in free]
+        heapify(queue)
+        while queue:
+            needed, _, domain = heappop(queue)
+            if needed <= min(missing - len(chosen), len(free[domain])):
+                chosen += [free[domain].pop() for _ in range(needed)]
+                loose[domain] += needed
+                heappush(queue, (unit, turn[domain], domain))
+        taken = set(chosen)
+        left = [name for name in left if name not in taken]
+        above: Counter[Domain] = Counter()
+        for domain, count in loose.items():
+            above[domain[: max(level - 1, 0)]] += count % unit
+        loose = above
+    return chosen
 
 
 def _placed(state: FleetState, names: Sequence[str], unit: int, count: int) -> PlacedUnits:
