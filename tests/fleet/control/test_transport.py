@@ -250,6 +250,28 @@ def said_by(host: str, ahead_s: float) -> tuple[tuple[str, str], ...]:
     return tuple((name, changed.get(name, value)) for name, value in CREDENTIALS.metadata())
 
 
+@pytest.mark.parametrize("clock", ["", "noon", "nan", "inf", "-inf"])
+def test_what_is_no_time_is_no_clock_that_is_wrong(clock: str) -> None:
+    # A stranger's nan among the offsets would make every other host's clock look alike.
+    shown = tuple(
+        (name, clock if name == "phalanx-clock" else value) for name, value in CREDENTIALS.metadata()
+    )
+    assert CREDENTIALS.refusal(shown, "Attach") is None
+
+
+def test_names_that_no_host_has_are_not_kept() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            for number in range(3):
+                shown = said_by(f"{number}" + 3000 * "x", 3600)
+                assert await wire.raw(metadata=shown) is grpc.StatusCode.UNAUTHENTICATED
+            assert "is 3600 s ahead of the coordinator's" in wire.ear.lines[-1]
+            await wire.raw(metadata=said_by("gpu1", 3600))
+            assert "the clock of gpu1 is 3600 s ahead of the coordinator's" in wire.ear.lines[-1]
+
+    asyncio.run(scene())
+
+
 def test_where_all_other_clocks_are_apart_alike_it_is_the_coordinators_that_is_called_wrong() -> None:
     async def scene() -> None:
         async with Wire() as wire:

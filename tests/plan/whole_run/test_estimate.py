@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
 from phalanx.plan.evidence.band import EXACT, Band, normal_band
-from phalanx.plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
+from phalanx.plan.whole_run.assumptions import (
+    MOST_SECONDS,
+    RunAssumptions,
+    RunEstimateError,
+    RunInputs,
+    assumed,
+)
 from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run, goodput_plan
 from phalanx.plan.whole_run.failures import classes_at_node_rate
+from phalanx.run.spec import CheckpointSpec, FleetSpec, RunSpec
 
 FEW = RunAssumptions(draws=20)
 METHODS = ("spare", "shrink", "restart")
@@ -251,6 +258,15 @@ def test_a_fleet_s_own_rate_of_failures_can_be_assumed() -> None:
     assert per_day[0] == pytest.approx(10 * per_day[1])
 
 
+def test_a_run_file_may_ask_for_no_saves_by_an_interval_that_never_comes() -> None:
+    spec = RunSpec(
+        checkpoint=CheckpointSpec(every_steps=10**9), fleet=FleetSpec(nodes=2, snapshot_every_steps=10**9)
+    )
+    found = assumed((), EXACT, spec, step_s=40.0, steps=10**6)
+    assert found.durable_interval_s == found.checkpoint_interval_s == MOST_SECONDS
+    assert assumed(("recovery=restart",), EXACT, spec, 40.0, 10**6).checkpoint_interval_s == MOST_SECONDS
+
+
 def test_an_assumption_that_is_given_twice_is_refused() -> None:
     with pytest.raises(RunEstimateError, match="recovery is given twice, before as 'spare'"):
         assumed(("recovery=spare", "recovery=restart"), EXACT)
@@ -266,6 +282,8 @@ def test_an_assumption_that_is_given_twice_is_refused() -> None:
         ("repair_s=-1", "must not be negative"),
         ("failure_classes=3", "is not an assumption"),
         ("failures_per_1000_node_days=0", "must be positive"),
+        ("failures_per_1000_node_days=inf", "must be positive and finite"),
+        ("failures_per_1000_node_days=nan", "must be positive and finite"),
         ("repair_s=1e30", "is in seconds: 1e\\+30 are more than ten years"),
         ("pue=0.5", "pue must be 1 or more"),
         ("spare_nodes=10000000", "at most 1,000,000"),

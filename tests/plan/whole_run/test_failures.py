@@ -91,6 +91,13 @@ def test_the_spares_are_the_smallest_number_that_suffices(mean: float, confidenc
     assert spares == 0 or enough(spares - 1) < confidence + 1e-9
 
 
+def test_so_many_failures_that_nobody_can_repair_them_are_counted_at_once() -> None:
+    below, above = (spares_needed(mean, 1.0, 0.99) for mean in (999_999.0, 1_000_001.0))
+    assert 0 < above - below <= 4
+    assert spares_needed(1e15, 1.0, 0.99) == pytest.approx(1e15)
+    assert spares_needed(1e15, 1.0, 0.0) >= 0
+
+
 def test_nodes_in_repair_follow_poisson_even_when_every_repair_takes_equally_long() -> None:
     random = np.random.default_rng(0)
     nodes, rate_per_s, repair_s, moments = 1000, 4e-6, 1000.0, 200_000

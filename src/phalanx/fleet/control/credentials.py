@@ -7,6 +7,7 @@ proves both that and the token (``phalanx.run.token_proof``, ``phalanx.run.fenci
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Sequence
@@ -169,12 +170,12 @@ def host_in(shown: Sequence[tuple[str, str | bytes]]) -> str:
 
 
 def _clock_apart(said: str, host: str) -> Refusal | None:
-    """The refusal of a machine for what its clock says (Unix seconds); None if it is not refused, or does not say."""
+    """The refusal of a machine for what its clock says (Unix seconds); None if it is not refused, or says no time."""
     try:
         ahead_s = float(said) - time.time()
     except ValueError:
         return None
-    if -CLOCK_APART_S - HANDSHAKE_S <= ahead_s <= CLOCK_APART_S:
+    if not math.isfinite(ahead_s) or -CLOCK_APART_S - HANDSHAKE_S <= ahead_s <= CLOCK_APART_S:
         return None
     what = "ahead of" if ahead_s > 0 else "behind"
     why = f"the clock of {host} is {abs(ahead_s):.0f} s {what} the coordinator's: set it (chrony, ntpd)"

@@ -75,7 +75,7 @@ CLIENT_OPTIONS = [
 ]
 
 
-_HOSTS_COMPARED = 50_000
+_HOSTS_COMPARED, _LONGEST_NAME = 50_000, 255
 """Whoever dials names its host before it has proven anything: names do not fill the memory."""
 
 
@@ -239,12 +239,15 @@ class FleetServer:
         """The refusal, saying so if it is this machine's clock that is wrong."""
         own = gethostname()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
-        if host == own or full or (refusal is not None and not refusal.ahead_s):
+        unfit = not 0 < len(host) <= _LONGEST_NAME or not host.isprintable()
+        if host == own or full or unfit or (refusal is not None and not refusal.ahead_s):
             return refusal
         self._clocks[host] = refusal.ahead_s if refusal is not None else 0.0
+        if refusal is None:
+            return None
         apart = {name: ahead_s for name, ahead_s in self._clocks.items() if ahead_s}
         wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own} (the coordinator)")
-        return refusal._replace(why=wrong) if refusal is not None and wrong else refusal
+        return refusal._replace(why=wrong) if wrong else refusal
 
     async def _attach(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:
         seals = await self._admit("Attach", requests, context)

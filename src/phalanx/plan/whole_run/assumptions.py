@@ -29,6 +29,7 @@ MOST_DRAWS = 100_000
 
 
 MOST_SECONDS = 10 * 365.25 * DAY_S
+"""A longer time is a slip of the pen. An interval of a run file that is longer, as for no saves at all, counts as this."""
 MOST_SPARES = 1_000_000
 
 
@@ -130,6 +131,10 @@ def described(
     failures are recovered from storage, checkpoints are the frequent ones.
     """
     fleet, checkpoint = spec.fleet, spec.checkpoint
+
+    def interval_s(every: int) -> float:
+        return min(every * step_s, MOST_SECONDS)
+
     forever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
     # Of those kept for ever, half are there on average.
     found: dict[str, object] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
@@ -137,11 +142,11 @@ def described(
         by_fleet: RecoveryMethod = "spare" if fleet.spares else "shrink"
         recovery = recovery or (by_fleet if fleet.snapshot_every_steps else "restart")
         found |= {"recovery": recovery, "spare_nodes": fleet.spares}
-    durable = {"durable_interval_s": checkpoint.every_steps * step_s} if checkpoint.every_steps else {}
+    durable = {"durable_interval_s": interval_s(checkpoint.every_steps)} if checkpoint.every_steps else {}
     if recovery == "restart" and checkpoint.every_steps:
-        found["checkpoint_interval_s"] = checkpoint.every_steps * step_s
+        found["checkpoint_interval_s"] = interval_s(checkpoint.every_steps)
     elif recovery != "restart" and fleet.nodes and fleet.snapshot_every_steps:
-        found["checkpoint_interval_s"] = fleet.snapshot_every_steps * step_s
+        found["checkpoint_interval_s"] = interval_s(fleet.snapshot_every_steps)
     return found | durable
 
 

@@ -12,8 +12,10 @@ Failures are taken as memoryless and independent. They are not quite: see ``CORR
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -178,9 +180,9 @@ def classes_at_node_rate(per_1000_node_days: float, per_node: int = 8) -> tuple[
 
     The shares of the causes and the factors from typical to low and high stay as they are.
     """
-    if per_1000_node_days <= 0:
+    if not 0 < per_1000_node_days < math.inf:
         raise FailureModelError(
-            f"failures per 1,000 node-days must be positive, is {per_1000_node_days}; published: "
+            f"failures per 1,000 node-days must be positive and finite, is {per_1000_node_days}; published: "
             + ", ".join(f"{name} {rate:.2f}" for name, (rate, _) in FLEETS.items())
         )
     now = sum(one.typical * (per_node if one.device == "accelerator" else 1) for one in CLASSES)
@@ -206,6 +208,10 @@ def nodes_in_repair(node_losses_per_s: float, repair_s: float) -> float:
     return node_losses_per_s * repair_s
 
 
+_NEARLY_NORMAL = 1e6
+"""A mean number of nodes in repair above which their number is normal to a thousandth of its spread."""
+
+
 def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float = 0.99) -> int:
     """The smallest number of spare nodes that suffices with probability ``confidence`` at a random moment.
 
@@ -218,6 +224,9 @@ def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float =
     mean = nodes_in_repair(node_losses_per_s, repair_s)
     if mean == 0:
         return 0
+    if mean > _NEARLY_NORMAL:
+        above = NormalDist().inv_cdf(max(confidence, 1e-300)) * math.sqrt(mean)
+        return max(0, math.ceil(mean + above))
     # Ten standard deviations and a few hold every quantile that a float can tell from 1.
     counts = np.arange(int(mean + 10 * mean**0.5) + 40)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
