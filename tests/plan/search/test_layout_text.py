@@ -14,7 +14,7 @@ from phalanx.plan.search.space import Options, requirement
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.workload.candidates import Candidates
 from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, PlannedLayout, layout_field
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import MlaSpec, RunSpec
 
 SPEC = run_of_model("llama3-8b", 4096, 128)
 JOB = job_of(SPEC, cluster("h100:64"), keep_slots=False)
@@ -53,6 +53,16 @@ def test_a_part_of_experts_is_refused_where_there_are_none() -> None:
             job_of(SPEC, cluster("h100:64"), stack="megatron"),
             Aim(require=("recompute=moe",), stack="megatron"),
         )
+
+
+def test_latents_are_made_again_where_there_are_some_in_dense_models_as_well() -> None:
+    aim = Aim(require=("recompute=mla_up_proj",), stack="megatron")
+    with pytest.raises(RequestError, match="recompute=mla_up_proj: the model has no latent attention"):
+        with_modes_asked(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
+    dense = replace(SPEC, model=replace(SPEC.model, kv_heads=0, mla=MlaSpec(kv_rank=512)))
+    job = with_modes_asked(job_of(dense, cluster("h100:64"), stack="megatron"), aim)
+    options = Options(require=("recompute=mla_up_proj", "pp=1", "cp=1", "mbs=1"))
+    assert {one.layout.recompute for one in search(job, options).best} == {"mla_up_proj"}
 
 
 @pytest.mark.parametrize("switch", ["sequence_parallel", "offload_optimizer", "offload_activations"])

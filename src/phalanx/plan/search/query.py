@@ -22,10 +22,10 @@ from phalanx.plan.evidence.learned import Evidence, evidence_for, generation_of,
 from phalanx.plan.run_fields import SEARCHED
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
-from phalanx.plan.workload.candidates import DENSE_PARTS, RECOMPUTE
+from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.foreign_stacks import STACKS, stack_on
 from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
-from phalanx.plan.workload.recompute_modes import with_modes
+from phalanx.plan.workload.recompute_modes import parts_of, with_modes
 from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
 from phalanx.plan.workload.stacks import Job, Overlap, Stack, Workload, stack_of, workload_of
 from phalanx.run.kinds.whole_model import resolve
@@ -160,10 +160,12 @@ def with_modes_asked(job: Job, aim: Aim) -> Job:
     texts = (*(aim.layout or "").split(","), *aim.require)
     words = (re.fullmatch(r"\s*recompute\s*[!=]?=\s*(\S+)\s*", text) for text in texts)
     modes = with_modes(job.modes, (word[1] for word in words if word))
+    has = parts_of(job.workload.model)
     for mode in modes[len(job.modes) :]:
-        if job.workload.model.moe is None and not mode.parts & DENSE_PARTS:
+        if not mode.parts & has:
+            lacks = "no experts" if mode.parts - {"latent_up"} else "no latent attention"
             raise RequestError(
-                f"recompute={mode.name}: the model has no experts, and so no such part of a layer"
+                f"recompute={mode.name}: the model has {lacks}, and so no such part of a layer"
             )
     return replace(job, modes=modes)
 

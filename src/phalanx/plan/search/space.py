@@ -17,7 +17,6 @@ import numpy as np
 
 from phalanx.plan.step_cost.bubbles import Pipelines, legal
 from phalanx.plan.workload.candidates import (
-    DENSE_PARTS,
     PRECISIONS,
     SCHEDULES,
     Bools,
@@ -26,6 +25,7 @@ from phalanx.plan.workload.candidates import (
     divisors,
 )
 from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, layout_field
+from phalanx.plan.workload.recompute_modes import parts_of
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
 from phalanx.run.kinds.mixture import is_mixture
@@ -173,9 +173,8 @@ def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
     """Values of recompute, zero, offloaded optimizer, and offloaded activations."""
     model = job.workload.model
     mixed = any(is_mixture(model, layer) for layer in range(model.layers))
-    recompute = [
-        code for code, mode in enumerate(job.modes) if mixed or not mode.parts or mode.parts & DENSE_PARTS
-    ]
+    has = parts_of(model)
+    recompute = [code for code, mode in enumerate(job.modes) if mixed or not mode.parts or mode.parts & has]
     offload = np.array([0, 1] if options.offload else [0])
     return np.array(recompute), np.array(job.stack.zero_stages), offload, offload
 

@@ -68,7 +68,7 @@ PARTS = (
 )
 """Parts of a layer whose results may be kept or computed again."""
 DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "residual", "widen", "activation", "down"})
-"""Those that a layer without experts has."""
+"""Those that a layer without experts and latent attention has."""
 
 
 @dataclass(frozen=True)

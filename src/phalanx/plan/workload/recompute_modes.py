@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
-from phalanx.plan.workload.candidates import PARTS, Recompute
+from phalanx.plan.workload.candidates import DENSE_PARTS, PARTS, Recompute
+from phalanx.run.spec import ModelSpec
 
 MODULES: Mapping[str, frozenset[str]] = {
     "core_attn": frozenset({"core"}),
@@ -28,6 +29,9 @@ MODULES: Mapping[str, frozenset[str]] = {
 """Parts of a layer by the names of Megatron's ``recompute_modules`` (megatron/core/transformer/transformer_config.py)."""
 
 
+_LATENT = frozenset({"latent_up"})
+
+
 def mode_of_parts(text: str) -> Recompute:
     """The mode that computes the parts named in ``text`` again, joined by "+". Raises ``ValueError`` with the names there are."""
     names = [name.strip() for name in text.split("+")]
@@ -38,6 +42,12 @@ def mode_of_parts(text: str) -> Recompute:
         )
     parts = frozenset(chain.from_iterable(MODULES.get(name, frozenset({name})) for name in names))
     return Recompute(text, parts)
+
+
+def parts_of(model: ModelSpec) -> frozenset[str]:
+    """The parts of a layer that some layer of ``model`` has."""
+    parts = frozenset(PARTS) if model.moe is not None else DENSE_PARTS
+    return parts | _LATENT if model.mla is not None else parts - _LATENT
 
 
 def with_modes(modes: tuple[Recompute, ...], texts: Iterable[str]) -> tuple[Recompute, ...]:
