@@ -192,6 +192,11 @@ def test_what_the_nodes_could_not_agree_on_is_asked_for(folder: Path) -> None:
     assert "HOST:PORT" in refused(*placed, "--coordinator", "head")
 
 
+@pytest.mark.parametrize("name", ["a b", "a/b", "*", 129 * "n"])
+def test_what_cannot_be_a_node_s_name_is_refused_before_anything_is_read(name: str) -> None:
+    assert "at most 128 characters" in refused("--run", "none.toml", "--node", name)
+
+
 def test_a_mistake_in_the_run_file_is_explained(folder: Path) -> None:
     done = run(["agent", "--run", "tiny.toml", "--coordinator", "head:1", "--set", "fleet.knots=2"], folder)
     assert done.returncode == 1

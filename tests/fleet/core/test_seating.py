@@ -227,12 +227,12 @@ def test_no_member_goes_where_other_spares_leave_as_few_units_torn(
     members: list[str], joining: list[str]
 ) -> None:
     fleet = Fleet(settings(2, formation=Formation(1, (2, 4)), unit=2, expected_nodes=2))
-    for number, (hall, rack) in enumerate([*members, *joining]):
+    for number, where in enumerate([*members, *joining]):
         if number == len(members):
             fleet.bind()
             fleet.hear(m.Enlarge(4, 8, (2, 4)))
         name = str(number)
-        fleet.hear(m.Joined(name, 1, 1, name, 7, (hall, hall + rack), meeting_points=(f"{name}:1",)))
+        fleet.hear(m.Joined(name, 1, 1, name, 7, (where[0], where), meeting_points=(f"{name}:1",)))
     fleet.hear(m.Tick(), after_s=31.0)
     fleet.park()
     assert len(fleet.state.seats) == 4

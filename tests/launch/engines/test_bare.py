@@ -320,6 +320,7 @@ def test_hosts_are_read_with_their_ports_names_and_domains() -> None:
         ("one name=\n", "line 1 of the hosts: name= has no value"),
         ("one name=a name=b\n", "line 1 of the hosts: name= is there twice"),
         ("one:0\n", "line 1 of the hosts: port 0 is not between 1 and 65535"),
+        (f"one name={129 * 'n'}\n", "line 1 of the hosts: a node's name has at most 128 characters"),
         ("one:99999\n", "line 1 of the hosts: port 99999 is not between"),
     ],
 )
@@ -332,10 +333,10 @@ def test_a_leader_that_the_others_cannot_reach_is_refused_before_anything_is_sta
     order = LaunchOrder("tiny", tmp_path, tmp_path, 2, 0, 0, 0, sys.executable, LaunchSpec())
     here, there = read_hosts("localhost name=head\ngpu2\n")
     assert preflight(order, [here, there]) == [
-        "head: it leads, and gpu2 cannot reach it at localhost, which is gpu2 itself there: give it an address=HOST that the others know, or "
-        "put another host first"
+        "head: gpu2 cannot reach it at localhost, which is gpu2 itself there: give it an address=HOST that the others know"
     ]
     assert unreachable([there, here]) == unreachable(read_hosts("localhost name=a\n127.0.0.2 name=b\n")) == ""
+    assert unreachable(read_hosts("one address=::1\ngpu2\n")).startswith("one: gpu2 cannot reach it at ::1")
 
 
 def test_what_hosts_cannot_give_is_refused_not_ignored(tmp_path: Path) -> None:

@@ -260,6 +260,24 @@ def test_a_job_whose_time_is_always_up_before_a_step_is_saved_is_not_queued_agai
     assert len((tmp_path / "told").read_text().splitlines()) == queued
 
 
+def test_a_job_that_saves_nothing_gives_back_the_nodes_that_it_has_borrowed(tmp_path: Path) -> None:
+    told = replace(order(time_limit="1m", grace_s=30.0), run_dir=tmp_path, taken_from=tmp_path, taken=2)
+    told = replace(told, python=str(tmp_path / "phalanx"))
+    script = batch_script(told)
+    end = script[script.index(f'if [ "$(cat {tmp_path}/launch/lead-exit') :]
+    for name, does in (("squeue", "echo RUNNING"), ("phalanx", f'echo "$@" >> {tmp_path}/told')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "lead-exit").write_text("75\n")
+    same = subprocess.run(["cksum"], input=b"", capture_output=True, check=True).stdout.decode()
+    (tmp_path / "launch" / "saved-nothing-since").write_text(3 * same)
+    own = {**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", f"code=75; {end}"], env=own, capture_output=True, check=False)
+    assert done.returncode == 67
+    assert (tmp_path / "told").read_text() == f"-m phalanx fleet grow {tmp_path} --by 2\n"
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [

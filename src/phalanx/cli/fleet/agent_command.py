@@ -91,8 +91,9 @@ def command(
     from phalanx.fleet.node.agent import leave
 
     name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    if not re.fullmatch(r"[^*\s/][^\s/]*", name):
-        raise click.BadParameter(f"{name!r} is no name of a node: no spaces or slashes", param_hint="--node")
+    if not re.fullmatch(r"[^*\s/][^\s/]{0,127}", name):
+        why = "no spaces or slashes, no star first, at most 128 characters"
+        raise click.BadParameter(f"{name!r} is no name of a node: {why}", param_hint="--node")
     if coordinator and not coordinator.rpartition(":")[2].isdigit():
         raise click.BadParameter(f'"{coordinator}" is not HOST:PORT', param_hint="--coordinator")
     from phalanx.launch.foreign import slurm_domains

@@ -23,6 +23,8 @@ _HOST = re.compile(r"(?:(?P<user>[\w][^@\s]*)@)?(?P<host>\w[\w.-]*)(?::(?P<port>
 """Nothing begins with a dash: ssh would take it for an option."""
 _NAME = re.compile(r"\w[\w.-]*")
 """Logs and claims of a node bear its name."""
+_LONGEST_NAME = 128
+"""As ``fleet.core.messages.NodeName``."""
 _MOST_PORT = 65_535
 _GO_HALF_SECONDS = 240
 _PAUSES_S = (1, 5, 15, 60, 120)
@@ -91,24 +93,26 @@ def _wrong_with(words: list[str], match: re.Match[str], given: dict[str, str]) -
         return f"{empty[0]}= has no value"
     if port and not 1 <= int(port) <= _MOST_PORT:
         return f"port {port} is not between 1 and {_MOST_PORT}"
+    if len(given.get("name") or match["host"]) > _LONGEST_NAME:
+        return f"a node's name has at most {_LONGEST_NAME} characters: give it a shorter one by name="
     if (name := given.get("name")) and not _NAME.fullmatch(name):
         return f"name={name}: a node's name has letters, digits, '.', '-' and '_', a letter or digit first"
     return ""
 
 
 def unreachable(hosts: list[Host]) -> str:
-    """Why the others cannot reach the host that leads, if its address means something else on each of them; else empty."""
+    """Why the others cannot reach the first host, which leads unless a fleet runs already, if its address means something else on each of them; else empty."""
     head, others = hosts[0], [host for host in hosts[1:] if not _is_loopback(host.address)]
     if not others or not _is_loopback(head.address):
         return ""
     return (
-        f"{head.name}: it leads, and {others[0].name} cannot reach it at {head.address}, which is {others[0].name} itself there: give it an "
-        "address=HOST that the others know, or put another host first"
+        f"{head.name}: {others[0].name} cannot reach it at {head.address}, which is {others[0].name} itself there: give it an address=HOST "
+        "that the others know"
     )
 
 
 def _is_loopback(address: str) -> bool:
-    return address == "localhost" or address.startswith("127.")
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def coordinator_port(order: LaunchOrder) -> int:

@@ -242,6 +242,7 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
     # Of a job that was cancelled the state is another; phalanx cancel and phalanx fleet stop leave the file.
     yield f'if [ "$(cat {folder}/lead-exit 2>/dev/null)" = {_STOPPED} ] && [ ! -e {folder}/stopped ] &&'
     yield '    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then'
+    yield "  in_vain="
     if order.launch.time_limit:
         least_s = max(0, int(seconds_of(order.launch.time_limit) - order.launch.grace_s) - 60)
         # A line for each job whose time was up since there was another checkpoint than now; one that was preempted sooner does not count.
@@ -251,11 +252,14 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
         yield f'  if [ "$(grep -c . {folder}/saved-nothing-since 2>/dev/null)" -gt {_IN_VAIN} ] 2>/dev/null; then'
         yield (
             f'    echo "error: at least {_IN_VAIN} jobs in a row were over before the run had saved a step: its start takes longer than launch.time_limit = '
-            f'{order.launch.time_limit} leaves beside launch.grace_s = {order.launch.grace_s:g}; submit it again with a longer --time" >&2; exit 67'
+            f'{order.launch.time_limit} leaves beside launch.grace_s = {order.launch.grace_s:g}; submit it again with a longer --time" >&2; in_vain=1; code=67'
         )
         yield "  fi"
-    yield '  echo "the run has saved; it is queued again"'
-    yield '  scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+    # Whoever has borrowed nodes gives them back below.
+    yield '  if [ -z "$in_vain" ]; then'
+    yield '    echo "the run has saved; it is queued again"'
+    yield '    scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+    yield "  fi"
     yield "fi"
 
 
