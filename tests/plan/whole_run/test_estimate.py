@@ -285,6 +285,8 @@ def test_an_assumption_that_is_given_twice_is_refused() -> None:
         ("failures_per_1000_node_days=inf", "must be positive and finite"),
         ("failures_per_1000_node_days=nan", "must be positive and finite"),
         ("repair_s=1e30", "is in seconds: 1e\\+30 are more than ten years"),
+        ("planned_pauses_per_day=inf", "must be finite"),
+        ("usd_per_kwh=inf", "must be finite"),
         ("pue=0.5", "pue must be 1 or more"),
         ("spare_nodes=10000000", "at most 1,000,000"),
     ],

@@ -4,6 +4,7 @@ source or the word "assumption"."""
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
@@ -97,9 +98,12 @@ class RunAssumptions:
             if isinstance(value, int | float) and not value >= 0:
                 raise RunEstimateError(f"{one.name} must not be negative, is {value}")
             # What is said of the place of the data is judged with what the run reads.
-            is_time = one.name.endswith("_s") and not one.name.startswith("data_")
-            if is_time and isinstance(value, int | float) and value > MOST_SECONDS:
+            if not isinstance(value, int | float) or one.name.startswith("data_"):
+                continue
+            if one.name.endswith("_s") and value > MOST_SECONDS:
                 raise RunEstimateError(f"{one.name} is in seconds: {value:g} are more than ten years")
+            if math.isinf(value):
+                raise RunEstimateError(f"{one.name} must be finite, is {value:g}")
         if self.pue is not None and self.pue < 1:
             raise RunEstimateError(
                 f"pue must be 1 or more, is {self.pue}: it is the site's power over that of its machines"
