@@ -108,7 +108,15 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_map_names_its_rows_by_their_ranks_and_marks_what_is_not_known() -> None:
     values = np.array([[1.0, np.nan], [2.0, 3.0]], np.float32)
     steps = np.array([10, 20])
-    picture = HeatMap(values, np.array([0, 50]), steps, steps.astype(float), 100, reduced=True)
+    picture = HeatMap(
+        values=values,
+        rows=(range(50), range(50, 100)),
+        drawn=np.arange(100),
+        column_steps=steps,
+        column_times=steps.astype(float),
+        usual=values[0],
+        reduced=True,
+    )
     scale, upper, lower, axis = text_map(picture, 1.0, 2)
     assert "█ 3" in scale
     assert upper.split() == ["0-49", "▁·"]

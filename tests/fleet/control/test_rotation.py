@@ -31,7 +31,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.node.agent import Agent, AgentArgs
 from phalanx.run.token_proof import token_name
 
-PATIENCE_S = 30.0
+PATIENCE_S = 200.0
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ from phalanx.run.token_proof import Role, Seals, UnprovenError
 CREDENTIALS = Credentials(
     "run-1", "a token that nobody guesses", FencingToken(1, "ab"), operator_token="known to operators"
 )
-PATIENCE_S = 30.0
+PATIENCE_S = 200.0
 
 
 def joined(node: str = "node-0", incarnation: int = 1) -> m.Joined:

@@ -26,7 +26,7 @@ from phalanx.store.errors import UnavailableError
 from store.memory_store import MemoryStore
 
 RANKS = 4
-PATIENCE_S = 30.0
+PATIENCE_S = 200.0
 TIMES = UploadTimes(look_s=0.02, again_s=0.1, others_s=1000.0, others_at_the_end_s=0.0)
 
 

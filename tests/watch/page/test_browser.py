@@ -30,6 +30,10 @@ pytestmark = pytest.mark.skipif(
 )
 from playwright.sync_api import Browser, Page, expect  # noqa: E402
 
+PATIENCE_MS = 100_000
+"""Of a machine that is busy: Chromium waits for two still frames before it clicks."""
+expect.set_options(timeout=PATIENCE_MS)
+
 HOSTILE_NAME = "<img src=x onerror=window.hacked=1>"  # a run's name has no slash
 HOSTILE = f"<script>window.hacked=1</script>{HOSTILE_NAME}"
 VIEWS = ("", "/time", "/ranks", "/fleet", "/logs", "/profile", "/checkpoints")
@@ -109,7 +113,7 @@ def open_page(browser: Browser, site: str) -> Iterator[Open]:
 
     def open_at(address: str = "", width: int = 1280, quiet: bool = True, **options: object) -> Watched:
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)  # type: ignore[arg-type]
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(PATIENCE_MS)
         watched = Watched(context.new_page())
         watched.page.on("console", lambda message: watched.said.append(message.text))
         watched.page.on("pageerror", lambda error: watched.said.append(str(error)))
