@@ -69,6 +69,7 @@ def test_a_fleet_loses_a_node_a_worker_and_its_coordinator_and_keeps_the_bits(
         assert stream.steps[-1] == result["step"]
 
 
+@pytest.mark.slow
 def test_a_fleet_that_draws_from_several_sources_keeps_the_bits_through_faults_and_a_change_of_stage(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_nodes_with_a_nan_and_with_a_corrupted_gradient_are_found_and_quarantine
     assert any("computed wrongly by rank 1" in one["what"] for one in fleet["happenings"])
 
 
+@pytest.mark.slow
 def test_a_flipped_parameter_of_a_replica_is_found_and_the_bits_kept(
     run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_afte
 from phalanx.parallel.context.tiles import Tile
 from phalanx.parallel.reduction.integer.bins import BinFormat
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
+from quick_cases import quick
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import tiny_run, train_on_this_rank
@@ -66,7 +67,7 @@ def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
     return on_one_rank(ranks, lambda model, compute: spec_of(MODELS[model], ParallelSpec(), compute))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick(MODELS, of_the_suite=["windows and sinks"]))
 def test_a_run_in_context_tiles_has_one_hash_whatever_its_context_degree(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], model: str
 ) -> None:

@@ -207,7 +207,14 @@ def test_compiled_blocks_give_the_same_weights_on_any_layout(
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("layout", [(1, "none", 0), (3, "zero3", 0), (4, "zero2", 2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (1, "none", 0),
+        pytest.param((3, "zero3", 0), marks=pytest.mark.slow),
+        (4, "zero2", 2),
+    ],
+)
 def test_bf16_compute_with_fp32_masters_keeps_the_promise(
     layout: tuple[int, str, int], ranks: Ranks, dataset: Path, bf16_reference: str, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def ask_to_shrink(run_dir: Path, node: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_head_that_is_lost_before_the_fleet_has_formed_is_succeeded(tmp_path: Path) -> None:
     make_run(tmp_path, SPEC, STEPS)
     with led_fleet(tmp_path, NODES[:3]) as fleet:
@@ -340,6 +341,7 @@ def test_dead_candidates_of_before_keep_nobody_from_a_coordinator_that_is_starte
         assert ends_well(fleet).epoch == 0
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_only_started_again_is_not_succeeded(tmp_path: Path) -> None:
     make_run(tmp_path, replace(SPEC, succession_s=20.0, lease_s=15.0), STEPS)
     with led_fleet(tmp_path) as fleet:
@@ -367,6 +369,7 @@ def test_a_successor_that_dies_on_a_living_node_leads_on_in_its_own_reign(tmp_pa
         assert (again.reign, again.leader) == (2, seen.leader)
 
 
+@pytest.mark.slow
 def test_agents_that_missed_the_end_learn_it_from_the_claims(tmp_path: Path) -> None:
     make_run(tmp_path, SPEC, STEPS)
     with led_fleet(tmp_path) as fleet:

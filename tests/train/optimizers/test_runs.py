@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.run.spec import OptimizerSpec, RunSpec
+from quick_cases import quick
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -37,7 +38,7 @@ def alone(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
     return found
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", quick(SPECS, of_the_suite=["muon", "adafactor"]))
 def test_a_run_broken_off_on_one_fleet_ends_on_another_with_the_weights_of_one_rank(
     name: str, ranks: Ranks, dataset: Path, alone: dict[str, str], tmp_path: Path
 ) -> None:
