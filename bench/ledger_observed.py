@@ -76,7 +76,7 @@ PAUSE_S = 5.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen at a moment of the observer's clock."""
+    """A reading of the processes at a moment of the observer's clock."""
 
     at_s: float
     pid: int
@@ -172,7 +172,7 @@ class Watched:
 
     observer: Observer
     faults: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """What was done, from when to when."""
+    """By what was done to processes, the spans of the observer's clock in which it was."""
 
 
 def start(folder: Path, words: Sequence[str], given: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -379,7 +379,7 @@ def born(observer: Observer, before_s: float) -> float:
 
 
 def extra_wait(steps: list[list[Line]], spans: list[tuple[float, float]]) -> float:
-    """What the ledger has as waiting in the steps around the spans, beyond what such steps usually wait."""
+    """Sums the waiting that the ledger has in the steps around the spans, beyond what such steps usually wait."""
     waits = [
         (before.seen_s, after.seen_s, spent(after.event, *WAITING) - spent(before.event, *WAITING))
         for lines in steps

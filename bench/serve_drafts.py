@@ -1,4 +1,4 @@
-"""What drafts by a run's predictions ahead are worth: the share that is accepted, and tokens/s over the same engine without.
+"""Measures what drafts by a run's predictions ahead are worth: the share that is accepted, and tokens/s over the same engine without.
 
     phalanx train configs/quickstart.toml --set model.mtp_depth=1
     python -m bench.serve_drafts RUN_DIR [--batches 1,4,16] [--tokens 64] [--rounds 3]
@@ -79,7 +79,7 @@ def counting_model(dim: int, layers: int, right: float) -> Transformer:
 
 @dataclass(frozen=True)
 class Served:
-    """What came of one round."""
+    """Counts and seconds of one round."""
 
     seconds: float
     tokens: int

@@ -1,4 +1,4 @@
-"""What a pack's format costs on held-out text: ``python -m bench.serve_formats RUN_DIR``.
+"""Measures what a pack's format costs in perplexity on held-out text: ``python -m bench.serve_formats RUN_DIR``.
 
 The run's newest step is packed in every format, and each pack scores the same held-out sequences by the trainer's arithmetic, fp32 and bf16
 packs in their own dtype, fp8 and int8 packs in bf16. Printed are bytes of the file, perplexity, and by how much the mean loss differs from that of

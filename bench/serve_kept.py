@@ -1,4 +1,4 @@
-"""What keys and values of eight bits cost: the change of perplexity on held-out text, of each token's log-probability, and the bytes of a token.
+"""Measures what keys and values of eight bits cost: the change of perplexity on held-out text, of each token's log-probability, and the bytes of a token.
 
     python -m bench.serve_kept RUN_DIR [--sequences 16] [--tokens 256]
 

@@ -154,7 +154,7 @@ class Server:
 
     @property
     def note(self) -> str:
-        """What it has said on standard error."""
+        """The server's standard error so far."""
         return "".join(self._said)
 
 

@@ -85,19 +85,23 @@ def train_until_asked(spec: RunSpec, environment: dict[str, str], asked: Path) -
     return train_on_this_rank(spec, stop=stop)
 
 
+def asking_in_each_step(spec: RunSpec, url: str, folder: Path) -> RunSpec:
+    """The run in ``folder``, with a cache that keeps nothing, so that each step asks the store; it saves at its end only."""
+    spec = in_store(spec, url, folder / "cache", cache_gib=1e-9, read_ahead_mib=0.0)
+    return dataclasses.replace(
+        spec,
+        run_dir=str(folder / "run"),
+        checkpoint=dataclasses.replace(spec.checkpoint, every_steps=100),
+        observe=dataclasses.replace(spec.observe, log_every_steps=1),
+    )
+
+
 @pytest.mark.slow
 def test_one_request_to_stop_is_enough_while_a_store_is_away_and_the_step_before_is_saved(
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec, weights = undisturbed
-    # A cache that keeps nothing, so that each step asks the store.
-    spec = in_store(spec, url, tmp_path / "cache", cache_gib=1e-9, read_ahead_mib=0.0)
-    spec = dataclasses.replace(
-        spec,
-        run_dir=str(tmp_path / "run"),
-        checkpoint=dataclasses.replace(spec.checkpoint, every_steps=100),
-        observe=dataclasses.replace(spec.observe, log_every_steps=1),
-    )
+    spec = asking_in_each_step(spec, url, tmp_path)
     with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
 
         def lose_the_store_and_ask() -> None:
@@ -136,13 +140,7 @@ def test_several_ranks_that_are_asked_to_stop_once_while_a_store_is_away_save_wh
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:
     spec, weights = undisturbed
-    spec = in_store(spec, url, tmp_path / "cache", cache_gib=1e-9, read_ahead_mib=0.0)
-    spec = dataclasses.replace(
-        spec,
-        run_dir=str(tmp_path / "run"),
-        checkpoint=dataclasses.replace(spec.checkpoint, every_steps=100),
-        observe=dataclasses.replace(spec.observe, log_every_steps=1),
-    )
+    spec = asking_in_each_step(spec, url, tmp_path)
     events = tmp_path / "run" / "events.jsonl"
     with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
 
