@@ -15,7 +15,8 @@ from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import running, settings
 from phalanx.fleet.control import claims
 from phalanx.fleet.control.claims import KEPT, ClaimError, ClaimRegister
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.coordinator import Coordinator
+from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.reign import SupersededError, journal_path, reign_again, succeed
@@ -148,7 +149,7 @@ def test_a_coordinator_claims_an_epoch_before_it_tells_anybody(
 def test_a_superseded_coordinator_begins_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = make_coordinator(tmp_path)
     sent = sent_by(coordinator, monkeypatch)
-    coordinator._look_for_successor = lambda: None  # type: ignore[method-assign]  # it has not looked yet
+    coordinator._lead.look_for_successor = lambda: None  # type: ignore[method-assign]  # it has not looked yet
     register = register_in(tmp_path)
     first = register.newest()
     assert first is not None

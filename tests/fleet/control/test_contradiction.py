@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, make_run
 from fleet.small_fleets import running
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.coordinator import Coordinator
+from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from fleet.fleet_processes import FLEET, PATIENCE_S, STAND_IN, Fleet, make_run, running_fleet
 from fleet.stand_in_worker import state_after
 from phalanx.cli.fleet.fleet_command import command
-from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
+from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START
 from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
 from phalanx.fleet.control.journal import Journal

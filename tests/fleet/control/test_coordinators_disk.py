@@ -12,10 +12,12 @@ import pytest
 
 from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import Fleet
-from phalanx.fleet.control import coordinator as coordinating
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.coordinator import Coordinator
+from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.succession import patient_journal
+from phalanx.fleet.control.turn.inbox import Inbox
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
@@ -99,7 +101,7 @@ def test_a_node_that_was_drained_behind_a_damaged_line_stays_so(tmp_path: Path) 
 def test_orders_are_sent_though_the_journal_cannot_be_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinating, "_RENEW_BYTES", 0)
+    monkeypatch.setattr(patient_journal, "_RENEW_BYTES", 0)
     coordinator = make_coordinator(tmp_path)
     sent: list[tuple[str, type[c.Command]]] = []
     monkeypatch.setattr(coordinator._server, "send", lambda node, command: sent.append((node, type(command))))
@@ -129,7 +131,7 @@ def test_a_checkpoint_that_could_not_be_written_down_is_told_to_the_core_later(
         patched.setattr(coordinator._journal, "append", full)
         with pytest.raises(JournalError):
             asyncio.run(coordinator._turn())
-    coordinator._disk_due_s = 0.0
+    coordinator._disk.due_s = 0.0
     asyncio.run(coordinator._turn())
     assert coordinator._state.durable == [10]
 
@@ -137,19 +139,17 @@ def test_a_checkpoint_that_could_not_be_written_down_is_told_to_the_core_later(
 # --- a process that stumbles ----------------------------------------------------------------------
 
 
-def test_a_wait_for_the_disk_is_not_the_coordinators_standstill_and_a_stopped_process_is(
-    tmp_path: Path,
-) -> None:
-    coordinator = make_coordinator(tmp_path)
+def test_a_wait_for_the_disk_is_not_the_coordinators_standstill_and_a_stopped_process_is() -> None:
+    inbox = Inbox()
     told: list[m.CoreEvent] = []
 
     async def stumble() -> None:
-        watching = asyncio.create_task(coordinator._watch_itself())
+        watching = asyncio.create_task(inbox.measure_deafness(0.25))
         await asyncio.get_running_loop().run_in_executor(None, time.sleep, 1.0)  # as an fsync does
-        waited_s = coordinator._deaf_s
+        waited_s = inbox.deaf_s
         time.sleep(2.0)  # as SIGSTOP does: no message is read
         await asyncio.sleep(0.5)
-        told.extend([m.StoodStill(waited_s), *coordinator._batch(coordinator._now_s())])
+        told.extend([m.StoodStill(waited_s), *inbox.batch(None)])
         watching.cancel()
 
     asyncio.run(stumble())
@@ -167,7 +167,7 @@ def test_a_small_file_that_is_damaged_while_the_fleet_runs_is_told_and_written_a
     record = tmp_path / name
 
     def turn() -> list[str]:
-        coordinator._disk_due_s = 0.0
+        coordinator._disk.due_s = 0.0
         asyncio.run(coordinator._turn())
         events = tmp_path / "events.jsonl"
         return [event.body.text for event in read_events(events)] if events.exists() else []

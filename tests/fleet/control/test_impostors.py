@@ -17,7 +17,8 @@ import pytest
 
 from fleet.control.test_transport import CREDENTIALS, Caller, ClientStream, Ear, Wire, until
 from fleet.fleet_processes import FLEET, make_run
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.coordinator import Coordinator
+from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file

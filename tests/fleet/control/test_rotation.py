@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fleet.fleet_processes import FLEET, make_run
-from phalanx.fleet.control import coordinator as coordinating
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.coordinator import Coordinator
+from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
@@ -27,6 +27,7 @@ from phalanx.fleet.control.security import (
     run_token,
 )
 from phalanx.fleet.control.transport import AgentLink, FleetServer
+from phalanx.fleet.control.turn import token_rotation
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.node.agent import Agent, AgentArgs
 from phalanx.run.token_proof import token_name
@@ -161,12 +162,12 @@ def test_an_operator_is_told_which_token_was_changed_if_the_second_cannot_be_wri
         return rotate_token(path, role, held, grace_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(coordinating, "rotate_token", full)
+        patch.setattr(token_rotation, "rotate_token", full)
         answer = asyncio.run(coordinator.on_operation(m.RotateTokens()))
     assert answer.startswith("half done: the token of operators was changed, that of agents was not")
     assert answer.endswith("no room")
-    assert (coordinator._credentials.earlier, keyring(tmp_path)) == (join, join)
-    assert coordinator._credentials.earlier_operators == keyring(tmp_path, "operate")
+    assert (coordinator._server.credentials.earlier, keyring(tmp_path)) == (join, join)
+    assert coordinator._server.credentials.earlier_operators == keyring(tmp_path, "operate")
     assert asyncio.run(coordinator.on_operation(m.RotateTokens())) == "accepted"
 
 
@@ -179,12 +180,12 @@ def test_an_operator_who_hangs_up_leaves_no_token_on_disk_that_the_coordinator_d
         asked = asyncio.create_task(coordinator.on_operation(m.RotateTokens()))
         await asyncio.sleep(0)
         asked.cancel()
-        await until(lambda: coordinator._inbox)
+        await until(lambda: coordinator._inbox.events)
 
     asyncio.run(scene())
-    assert coordinator._credentials.earlier == keyring(tmp_path) != before
-    assert coordinator._inbox == [
-        m.Rekeyed(token_name(coordinator._credentials.token), token_name(before.token))
+    assert coordinator._server.credentials.earlier == keyring(tmp_path) != before
+    assert coordinator._inbox.events == [
+        m.Rekeyed(token_name(coordinator._server.credentials.token), token_name(before.token))
     ]
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run
 from fleet.stand_in_worker import state_after
-from phalanx.fleet.control.coordinator import EXIT_SUPERSEDED
+from phalanx.fleet.control.coordinator_args import EXIT_SUPERSEDED
 from phalanx.fleet.control.fleet_file import FleetFile
 
 STEPS, HELD = 60, 20

@@ -122,7 +122,8 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
       phalanx fleet serve runs/big --host head --port 29400
     """
     from phalanx.fleet.control.claims import ClaimError
-    from phalanx.fleet.control.coordinator import CoordinatorArgs, run_coordinator
+    from phalanx.fleet.control.coordinator import run_coordinator
+    from phalanx.fleet.control.coordinator_args import CoordinatorArgs
     from phalanx.fleet.control.descriptors import DescriptorLimitError
     from phalanx.fleet.control.fleet_file import read_fleet_file
     from phalanx.fleet.control.reign import SupersededError

@@ -21,13 +21,8 @@ from pathlib import Path
 import msgspec
 
 from phalanx.fleet.control.claims import ClaimRegister
-from phalanx.fleet.control.coordinator import (
-    Coordinator,
-    CoordinatorArgs,
-    Elected,
-    exit_code_of,
-    run_coordinator,
-)
+from phalanx.fleet.control.coordinator import Coordinator, Elected, run_coordinator
+from phalanx.fleet.control.coordinator_args import CoordinatorArgs, exit_code_of
 from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import raise_descriptor_limit

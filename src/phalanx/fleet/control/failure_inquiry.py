@@ -8,8 +8,9 @@ cannot be read, its own report counts.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from phalanx.fleet.core import messages as m
@@ -18,7 +19,7 @@ from phalanx.observe.logs.line import LogLine
 from phalanx.observe.logs.tail import last_lines
 from phalanx.run.directory.paths import RunDirectory
 
-WAIT_S = 1.0
+_WAIT_S = 1.0
 """The others' errors, and the ends of processes, come a moment after the first."""
 _MOST_NODES = 64
 _LAST_SAID = 100
@@ -32,6 +33,18 @@ class FailureInquiry:
     def __init__(self, directory: RunDirectory, attempt: int, workers: int) -> None:
         self._directory, self._attempt, self._workers = directory, attempt, workers
         self._heard: dict[str, LogLine] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    def begin(self, tell: Callable[[str], None]) -> None:
+        """Tells which rank failed first, if any did, once the others have said that they failed too."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(tell))
+
+    async def _ask(self, tell: Callable[[str], None]) -> None:
+        await asyncio.sleep(_WAIT_S)
+        heard = self.taken()
+        if heard and (found := await asyncio.to_thread(self.finding, heard)):
+            tell(found)
 
     def heard(self, report: m.AgentMessage) -> None:
         """Notes that a node has reported that something failed."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, EXIT_SUPERSEDED, HURRY_SIGNAL
+from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START, EXIT_SUPERSEDED, HURRY_SIGNAL
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from phalanx.fleet.control.candidate import EXIT_NOT_ELECTED
 from phalanx.fleet.control.claims import ClaimError, ClaimRegister
-from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, EXIT_SUPERSEDED
+from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START, EXIT_SUPERSEDED
 from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.revival import Revival
 from phalanx.observe.logs.child_output import ChildOutput
