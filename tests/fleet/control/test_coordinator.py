@@ -323,7 +323,8 @@ def role(seen: FleetFile, name: str) -> str:
 LEAVING_AGENT = """
 import sys
 from pathlib import Path
-from phalanx.fleet.node.agent import AgentArgs, run_agent
+from phalanx.fleet.node.agent import run_agent
+from phalanx.fleet.node.agent_args import AgentArgs
 run_agent(AgentArgs(Path(sys.argv[1]), "guest", at_signal="leave", worker_program=(sys.executable, sys.argv[2])))
 """
 

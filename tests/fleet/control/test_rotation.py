@@ -29,7 +29,8 @@ from phalanx.fleet.control.security import (
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.control.turn import token_rotation
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.node.agent import Agent, AgentArgs
+from phalanx.fleet.node.agent import Agent
+from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.run.token_proof import token_name
 
 PATIENCE_S = 200.0
@@ -83,7 +84,7 @@ def test_an_agent_that_missed_rotations_for_longer_than_their_grace_attaches_wit
         dialing = asyncio.create_task(agent._link.run())
         await until(lambda: server.links)
         assert server.links["node-0"].token_name == token_name(keyring(tmp_path).token)
-        assert agent._token_of(token_name(held.token)) == held.token, "an epoch may have begun with it"
+        assert agent._tokens.token_of(token_name(held.token)) == held.token, "an epoch may have begun with it"
         dialing.cancel()
         agent._data.close()
         await server.stop(0.0)
@@ -104,7 +105,7 @@ def test_an_agent_whose_token_is_refused_takes_none_that_was_not_made_in_the_pla
         agent = Agent(AgentArgs(tmp_path, "node-0", coordinator=address), spec, held)
         dialing = asyncio.create_task(agent._link.run())
         await until(lambda: server.refused["wrong token"] >= 2)
-        assert agent._credentials == held
+        assert agent._tokens.credentials == held
         dialing.cancel()
         agent._data.close()
         await server.stop(0.0)

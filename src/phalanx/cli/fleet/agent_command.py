@@ -156,7 +156,8 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
     if joins and not in_slurm_step(os.environ):
         _refuse_too_far(folder, part.node, part.domain)
     from phalanx.fleet.control.security import SecurityError
-    from phalanx.fleet.node.agent import AgentArgs, AgentError, own_host, run_agent
+    from phalanx.fleet.node.agent import AgentError, run_agent
+    from phalanx.fleet.node.agent_args import AgentArgs, own_host
     from phalanx.observe.logs.capture import also_log
     from phalanx.observe.logs.order import order_for
 

@@ -8,35 +8,28 @@ same, the kernel kills its workers with it: a node is there as a whole, or not a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import NoReturn
 
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.fleet.control.candidate import candidate_addresses
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
-from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-from phalanx.fleet.control.security import Keyring, SecurityError, read_keyring
+from phalanx.fleet.control.security import Keyring, SecurityError
 from phalanx.fleet.core.commands import Command, SaveSnapshots, in_words
-from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.gpu_metrics import gpu_samples
-from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (
     AgentAction,
     CheckHealth,
@@ -54,61 +47,26 @@ from phalanx.fleet.node.agent_actions import (
     StreamSnapshot,
     TellWorker,
 )
+from phalanx.fleet.node.agent_args import AgentArgs, parsed
 from phalanx.fleet.node.agent_state import AgentState
+from phalanx.fleet.node.copies.store_copies import StoreCopies
+from phalanx.fleet.node.health_watch import HealthWatch
+from phalanx.fleet.node.leader.leader_watch import coordinator_addresses, look_for_leader
+from phalanx.fleet.node.leader.other_start import other_start
 from phalanx.fleet.node.node_metrics import AgentFacts, Software, agent_samples, machine_samples
 from phalanx.fleet.node.snapshot_courier import SnapshotCourier
 from phalanx.fleet.node.successor import Successor
+from phalanx.fleet.node.token_holder import TokenHolder
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
-from phalanx.fleet.node.worker_process import WorkerProcess
-from phalanx.launch.foreign import in_slurm_step
+from phalanx.fleet.node.worker_pool import WorkerPool
 from phalanx.observe.logs.capture import capture_output
-from phalanx.observe.logs.order import order_for
 from phalanx.observe.metrics.endpoint import Endpoint
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.fencing import fencing_token
-from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
-from phalanx.run.token_proof import token_name
 from phalanx.train.lifecycle.worker import die_with_parent
 
-if TYPE_CHECKING:
-    from phalanx.fleet.node.store_uploader import StoreUploader
-
-_LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
-_NEW_TOKEN_S, _LOOK_AGAIN_S = 60.0, 0.5
-_EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
-WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker_main")
-
-
-AtSignal = Literal["end", "wait", "leave"]
-"""``end``: the agent ends at once, and the fleet recovers from its loss. ``wait``: the signal comes to all processes of a job that a scheduler is
-about to end, and the leading node has the run saved: the agent ends with the run. ``leave``: the node leaves the fleet at the next step boundary,
-and no step is computed twice."""
-
-
-@dataclass(frozen=True)
-class AgentArgs:
-    """The arguments of an agent process."""
-
-    run_dir: Path
-    node: str
-    attempt: int = 0
-    coordinator: str = ""
-    """ "host:port"; empty: as fleet.json in the run directory says."""
-    host: str = "127.0.0.1"
-    """This machine, as the other nodes reach it."""
-    domain: tuple[str, ...] = ()
-    """Failure domains from the widest to the narrowest: hall, switch, rack."""
-    started_as_spare: bool = False
-    """At first it takes ranks only if the other nodes are too few."""
-    faults: tuple[str, ...] = ()
-    """Sentences of ``phalanx.fleet.faults.fault``, passed on to every worker."""
-    worker_program: tuple[str, ...] = WORKER_PROGRAM
-    at_signal: AtSignal = "end"
-    """What the first SIGTERM or Ctrl-C means; a second one ends the agent at once."""
-    may_lead: bool = False
-    """Its machine may succeed a coordinator that is lost (``fleet.succession_s``)."""
+_LOOK_AGAIN_S = 0.5
 
 
 class AgentError(RuntimeError):
@@ -122,16 +80,25 @@ class Agent:
         self, args: AgentArgs, spec: RunSpec, credentials: Credentials, memory: SnapshotMemory | None = None
     ) -> None:
         """``memory`` is that of this agent for the run's last start, if it was there."""
-        self._args, self._spec, self._credentials, fleet = args, spec, credentials, spec.fleet
-        certificates = credentials.certificates
-        self._tls = certificates.client_context() if certificates else None
-        self._certificates = certificates.folder if certificates else None
+        self._args, self._spec, fleet = args, spec, spec.fleet
+        directory, shown = RunDirectory(args.run_dir), credentials.certificates
+        self._directory = directory
+        certificates = shown.folder if shown else None
         self.memory = memory or SnapshotMemory(credentials.run, fleet.workers_per_node)
+        self._tokens = TokenHolder(args.run_dir, credentials, self._change_token, self.log)
         self._data = SnapshotServer(
             self.memory,
             credentials.token,
-            host=_listening(args.host),
-            tls=certificates.server_context() if certificates else None,
+            host=args.listening_on,
+            tls=shown.server_context() if shown else None,
+        )
+        self._courier = SnapshotCourier(
+            self.memory,
+            args.run_dir,
+            fleet.workers_per_node,
+            shown.client_context() if shown else None,
+            lambda: self._tokens.credentials.token,
+            self.log,
         )
         identity = Identity(
             args.node, fleet.workers_per_node, args.host, self._data.port, args.domain, args.started_as_spare
@@ -141,52 +108,31 @@ class Agent:
             identity,
             time.time_ns() // 1_000_000,
             patience,
-            self._held,
-            self._token_of,
+            self._courier.held,
+            self._tokens.token_of,
             checked=fleet.health_checks,
         )
-        self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
+        self._health = HealthWatch(lambda found: self._do(self._state.on_health_checked(found)), self.log)
         self._link = CoordinatorLink(
-            self._coordinator_addresses,
+            lambda: coordinator_addresses(args),
             credentials,
             self._state.greet,
             self._on_command,
             self.log,
             self._look_for_another_start,
-            self._look_for_new_token,
+            self._tokens.look,
         )
-        self._workers: dict[int, WorkerProcess] = {}
-        self._deaths, self._ended = [0] * fleet.workers_per_node, 0
-        self._endpoint = Endpoint(
-            RunDirectory(args.run_dir), spec.observe, args.attempt, args.node, args.host, self.log
-        )
-        self._courier = SnapshotCourier(
-            self.memory,
-            args.run_dir,
-            fleet.workers_per_node,
-            self._tls,
-            lambda: self._credentials.token,
-            self.log,
-        )
-        self._successor = Successor(
-            args.run_dir,
-            args.attempt,
-            args.node,
-            args.host,
-            _listening(args.host),
-            fleet.succession_s,
-            self._certificates,
-            args.may_lead,
-            self.log,
-            spec.observe,
-        )
+        run_file_sha256 = credentials.fencing.run_file_sha256
+        self._workers = WorkerPool(args, spec, self.memory, run_file_sha256, certificates, self)
+        self._endpoint = Endpoint(directory, spec.observe, args.attempt, args.node, args.host, self.log)
+        self._copies = StoreCopies(spec, directory, args.attempt, self.log)
+        self._successor = Successor(args, fleet.succession_s, spec.observe, certificates, self.log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
         self._next_attempt: int | None = None
         self._warned = False
-        self._uploader: StoreUploader | None = None
-        self._copies_wanted, self._hurried = False, asyncio.Event()
-        """The run is over, and what it has saved is to be in the store too; unless the agent is asked once more to end."""
+        self._run_is_over = False
+        """What the run has saved is to be in the store too, and a coordinator on this node tells the others before it ends."""
 
     def log(self, line: str) -> None:
         """Prints a line into this process's log."""
@@ -206,14 +152,15 @@ class Agent:
         self.log(f"node {self._args.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
         self._do([StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])
         self._do(self._state.examine())
-        for forever in (self._link.run(), self._tick(), self._beat(), self._examine(), self._succession()):
+        looking = (self._health.run(), self._follow_leader())
+        for forever in (self._link.run(), self._tick(), self._beat(), *looking):
             self._in_background(forever)
         self._serve_metrics()
         await self._over.wait()
         self.log(f"ends: {self._reason}")
         self._endpoint.close()
         await self._farewell(_FAREWELL_S if self._next_attempt is None else None)
-        await self._end_copies()
+        await self._copies.end(settled=self._run_is_over)
         if self._failure:
             raise AgentError(self._failure)
         return self._next_attempt
@@ -232,51 +179,21 @@ class Agent:
     def _facts(self) -> AgentFacts:
         heartbeat = self._state.heartbeat()
         workers, attached = tuple(self._state.workers), self._link.attached
-        return AgentFacts(workers, heartbeat.phase, attached, self._state.cleared, self._ended, self._held())
+        return AgentFacts(
+            workers, heartbeat.phase, attached, self._state.cleared, self._workers.ended, self._courier.held()
+        )
 
     async def _farewell(self, patience_s: float | None) -> None:
         for task in self._tasks:
             task.cancel()
-        for worker in self._workers.values():
-            worker.kill()
-        # Where the run is over, a coordinator on this node tells the others before it ends.
-        await self._successor.end(at_once=not self._copies_wanted)
+        self._workers.kill_all()
+        await self._successor.end(at_once=not self._run_is_over)
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                gone = [worker.gone() for worker in self._workers.values()]
-                await asyncio.gather(*gone, *self._tasks, return_exceptions=True)
+                await asyncio.gather(self._workers.gone(), *self._tasks, return_exceptions=True)
         self._courier.close()
-        self._doctor.shutdown(wait=False, cancel_futures=True)
+        self._health.close()
         self._data.close()
-
-    def _deal_copies(self, ranks: tuple[int, ...], of: int) -> None:
-        if not self._spec.checkpoint.store:
-            return
-        from phalanx.fleet.node.store_uploader import (
-            CopyShare,
-            uploader_of,
-        )  # the client of stores, only where there is one
-
-        if self._uploader is None:
-            self._uploader = uploader_of(
-                self._spec, RunDirectory(self._args.run_dir), self._args.attempt, self.log
-            )
-        self._uploader.deal(CopyShare(ranks, of))
-
-    async def _end_copies(self) -> None:
-        """Brings this node's share of what the run has saved to the store, unless the agent is asked once more to end."""
-        if self._uploader is None:
-            return
-        if self._copies_wanted:
-            settling = asyncio.create_task(asyncio.to_thread(self._uploader.settle))
-            hurried = asyncio.create_task(self._hurried.wait())
-            await asyncio.wait((settling, hurried), return_when=asyncio.FIRST_COMPLETED)
-            if not settling.done():
-                self.log("asked once more to end: gives up its copies to the store")
-            elif missing := settling.result():
-                self.log(f"not in the store: steps {', '.join(map(str, missing))}")
-            hurried.cancel()
-        self._uploader.cancel()
 
     def _asked_to_end(self) -> None:
         if self._args.at_signal != "end" and not self._warned:
@@ -291,7 +208,7 @@ class Agent:
                 self._link.say(self._state.heartbeat())
             return
         if self._over.is_set():
-            self._hurried.set()
+            self._copies.hurry()
         self._end("asked to end")
 
     def _fail(self, reason: str) -> None:
@@ -304,8 +221,7 @@ class Agent:
         self._reason = self._reason or reason
         self._over.set()
 
-    def _in_background(self, coroutine: object) -> None:
-        assert asyncio.iscoroutine(coroutine)
+    def _in_background(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -316,104 +232,47 @@ class Agent:
             self.log("".join(traceback.format_exception(error)))
             self._fail(f"cannot go on: {error!r}")
 
-    def _coordinator_addresses(self) -> list[str]:
-        """The address that this agent was given, and the one in fleet.json: a coordinator whose port was taken writes another one.
-
-        Before them those of candidates, which stand if the coordinator is lost: to find that out takes long at its own address.
-        """
-        addresses = [*self._candidates(), self._args.coordinator]
-        with suppress(FleetFileError):
-            addresses.append(read_fleet_file(self._args.run_dir).coordinator)
-        return list(dict.fromkeys(filter(None, addresses)))
-
     def _look_for_another_start(self) -> None:
-        """Ends this life of the agent if the run directory says that the run was started again, or that it is another one.
-
-        A coordinator's word is not enough: that one may be of an earlier start, or no coordinator.
-        """
-        own, directory = self._credentials.fencing, RunDirectory(self._args.run_dir)
+        """Ends this life of the agent if the run directory says that the run was started again, or that it is another one."""
         try:
-            spec, attempt = read_resolved(directory), directory.newest_attempt()
+            found = other_start(self._directory, self._tokens.credentials)
         except RunDirectoryError as error:
             self.log(f"cannot look for another start of the run: {error}")
             return
-        if identity(spec) != self._credentials.run:
-            self._fail(
-                f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {self._credentials.run[:12]}), to which this node "
-                "is of no use; start its agent again if it is to train that run"
-            )
-        elif attempt >= own.attempt and fencing_token(spec, attempt) != own:
-            self._next_attempt = attempt
-            self._end(f"the run was started again: from {own} on to {fencing_token(spec, attempt)}")
+        if found is not None and found.attempt is None:
+            self._fail(found.reason)
+        elif found is not None:
+            self._next_attempt = found.attempt
+            self._end(found.reason)
 
-    def _held(self) -> tuple[RankSnapshot, ...]:
-        return tuple(
-            RankSnapshot(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
-            for h in self.memory.holdings()
-        )
+    def _change_token(self, found: Keyring) -> None:
+        self._data.change_token(found.token, found.accepted)
+        self._link.change_token(self._tokens.credentials)
 
     # --- time ----------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
-            now_s, silent = time.monotonic(), self._state.silent(time.monotonic())
-            working = {i for i in silent if i in self._workers and self._workers[i].working()}
+            now_s = time.monotonic()
+            working = self._workers.working(self._state.silent(now_s))
             attached = self._link.attached
             self._do(self._state.on_tick(now_s, time.time(), attached=attached, working=working))
             await asyncio.sleep(pause_s)
 
-    async def _succession(self) -> None:
-        """Looks whether a coordinator leads, and takes part in the succession if none does."""
+    async def _follow_leader(self) -> None:
         patience_s = self._spec.fleet.succession_s
         while True:
-            now_s, led_s = time.monotonic(), self._link.led_s
-            led = led_s is not None and (not patience_s or now_s - led_s <= patience_s)
-            if led_s is not None and not led:
-                # The stream is open, and whoever is there decides nothing, or its machine is gone.
-                self._successor.alone_since_s = self._successor.alone_since_s or led_s
-                self._link.drop(f"it has not said for {patience_s:g} s that it leads")
-            elif (
-                not led
-                and self._link.attached
-                and self._link.address not in (found := self._candidates())
-                and found
-            ):
-                self._link.drop("a candidate stands to succeed it")
-            if over := await self._successor.look(led=led, now_s=now_s):
-                self._copies_wanted = True
+            over = await look_for_leader(self._args, self._link, self._successor, patience_s)
+            if over:
+                self._run_is_over = True
                 self._end(f"the run is over: {over}")
             await asyncio.sleep(_LOOK_AGAIN_S)
-
-    def _candidates(self) -> list[str]:
-        return candidate_addresses(RunDirectory(self._args.run_dir), self._args.attempt, self._args.node)
 
     async def _beat(self) -> None:
         while True:
             self._link.say(self._state.heartbeat())
             await asyncio.sleep(self._spec.fleet.heartbeat_s)
-
-    async def _examine(self) -> None:
-        """Runs the health checks whenever they are asked for, and on an unfit node again and again: it may be repaired."""
-        while True:
-            await self._suspicion.wait()
-            self._suspicion.clear()
-            found = await self._complaints()
-            if self._suspicion.is_set():
-                continue  # asked for again: the new reason may have come after the check
-            if found:
-                self.log(f"unfit: {found}")
-            self._do(self._state.on_health_checked(found))
-            if found:
-                await asyncio.sleep(_EXAMINE_AGAIN_S)
-                self._suspicion.set()
-
-    async def _complaints(self) -> str:
-        checks = asyncio.get_running_loop().run_in_executor(self._doctor, of_node)
-        try:
-            return complaints(await asyncio.wait_for(checks, _EXAMINE_S))
-        except TimeoutError:
-            return f"its checks did not end within {_EXAMINE_S:g} s"
 
     # --- events --------------------------------------------------------------------------------
 
@@ -421,15 +280,19 @@ class Agent:
         self.log(f"the coordinator asks: {in_words(command)}")
         self._do(self._state.on_command(command, time.monotonic(), time.time()))
 
-    def _on_worker_message(self, index: int, said: ToAgent) -> None:
+    def on_started(self, index: int) -> None:
+        """The process of a worker is about to be started."""
+        self._state.on_started(index, time.monotonic())
+
+    def on_worker_message(self, index: int, said: ToAgent) -> None:
+        """A worker has said something."""
         self._do(self._state.on_worker_message(index, said, time.monotonic(), time.time()))
         if isinstance(said, Warm):
-            self._deaths[index] = 0
+            self._workers.is_warm(index)
             self._do([TellWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
-    def _on_exit(self, index: int, code: int, text: str) -> None:
-        self._workers.pop(index, None)
-        self._ended += 1
+    def on_exit(self, index: int, code: int, text: str) -> None:
+        """The process of a worker has ended."""
         self.log(f"worker {index} ended with code {code} {text if code > 0 else ''}".rstrip())
         self._do(self._state.on_exit(index, code, text, time.time()))
 
@@ -445,13 +308,11 @@ class Agent:
             case SendReport(report):
                 self._link.say(report)
             case TellWorker(index, message):
-                if index in self._workers:
-                    self._workers[index].tell(message)
+                self._workers.tell(index, message)
             case KillProcess(index):
-                if index in self._workers:
-                    self._workers[index].kill()
+                self._workers.kill(index)
             case StartProcess(index):
-                self._in_background(self._start(index))
+                self._in_background(self._workers.start(index))
             case StreamSnapshot(index, taken, address):
                 self._in_background(self._push(index, taken, address))
             case DiscardSnapshots(step):
@@ -459,102 +320,18 @@ class Agent:
             case LogStall(silent_s):
                 self.log(f"no step for {silent_s:.0f} s: {self._state.heartbeat()}")
             case CheckHealth():
-                self._suspicion.set()
+                self._health.suspect()
             case ReadNewToken(name):
-                self._in_background(self._read_token(name))
+                self._in_background(self._tokens.read(name))
             case DealCopies(ranks, of):
-                self._deal_copies(ranks, of)
+                self._copies.deal(ranks, of)
             case SaveMemory(order):
                 self._in_background(self._save(order))
             case EndAgent(reason, failed):
                 if failed:
                     self._fail(reason)
-                self._copies_wanted = not failed
+                self._run_is_over = not failed
                 self._end(reason)
-
-    async def _start(self, index: int) -> None:
-        """Starts a fresh process, after a pause that doubles with each death before the worker was warm."""
-        deaths = self._deaths[index]
-        await asyncio.sleep(min(0.1 * 2**deaths, _LONGEST_RESTART_PAUSE_S) if deaths else 0.0)
-        self._deaths[index] += 1
-        segments = [segment.descriptor for segment in self.memory.worker_segments(index)]
-        command = [
-            *self._args.worker_program,
-            "--run-dir",
-            str(self._args.run_dir),
-            "--worker",
-            str(index),
-            "--run-file",
-            self._credentials.fencing.run_file_sha256,
-            "--host",
-            self._args.host,
-            "--node",
-            self._args.node,
-            *(["--certificates", str(self._certificates)] if self._certificates else []),
-            "--segments",
-            *map(str, segments),
-        ]
-        attempt, name = self._args.attempt, f"{self._args.node}-{index}"
-        path = RunDirectory(self._args.run_dir).named_log(attempt, name)
-        log = order_for(path, name, attempt, self._spec.observe, self._args.node)
-        self._state.on_started(index, time.monotonic())
-        try:
-            self._workers[index] = await WorkerProcess.start(
-                command,
-                segments,
-                self._spec.runtime,
-                log,
-                lambda said: self._on_worker_message(index, said),
-                lambda code, text: self._on_exit(index, code, text),
-            )
-        except OSError as error:  # no memory, no processes or no disk now: tried again like one that has died
-            self._on_exit(index, 1, f"it could not be started: {error}")
-
-    def _token_of(self, name: str) -> str | None:
-        """The token of this name; the present one if no name is given. Looks into the run directory for one that is not known yet."""
-        if name and name != token_name(self._credentials.token):
-            self._take_over(name)
-        # Also one that is refused by now: an epoch keeps the token under which the first of its ranks were told to meet.
-        known = (self._credentials.token, *(token for token, _ in self._credentials.earlier.earlier))
-        return next((token for token in known if name in ("", token_name(token))), None)
-
-    async def _read_token(self, name: str) -> None:
-        """Takes over the token of this name; a network file system may show it only after a while."""
-        deadline_s = time.monotonic() + _NEW_TOKEN_S
-        while not self._take_over(name):
-            if time.monotonic() > deadline_s:
-                self.log(
-                    "the run's new token is not in its directory, as this node sees it; it looks again when the earlier one is refused"
-                )
-                return
-            await asyncio.sleep(_LOOK_AGAIN_S)
-
-    def _take_over(self, name: str) -> bool:
-        """Changes to the token of this name if the run directory has it; true if this agent has it now."""
-        if name == token_name(self._credentials.token):
-            return True
-        with suppress(SecurityError):
-            found = read_keyring(self._args.run_dir)
-            if token_name(found.token) == name:
-                self._change_token(found)
-                return True
-        return False
-
-    def _look_for_new_token(self) -> None:
-        """Changes to the token that has followed this agent's by the run directory: it may have missed a rotation.
-
-        Whoever refuses ours has proven nothing. So another token in the directory is no reason, unless it was made in the place of ours.
-        """
-        with suppress(SecurityError):
-            found = read_keyring(self._args.run_dir)
-            if found.follows(self._credentials.token):
-                self._change_token(found)
-
-    def _change_token(self, found: Keyring) -> None:
-        self._credentials = self._credentials.with_keys(found)
-        self._data.change_token(found.token, found.accepted)
-        self._link.change_token(self._credentials)
-        self.log("has taken over the run's new token")
 
     async def _save(self, order: SaveSnapshots) -> None:
         """Writes this node's share of a checkpoint from its memory; the run ends when all of it is on disk."""
@@ -572,22 +349,6 @@ class Agent:
             index, key, address, lambda: self._state.workers[index].epoch == taken.epoch
         ):
             self._do(self._state.on_pushed(index, taken))
-
-
-def _listening(host: str) -> str:
-    """The address to listen on: loopback stays private; else every interface, since ``host`` may be an alias."""
-    return host if host.startswith("127.") else "0.0.0.0"
-
-
-def own_host(coordinator: str) -> str:
-    """This machine's address on its route to the coordinator; the other nodes can most likely reach it too."""
-    host, _, port = coordinator.rpartition(":")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host or "127.0.0.1", int(port or 1)))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
 
 
 def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
@@ -632,34 +393,9 @@ def main() -> NoReturn:
     die_with_parent()
     capture_output(os.environ)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.agent")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--attempt", type=int, default=0)
-    parser.add_argument("--coordinator", default="")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--domain", nargs="*", default=())
-    parser.add_argument("--spare", action="store_true")
-    parser.add_argument("--fault", action="append", default=[])
-    parser.add_argument("--certificates", type=Path)
-    parser.add_argument("--may-lead", action="store_true")
-    parser.add_argument("--worker-program", nargs="+", default=list(WORKER_PROGRAM))
-    given = parser.parse_args()
-    args = AgentArgs(
-        run_dir=given.run_dir,
-        node=given.node,
-        attempt=given.attempt,
-        coordinator=given.coordinator,
-        host=given.host,
-        domain=tuple(given.domain),
-        started_as_spare=given.spare,
-        faults=tuple(given.fault),
-        worker_program=tuple(given.worker_program),
-        at_signal="wait" if in_slurm_step(os.environ) else "end",
-        may_lead=given.may_lead,
-    )
+    args, certificates = parsed()
     try:
-        run_agent(args, given.certificates)
+        run_agent(args, certificates)
     except (AgentError, RunDirectoryError, SecurityError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(1)

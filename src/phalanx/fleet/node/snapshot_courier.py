@@ -18,6 +18,7 @@ from phalanx.checkpoint.snapshot.to_disk import save_snapshots
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft
 from phalanx.fleet.core.commands import SaveSnapshots
+from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.run.directory.paths import RunDirectory
 
 _PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
@@ -41,6 +42,13 @@ class SnapshotCourier:
         self._memory, self._run_dir, self._tls, self._token, self._log = memory, run_dir, tls, token, log
         self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(workers)]
         self._writer = ThreadPoolExecutor(2, "save")  # the next try begins while the one before gives up
+
+    def held(self) -> tuple[RankSnapshot, ...]:
+        """The snapshots that the memory holds now, as they are reported to the coordinator."""
+        return tuple(
+            RankSnapshot(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
+            for h in self._memory.holdings()
+        )
 
     async def push(self, worker: int, key: SnapshotKey, address: str, wanted: Callable[[], bool]) -> bool:
         """Streams a worker's snapshot to a buddy, again and again while it is wanted; true once it has arrived."""

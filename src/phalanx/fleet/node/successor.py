@@ -18,6 +18,7 @@ from phalanx.fleet.control.candidate import EXIT_NOT_ELECTED
 from phalanx.fleet.control.claims import ClaimError, ClaimRegister
 from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START, EXIT_SUPERSEDED
 from phalanx.fleet.core.succession import Claim, stands_after_s
+from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.fleet.node.revival import Revival
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import order_for
@@ -33,18 +34,13 @@ _LOOK_S = 5.0
 class Successor:
     """The candidate of one node, or the coordinator that it has become."""
 
-    run_dir: Path
-    attempt: int
-    node: str
-    host: str
-    listen: str
-    """The address that a coordinator here binds."""
+    args: AgentArgs
+    """The agent's."""
     patience_s: float
     """``fleet.succession_s``."""
+    observe: ObserveSpec
     certificates: Path | None
-    may_lead: bool
     log: Callable[[str], None]
-    observe: ObserveSpec = field(default_factory=ObserveSpec)
     alone_since_s: float | None = None
     """Since when the agent has had no coordinator, by the monotonic clock."""
     _claim: Claim | None = None
@@ -54,6 +50,9 @@ class Successor:
     _due_s: float = 0.0
     """A coordinator that has died here is started again then."""
     _complaint: str = ""
+
+    def __post_init__(self) -> None:
+        self._may_lead = self.args.may_lead
 
     async def look(self, *, led: bool, now_s: float) -> str:
         """Starts a candidate if it is this node's turn. Returns why the run is over, if a claim says so; else nothing.
@@ -84,14 +83,14 @@ class Successor:
             return claim.reason or f"the run is {claim.ended}"
         if known is not None and known.term != claim.term:
             self.alone_since_s = alone_since_s = now_s  # whoever has made it leads, or did a moment ago
-        waits_s = stands_after_s(claim, self.node, self.patience_s)
-        if waits_s is not None and now_s - alone_since_s >= waits_s and self.may_lead:
+        waits_s = stands_after_s(claim, self.args.node, self.patience_s)
+        if waits_s is not None and now_s - alone_since_s >= waits_s and self._may_lead:
             await self._start()
         return ""
 
     def _newest(self) -> Claim | None:
         """The newest claim; read only if it is another than before, since every agent of a large fleet may look."""
-        register, known = ClaimRegister(RunDirectory(self.run_dir), self.attempt), self._claim
+        register, known = ClaimRegister(RunDirectory(self.args.run_dir), self.args.attempt), self._claim
         try:
             if known is None or register.newest_term() != known.term:
                 self._claim = register.newest()
@@ -103,14 +102,14 @@ class Successor:
             return None
 
     async def _start(self) -> None:
-        self._due_s = 0.0
+        args, self._due_s = self.args, 0.0
         shown = ["--certificates", str(self.certificates)] if self.certificates else []
-        name = f"coordinator-{self.node}"
-        path = RunDirectory(self.run_dir).named_log(self.attempt, name)
+        name = f"coordinator-{args.node}"
+        path = RunDirectory(args.run_dir).named_log(args.attempt, name)
         self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
         try:
             output = ChildOutput(
-                order_for(path, name, self.attempt, self.observe, self.node), os.environ, self.log
+                order_for(path, name, args.attempt, self.observe, args.node), os.environ, self.log
             )
         except OSError as error:
             self._cannot_start(error)
@@ -118,8 +117,8 @@ class Successor:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "phalanx.fleet.control.candidate"),
-                *("--run-dir", str(self.run_dir), "--attempt", str(self.attempt)),
-                *("--host", self.host, "--listen", self.listen, "--node", self.node, *shown),
+                *("--run-dir", str(args.run_dir), "--attempt", str(args.attempt)),
+                *("--host", args.host, "--listen", args.listening_on, "--node", args.node, *shown),
                 *("--term", str(self._claim.term if self._claim else 0)),
                 env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid()), **output.environment},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -143,7 +142,7 @@ class Successor:
         self.alone_since_s = None if self.alone_since_s is None else now_s
         if code == EXIT_CANNOT_START:
             self.log("this node cannot lead: the log of its candidate says why")
-            self.may_lead = False
+            self._may_lead = False
         elif code not in (0, EXIT_NOT_ELECTED, EXIT_SUPERSEDED):
             pause_s = self._revival.after_death(None)
             self.log(f"the candidate, or the coordinator that it had become, ended with code {code}")
