@@ -53,7 +53,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "checkpoint/format/boxes.py": (("tests/checkpoint/format/test_boxes.py", RESTORE), ()),
     "checkpoint/format/restore_plan.py": ((RESTORE,), ()),
-    "fleet/core/epoch_plan.py": (CORE, WORLDS),
+    "fleet/core/epochs/epoch_plan.py": (CORE, WORLDS),
     "fleet/core/decide.py": (CORE, WORLDS),
     "fleet/core/epochs.py": (CORE, WORLDS),
 }

@@ -41,7 +41,7 @@ from phalanx.run.spec import RunSpec
 
 HEARTBEAT_S, PATIENCE_S = 5.0, 300.0
 AT_ONCE, PAUSE_S = 50, 0.1
-PROGRAMS = {"agent": "phalanx.fleet.node.agent", "worker": "phalanx.fleet.node.worker"}
+PROGRAMS = {"agent": "phalanx.fleet.node.agent", "worker": "phalanx.fleet.node.rank.worker"}
 _LOOK = """
 import os, sys
 read = int(open("/proc/self/io").readline().split()[1])

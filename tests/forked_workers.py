@@ -92,7 +92,7 @@ def _serve(control: socket.socket, main: Callable[[], None]) -> None:
 
 
 def _become_worker(main: Callable[[], None], arguments: list[str], descriptors: list[int]) -> None:
-    """Does in a forked process what ``python -m phalanx.fleet.node.worker_main`` does in a new one."""
+    """Does in a forked process what ``python -m phalanx.fleet.node.rank.worker_main`` does in a new one."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for stream in (1, 2):
@@ -107,6 +107,6 @@ def _become_worker(main: Callable[[], None], arguments: list[str], descriptors: 
 
 
 if __name__ == "__main__":
-    import phalanx.fleet.node.worker  # noqa: F401 - what takes long
+    import phalanx.fleet.node.rank.worker  # noqa: F401 - what takes long
 
     _serve(socket.socket(fileno=int(sys.argv[1])), importlib.import_module(sys.argv[2]).main)

@@ -1,6 +1,6 @@
 """Real workers that break right before a collective of a test's choice.
 
-They are ``phalanx.fleet.node.worker`` itself, in which a dispatch mode counts the operations that talk to other ranks. Which of
+They are ``phalanx.fleet.node.rank.worker`` itself, in which a dispatch mode counts the operations that talk to other ranks. Which of
 them is to break is written in the run directory; each break happens once in a run, so a step that is computed again after it
 does not break again. A sweep over all collectives of a step needs hundreds of workers: they are forked (``forked_workers``).
 """
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.fleet.node import worker, worker_main
+from phalanx.fleet.node.rank import worker, worker_main
 from phalanx.fleet.node.worker_link import JoinEpoch
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree

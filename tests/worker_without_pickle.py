@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from phalanx.fleet.node import worker  # noqa: F401 - it is imported before pickle is taken away
-from phalanx.fleet.node.worker_main import main as serve
+from phalanx.fleet.node.rank import worker  # noqa: F401 - it is imported before pickle is taken away
+from phalanx.fleet.node.rank.worker_main import main as serve
 
 
 class PickleRefusedError(RuntimeError):

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.fleet.core.seating import common_levels
+from phalanx.fleet.core.epochs.seating import common_levels
 
 Domains = tuple[str, ...]
 StepCost = Callable[[Sequence[str]], float]

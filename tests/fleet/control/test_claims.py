@@ -13,13 +13,13 @@ from msgspec.structs import replace as replace_in
 
 from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import running, settings
-from phalanx.fleet.control import claims
-from phalanx.fleet.control.claims import KEPT, ClaimError, ClaimRegister
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
-from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.reign import SupersededError, journal_path, reign_again, succeed
+from phalanx.fleet.control.succession import claims
+from phalanx.fleet.control.succession.claims import KEPT, ClaimError, ClaimRegister
+from phalanx.fleet.control.succession.journal import Journal
+from phalanx.fleet.control.succession.reign import SupersededError, journal_path, reign_again, succeed
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state

@@ -22,9 +22,9 @@ from fleet.fleet_processes import FLEET, PATIENCE_S, STAND_IN, Fleet, make_run, 
 from fleet.stand_in_worker import state_after
 from phalanx.cli.fleet.fleet_command import command
 from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START
-from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
-from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
+from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.launch.local import Ending

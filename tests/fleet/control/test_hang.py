@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.small_fleets import running
-from phalanx.fleet.control.hang import (
+from phalanx.fleet.control.inquiry.hang import (
     Call,
     FlightRecord,
     FlightRecordError,
@@ -18,7 +18,7 @@ from phalanx.fleet.control.hang import (
     parse_record,
     shortened,
 )
-from phalanx.fleet.control.hang_inquiry import Inquiry
+from phalanx.fleet.control.inquiry.hang_inquiry import Inquiry
 from phalanx.fleet.core.messages import Recorded
 from ranks import Ranks
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.replay import JournalError
 
 LINES = st.lists(st.binary(max_size=60).filter(lambda data: b"\n" not in data), min_size=1, max_size=8)
@@ -140,7 +140,7 @@ def test_where_the_disk_is_full_nothing_changes_and_the_same_append_succeeds_lat
     program = """
 import resource, signal, sys
 from pathlib import Path
-from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.replay import JournalError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal(Path(sys.argv[1]))
@@ -167,7 +167,7 @@ def test_a_process_killed_while_it_appends_loses_at_most_what_it_had_not_appende
     program = """
 import sys
 from pathlib import Path
-from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.succession.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 for number in range(10**9):
     journal.append(str(number).encode())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fleet.small_fleets import Fleet, fleet_in_racks, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epoch_plan import (
+from phalanx.fleet.core.epochs.epoch_plan import (
     HOLDERS_NAMED,
     Crowd,
     buddy_ring,
@@ -22,9 +22,9 @@ from phalanx.fleet.core.epoch_plan import (
     is_needed,
     needs_buddy,
 )
+from phalanx.fleet.core.epochs.retention import droppable, may_begin
+from phalanx.fleet.core.epochs.seating import common_levels
 from phalanx.fleet.core.orders import bind
-from phalanx.fleet.core.retention import droppable, may_begin
-from phalanx.fleet.core.seating import common_levels
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
 from phalanx.run.degrees.smaller import divided_over

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epoch_plan import EpochPlan
-from phalanx.fleet.core.epochs import (
+from phalanx.fleet.core.epochs.epoch_plan import EpochPlan
+from phalanx.fleet.core.epochs.life_cycle import (
     _begin,
     can_grow,
     last_heard_s,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, fleet_in_racks, settings
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.seating import common_levels
+from phalanx.fleet.core.epochs.seating import common_levels
 from phalanx.fleet.core.settings import Formation
 from phalanx.launch.placing.seats import Order
 

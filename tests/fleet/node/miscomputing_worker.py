@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.fleet.node.worker_main import main
+from phalanx.fleet.node.rank.worker_main import main
 
 multiply = torch.Tensor.__matmul__
 

@@ -22,10 +22,11 @@ from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import first_claim
-from phalanx.fleet.node import local_fleet, revival
+from phalanx.fleet.node import local_fleet
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
-from phalanx.fleet.node.revival import MOST_DEATHS, Revival
-from phalanx.fleet.node.session import Session
+from phalanx.fleet.node.supervision import revival
+from phalanx.fleet.node.supervision.revival import MOST_DEATHS, Revival
+from phalanx.fleet.node.supervision.session import Session
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_lines
 from phalanx.run.directory.paths import RunDirectory

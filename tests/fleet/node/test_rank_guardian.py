@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.fleet.node.rank_guardian import _TOLD_BY_ALL_BYTES, _TOLD_BYTES, _not_too_long
+from phalanx.fleet.node.rank.rank_guardian import _TOLD_BY_ALL_BYTES, _TOLD_BYTES, _not_too_long
 
 
 @given(st.integers(1, 100_000), st.integers(1, 40), st.integers(1, 24))

@@ -17,7 +17,7 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.fleet.control.distrust import distrusted_after, record_distrust
-from phalanx.fleet.node.store_uploader import CopyShare, StoreUploader, UploadTimes
+from phalanx.fleet.node.copies.store_uploader import CopyShare, StoreUploader, UploadTimes
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed
 from phalanx.run.directory.paths import RunDirectory

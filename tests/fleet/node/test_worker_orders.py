@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from phalanx.fleet.node.rank.worker_orders import Orders
 from phalanx.fleet.node.worker_link import LeaveEpoch
-from phalanx.fleet.node.worker_orders import Orders
 from phalanx.train.lifecycle.interrupt import StopRequest
 
 

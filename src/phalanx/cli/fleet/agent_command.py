@@ -240,8 +240,8 @@ def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
     from phalanx.fleet.control.coordinator_link import answers
     from phalanx.fleet.control.credentials import credentials_of
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-    from phalanx.fleet.control.reign import successor_in
     from phalanx.fleet.control.security import SecurityError
+    from phalanx.fleet.control.succession.reign import successor_in
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
     directory = RunDirectory(folder)

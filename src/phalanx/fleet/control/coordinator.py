@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.fleet.control.coordinator_args import HURRY_SIGNAL, CoordinatorArgs, exit_code_of
-from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import raise_descriptor_limit
-from phalanx.fleet.control.failure_inquiry import FailureInquiry
 from phalanx.fleet.control.fleet_file import FleetFile, fleet_file
 from phalanx.fleet.control.fleet_metrics import FleetSampler
-from phalanx.fleet.control.hang_inquiry import Inquiry
+from phalanx.fleet.control.inquiry.failure_inquiry import FailureInquiry
+from phalanx.fleet.control.inquiry.hang_inquiry import Inquiry
 from phalanx.fleet.control.listening import listen
 from phalanx.fleet.control.publisher import Publisher
-from phalanx.fleet.control.reign import Reign, SupersededError, forget_candidates, reign_again
-from phalanx.fleet.control.restoration import report_contradiction
+from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
 from phalanx.fleet.control.succession.leadership import Leadership
 from phalanx.fleet.control.succession.patient_journal import RETRY_S, PatientJournal
+from phalanx.fleet.control.succession.reign import Reign, SupersededError, forget_candidates, reign_again
+from phalanx.fleet.control.succession.restoration import report_contradiction
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.control.turn.decisions import Decided, decide
 from phalanx.fleet.control.turn.inbox import Inbox

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.fleet.control.claims import ClaimError, ClaimRegister
-from phalanx.fleet.core.ending import unsaved_steps
+from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
+from phalanx.fleet.core.epochs.ending import unsaved_steps
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Incident, Node
 from phalanx.fleet.core.succession import Claim

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.fleet.core import blame, requests, resize
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.ending import OVER, end, not_saved
-from phalanx.fleet.core.epochs import (
+from phalanx.fleet.core import requests, resize
+from phalanx.fleet.core.epochs import blame
+from phalanx.fleet.core.epochs.ending import OVER, end, not_saved
+from phalanx.fleet.core.epochs.life_cycle import (
     IN_EPOCH,
     advance,
     lose,
@@ -25,8 +26,8 @@ from phalanx.fleet.core.epochs import (
     strike,
     waits_for_samples,
 )
+from phalanx.fleet.core.epochs.rollcall import rollcall
 from phalanx.fleet.core.orders import Order
-from phalanx.fleet.core.rollcall import rollcall
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
     NO_SEAT,

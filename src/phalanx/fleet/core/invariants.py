@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from phalanx.fleet.core.epochs import pause_s
+from phalanx.fleet.core.epochs.life_cycle import pause_s
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, RestorePoint, is_leaving, usable
 
 

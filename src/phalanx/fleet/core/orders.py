@@ -22,7 +22,7 @@ from phalanx.fleet.core.commands import (
     SaveSnapshots,
     Shutdown,
 )
-from phalanx.fleet.core.epoch_plan import Crowds, holders_for, needs_buddy, share_of_holders
+from phalanx.fleet.core.epochs.epoch_plan import Crowds, holders_for, needs_buddy, share_of_holders
 from phalanx.fleet.core.messages import Holder
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Node, RestorePoint
 

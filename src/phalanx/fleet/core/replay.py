@@ -1,7 +1,7 @@
 """The lines of the coordinator's journal, and the one function that replays them to a state.
 
 A journal begins with a state and goes on with batches of events, each with the time at which the core saw it
-(``phalanx.fleet.control.journal`` keeps the lines on disk). The live coordinator, the simulator and the tests all replay
+(``phalanx.fleet.control.succession.journal`` keeps the lines on disk). The live coordinator, the simulator and the tests all replay
 with ``replay``: what the property tests hold it to is what a restarted coordinator does.
 
 A journal can lead to a state that contradicts itself: the coordinator that found it was killed before it had written the

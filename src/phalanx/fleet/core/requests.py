@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.ending import end
-from phalanx.fleet.core.epochs import check_deadlines, check_leases, regroup, restored_step, strike
+from phalanx.fleet.core.epochs.ending import end
+from phalanx.fleet.core.epochs.life_cycle import check_deadlines, check_leases, regroup, restored_step, strike
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.resize import release
 from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, change, note, trusts

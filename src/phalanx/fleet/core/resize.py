@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import Fresh, Shutdown
-from phalanx.fleet.core.epoch_plan import ranks_of_nodes
+from phalanx.fleet.core.epochs.epoch_plan import ranks_of_nodes
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.state import (
     NO_SEAT,

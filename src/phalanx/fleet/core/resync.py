@@ -27,8 +27,8 @@ from phalanx.fleet.core.commands import (
     Shutdown,
     TellAll,
 )
-from phalanx.fleet.core.ending import OVER, end
-from phalanx.fleet.core.epochs import IN_EPOCH
+from phalanx.fleet.core.epochs.ending import OVER, end
+from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH
 from phalanx.fleet.core.invariants import Mark
 from phalanx.fleet.core.orders import LIVING, Order
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, is_leaving, note

@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.fleet.core import decide
-from phalanx.fleet.core.ending import OVER
+from phalanx.fleet.core.epochs.ending import OVER
 from phalanx.fleet.core.messages import NO_EPOCH
 from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.core.settings import CoreSettings

@@ -12,7 +12,7 @@ from typing import Literal
 
 from phalanx.launch.foreign import in_slurm_step
 
-WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker_main")
+WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.rank.worker_main")
 
 AtSignal = Literal["end", "wait", "leave"]
 """``end``: the agent ends at once, and the fleet recovers from its loss. ``wait``: the signal comes to all processes of a job that a scheduler is

@@ -39,8 +39,8 @@ from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.fleet.node.revival import MOST_DEATHS, Revival
-from phalanx.fleet.node.session import Session, ending
+from phalanx.fleet.node.supervision.revival import MOST_DEATHS, Revival
+from phalanx.fleet.node.supervision.session import Session, ending
 from phalanx.observe.logs.order import order_for
 from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.factory import rank_environment

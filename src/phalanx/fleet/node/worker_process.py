@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.fleet.control.security import TOKEN_VARIABLES
-from phalanx.fleet.node.session import ending
+from phalanx.fleet.node.supervision.session import ending
 from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_for_agent, frame, length_of
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.first_failure import ended_text

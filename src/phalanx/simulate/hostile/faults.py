@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epoch_plan import can_do_without
+from phalanx.fleet.core.epochs.epoch_plan import can_do_without
 from phalanx.fleet.core.resize import CannotShrinkError, choose
 from phalanx.simulate.hostile.node import SimulatedNode
 from phalanx.simulate.hostile.world import World

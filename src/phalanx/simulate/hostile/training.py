@@ -2,7 +2,7 @@
 
 A group makes steps only while every rank is held by a living node that is in its epoch and does not hang; a step ends at
 slightly different times on different nodes, so that a fault may fall between. Snapshots follow the commit rule
-(``phalanx.fleet.core.retention``), on which the workers of a real run agree by flags in the step's all-reduce.
+(``phalanx.fleet.core.epochs.retention``), on which the workers of a real run agree by flags in the step's all-reduce.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from phalanx.fleet.core.commands import (
     Bind,
     Fresh,
 )
+from phalanx.fleet.core.epochs.retention import may_begin
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.messages import NO_STEP
-from phalanx.fleet.core.retention import may_begin
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import Conditions
 

@@ -15,8 +15,8 @@ from functools import partial
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import CoreStep
+from phalanx.fleet.core.epochs.seating import shape_of
 from phalanx.fleet.core.invariants import BrokenInvariant
-from phalanx.fleet.core.seating import shape_of
 from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, trusted
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import draw_conditions

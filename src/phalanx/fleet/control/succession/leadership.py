@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from phalanx.fleet.control.claims import ClaimError, ClaimRegister
-from phalanx.fleet.control.reign import SupersededError, nonce, require_leading
+from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
 from phalanx.fleet.control.succession.patient_journal import PatientJournal
+from phalanx.fleet.control.succession.reign import SupersededError, nonce, require_leading
 from phalanx.fleet.core.replay import JournalError
 from phalanx.fleet.core.state import FleetState
 from phalanx.fleet.core.succession import Claim, is_due, renewed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.replay import JournalError
 
 _RENEW_BYTES, _RENEW_AGAIN_BYTES = 64 << 20, 4 << 20

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from phalanx.fleet.control.hang_inquiry import Inquiry
+from phalanx.fleet.control.inquiry.hang_inquiry import Inquiry
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step

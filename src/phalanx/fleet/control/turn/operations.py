@@ -8,7 +8,7 @@ from typing import NamedTuple
 from phalanx.fleet.control.turn.inbox import Inbox
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import resize
-from phalanx.fleet.core.epoch_plan import is_needed
+from phalanx.fleet.core.epochs.epoch_plan import is_needed
 from phalanx.fleet.core.settings import formation_of
 from phalanx.fleet.core.state import FleetState
 from phalanx.run.spec import RunSpec

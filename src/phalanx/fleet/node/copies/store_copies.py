@@ -10,7 +10,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
-    from phalanx.fleet.node.store_uploader import StoreUploader
+    from phalanx.fleet.node.copies.store_uploader import StoreUploader
 
 
 class StoreCopies:
@@ -28,7 +28,7 @@ class StoreCopies:
         if not self._spec.checkpoint.store:
             return
         # The client of stores, only where there is one.
-        from phalanx.fleet.node.store_uploader import CopyShare, uploader_of
+        from phalanx.fleet.node.copies.store_uploader import CopyShare, uploader_of
 
         if self._uploader is None:
             self._uploader = uploader_of(self._spec, self._directory, self._attempt, self._log)

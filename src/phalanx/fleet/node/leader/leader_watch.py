@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from phalanx.fleet.control.candidate import candidate_addresses
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.fleet.control.succession.candidate import candidate_addresses
 from phalanx.fleet.node.agent_args import AgentArgs
-from phalanx.fleet.node.successor import Successor
+from phalanx.fleet.node.leader.successor import Successor
 from phalanx.run.directory.paths import RunDirectory
 
 

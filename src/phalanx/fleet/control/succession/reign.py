@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.fleet.control.claims import ClaimError, ClaimRegister
-from phalanx.fleet.control.journal import Journal, read_journal
-from phalanx.fleet.control.restoration import Restored, restored
+from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
+from phalanx.fleet.control.succession.journal import Journal, read_journal
+from phalanx.fleet.control.succession.restoration import Restored, restored
 from phalanx.fleet.core.replay import RESTARTED, UNTOLD, batch_line, first_line, replay_batch
 from phalanx.fleet.core.state import FleetState, note
 from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_untold

@@ -20,12 +20,12 @@ from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, descr
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
-from phalanx.fleet.core.retention import may_begin
+from phalanx.fleet.core.epochs.retention import may_begin
 from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.straggler_watch import StragglerWatch
 from phalanx.fleet.node import worker_link as link
-from phalanx.fleet.node.hooks import Hooks, NoHooks
-from phalanx.fleet.node.worker_orders import Orders, ParkedError
+from phalanx.fleet.node.rank.hooks import Hooks, NoHooks
+from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from phalanx.fleet.core.commands import Shutdown
-from phalanx.fleet.core.epoch_plan import copies_of, newest_in_memory, restore_source
+from phalanx.fleet.core.epochs.epoch_plan import copies_of, newest_in_memory, restore_source
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, NotSaved
 from phalanx.fleet.core.orders import LIVING, Order
 from phalanx.fleet.core.state import FleetPhase, FleetState, RestorePoint, change, forget_copies, note

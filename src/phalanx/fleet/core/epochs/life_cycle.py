@@ -18,7 +18,7 @@ from phalanx.fleet.core.commands import (
     Park,
     Stop,
 )
-from phalanx.fleet.core.ending import (
+from phalanx.fleet.core.epochs.ending import (
     OVER,
     conclude,
     dialing_until_s,
@@ -27,7 +27,7 @@ from phalanx.fleet.core.ending import (
     from_saving,
     memory_may_come,
 )
-from phalanx.fleet.core.epoch_plan import (
+from phalanx.fleet.core.epochs.epoch_plan import (
     EpochPlan,
     is_complete,
     plan_epoch,
@@ -308,7 +308,7 @@ def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
 
 
 def _settle(state: FleetState, step: int) -> None:
-    """Drops what nodes have said of the run (``phalanx.fleet.core.blame``) and ``step``, which is completed, has decided."""
+    """Drops what nodes have said of the run (``phalanx.fleet.core.epochs.blame``) and ``step``, which is completed, has decided."""
     state.accusations = tuple(said for said in state.accusations if said.step >= step)
     doubt = state.doubt
     if doubt is not None and step >= doubt.step:

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.fleet.control.claims import ClaimRegister
 from phalanx.fleet.control.coordinator import Coordinator, Elected, run_coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs, exit_code_of
-from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import path_in
-from phalanx.fleet.control.reign import FIRST_REIGN, candidates_in, nonce, succeed
+from phalanx.fleet.control.succession.claims import ClaimRegister
+from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
+from phalanx.fleet.control.succession.reign import FIRST_REIGN, candidates_in, nonce, succeed
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
@@ -232,7 +232,7 @@ def main() -> int:
     die_with_parent()
     capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.control.candidate")
+    parser = argparse.ArgumentParser(prog="phalanx.fleet.control.succession.candidate")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--host", required=True)

@@ -1,4 +1,4 @@
-"""The program of a fleet's worker: ``python -m phalanx.fleet.node.worker_main --link FD --segments FD FD --run-dir DIR --worker I``.
+"""The program of a fleet's worker: ``python -m phalanx.fleet.node.rank.worker_main --link FD --segments FD FD --run-dir DIR --worker I``.
 
 It is apart from the worker itself because importing that takes seconds, and the settings here come before.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_for_rank(survives=True)
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.worker_main")
+    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.rank.worker_main")
     parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the agent")
     parser.add_argument(
         "--segments", type=int, nargs=2, required=True, help="descriptors of its snapshot memory"
@@ -49,7 +49,7 @@ def main() -> None:
     link = WorkerEnd(arguments.link)
     try:
         with without_gc():
-            from phalanx.fleet.node.worker import Worker, WorkerArgs
+            from phalanx.fleet.node.rank.worker import Worker, WorkerArgs
         args = WorkerArgs(
             arguments.run_dir,
             tuple(arguments.segments),

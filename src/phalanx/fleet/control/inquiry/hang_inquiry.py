@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phalanx.fleet.control.hang import FlightRecord, FlightRecordError, diagnose, parse_record
+from phalanx.fleet.control.inquiry.hang import FlightRecord, FlightRecordError, diagnose, parse_record
 from phalanx.fleet.core.messages import (
     Diagnosed,
     Recorded,

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phalanx.fleet.control.reign import FIRST_REIGN
+from phalanx.fleet.control.succession.reign import FIRST_REIGN
 from phalanx.fleet.core.replay import JournalError
 from phalanx.run.directory.paths import RunDirectory
 

@@ -16,9 +16,9 @@ node that makes every gradient of its slots NaN, and never a loss, moves with th
 from __future__ import annotations
 
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.ending import end
-from phalanx.fleet.core.epoch_plan import can_do_without
-from phalanx.fleet.core.epochs import IN_EPOCH, regroup
+from phalanx.fleet.core.epochs.ending import end
+from phalanx.fleet.core.epochs.epoch_plan import can_do_without
+from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, regroup
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.state import (
     Accusation,

@@ -1,6 +1,6 @@
 """An agent's part in the succession of a lost coordinator: when it has been without one for too long, it lets its machine stand.
 
-The candidate is a process of its own (``phalanx.fleet.control.candidate``), which becomes the coordinator if it is elected, and is started
+The candidate is a process of its own (``phalanx.fleet.control.succession.candidate``), which becomes the coordinator if it is elected, and is started
 again if it dies then. Whose turn it is says the newest claim in the run directory. The agent's own work goes on meanwhile.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.fleet.control.candidate import EXIT_NOT_ELECTED
-from phalanx.fleet.control.claims import ClaimError, ClaimRegister
 from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START, EXIT_SUPERSEDED
+from phalanx.fleet.control.succession.candidate import EXIT_NOT_ELECTED
+from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
 from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.agent_args import AgentArgs
-from phalanx.fleet.node.revival import Revival
+from phalanx.fleet.node.supervision.revival import Revival
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import order_for
 from phalanx.run.directory.paths import RunDirectory
@@ -116,7 +116,7 @@ class Successor:
             return
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "phalanx.fleet.control.candidate"),
+                *(sys.executable, "-m", "phalanx.fleet.control.succession.candidate"),
                 *("--run-dir", str(args.run_dir), "--attempt", str(args.attempt)),
                 *("--host", args.host, "--listen", args.listening_on, "--node", args.node, *shown),
                 *("--term", str(self._claim.term if self._claim else 0)),

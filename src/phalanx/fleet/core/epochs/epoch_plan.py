@@ -1,6 +1,6 @@
 """Plans of epochs: how many ranks there are, which seat is whose buddy, and what the state is restored from. Pure functions.
 
-Which node gets which seat is dealt by ``phalanx.fleet.core.seating``; the number of ranks changes, by whole replicas, only when there
+Which node gets which seat is dealt by ``phalanx.fleet.core.epochs.seating``; the number of ranks changes, by whole replicas, only when there
 are too few spares, or more nodes than before. Second copies of snapshots go to a *buddy* in another failure domain
 (after Gemini, SOSP 2023, whose copies are placed so that a failure of one group loses none). A snapshot can be restored
 when living nodes hold each of its different states; ranks that differ only in the replicate axis hold the same one.
@@ -18,11 +18,11 @@ from phalanx.fleet.core.commands import (
     Fresh,
     FromDisk,
 )
+from phalanx.fleet.core.epochs.seating import common_levels, deal
 from phalanx.fleet.core.messages import (
     NO_STEP,
     Holder,
 )
-from phalanx.fleet.core.seating import common_levels, deal
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import Eligibility, FleetState, Node, RestorePoint, StateSource
 

@@ -1,6 +1,6 @@
 """A worker of a fleet: the process that holds a rank, for as many epochs of membership as it lives.
 
-An agent starts it (``phalanx.fleet.node.worker_main``). The worker loads what takes long (PyTorch, the accelerator's context, the data),
+An agent starts it (``phalanx.fleet.node.rank.worker_main``). The worker loads what takes long (PyTorch, the accelerator's context, the data),
 reports that it is warm, and waits. For each epoch that it is to join it meets the other ranks, builds the model for the layout of that
 epoch, restores the state that all agreed on, and trains. When the epoch ends, by a fault or because the fleet changes, everything of it
 is dropped (model, optimizer, process groups); the process stays, with what it has loaded. So nothing that a broken step has left half
@@ -30,13 +30,14 @@ from torch._C._distributed_c10d import Store
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import segments_from
 from phalanx.data.reading.dataset import RunData
-from phalanx.fleet.control.hang import shortened
+from phalanx.fleet.control.inquiry.hang import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.quick import complaints, of_device
-from phalanx.fleet.node.hooks import Hooks, NoHooks
-from phalanx.fleet.node.rank_guardian import OVERTIME_S, NonFiniteStepError, RankGuardian
+from phalanx.fleet.node.rank.hooks import Hooks, NoHooks
+from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, NonFiniteStepError, RankGuardian
+from phalanx.fleet.node.rank.worker_orders import Orders
 from phalanx.fleet.node.worker_link import (
     Alive,
     Doubted,
@@ -54,7 +55,6 @@ from phalanx.fleet.node.worker_link import (
     Warm,
     WorkerEnd,
 )
-from phalanx.fleet.node.worker_orders import Orders
 from phalanx.hardware.device import answers, give_back_memory, make_current
 from phalanx.hardware.throttle import Throttles
 from phalanx.observe.event_log import newest_event

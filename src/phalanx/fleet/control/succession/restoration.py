@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.invariants import mark
 from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay, replay_batch
 from phalanx.fleet.core.resync import resync
