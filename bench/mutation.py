@@ -55,7 +55,10 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "checkpoint/format/restore_plan.py": ((RESTORE,), ()),
     "fleet/core/epochs/epoch_plan.py": (CORE, WORLDS),
     "fleet/core/decide.py": (CORE, WORLDS),
-    "fleet/core/epochs.py": (CORE, WORLDS),
+    "fleet/core/epochs/life_cycle.py": (CORE, WORLDS),
+    "fleet/core/epochs/progress.py": (CORE, WORLDS),
+    "fleet/core/epochs/losses.py": (CORE, WORLDS),
+    "fleet/core/epochs/deadlines.py": (CORE, WORLDS),
 }
 FEW_EXAMPLES, ALL_EXAMPLES = 12, 100
 

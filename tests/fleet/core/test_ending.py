@@ -13,7 +13,7 @@ from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.epochs.life_cycle import next_deadline_s
+from phalanx.fleet.core.epochs.deadlines import next_deadline_s
 from phalanx.fleet.core.invariants import check, mark
 from phalanx.fleet.core.resync import resync
 from phalanx.fleet.core.settings import Formation

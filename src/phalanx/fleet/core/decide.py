@@ -17,15 +17,9 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import requests, resize
 from phalanx.fleet.core.epochs import blame
 from phalanx.fleet.core.epochs.ending import OVER, end, not_saved
-from phalanx.fleet.core.epochs.life_cycle import (
-    IN_EPOCH,
-    advance,
-    lose,
-    regroup,
-    stepped,
-    strike,
-    waits_for_samples,
-)
+from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, advance, regroup
+from phalanx.fleet.core.epochs.losses import lose, strike
+from phalanx.fleet.core.epochs.progress import stepped, waits_for_samples
 from phalanx.fleet.core.epochs.rollcall import rollcall
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.settings import CoreSettings

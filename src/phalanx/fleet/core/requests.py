@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.epochs.deadlines import check_deadlines
 from phalanx.fleet.core.epochs.ending import end
-from phalanx.fleet.core.epochs.life_cycle import check_deadlines, check_leases, regroup, restored_step, strike
+from phalanx.fleet.core.epochs.life_cycle import regroup
+from phalanx.fleet.core.epochs.losses import check_leases, strike
+from phalanx.fleet.core.epochs.progress import restored_step
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.resize import release
 from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, change, note, trusts

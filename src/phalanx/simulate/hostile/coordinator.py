@@ -8,7 +8,7 @@ from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import succession
 from phalanx.fleet.core.decide import CoreStep
-from phalanx.fleet.core.epochs.life_cycle import next_deadline_s
+from phalanx.fleet.core.epochs.deadlines import next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay

@@ -10,23 +10,8 @@ from __future__ import annotations
 from itertools import compress
 from operator import is_not
 
-from msgspec.structs import replace
-
-from phalanx.fleet.core.commands import (
-    Diagnose,
-    Fresh,
-    Park,
-    Stop,
-)
-from phalanx.fleet.core.epochs.ending import (
-    OVER,
-    conclude,
-    dialing_until_s,
-    end,
-    enter,
-    from_saving,
-    memory_may_come,
-)
+from phalanx.fleet.core.commands import Park, Stop
+from phalanx.fleet.core.epochs.ending import OVER, conclude, enter, from_saving, memory_may_come
 from phalanx.fleet.core.epochs.epoch_plan import (
     EpochPlan,
     is_complete,
@@ -34,30 +19,22 @@ from phalanx.fleet.core.epochs.epoch_plan import (
     possible_ranks,
     ranks_without_started_spares,
 )
-from phalanx.fleet.core.messages import (
-    NO_EPOCH,
-    NO_STEP,
-)
+from phalanx.fleet.core.epochs.progress import progressed, step_of, withdraw_doubt
+from phalanx.fleet.core.messages import NO_EPOCH
 from phalanx.fleet.core.orders import SEATED, Order
 from phalanx.fleet.core.state import (
     NO_SEAT,
     Eligibility,
     FleetPhase,
     FleetState,
-    Node,
     RestorePoint,
-    StateSource,
     change,
-    forget_copies,
     node_called,
     note,
 )
 
 IN_EPOCH = (FleetPhase.BINDING, FleetPhase.RUNNING)
 QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
-TOLD_OF_WAITING_S = 30.0
-MASS_PATIENCE = 4
-"""If most nodes fall silent at once, the coordinator itself is likely cut off: leases last this many times longer."""
 
 
 def advance(state: FleetState, orders: list[Order]) -> None:
@@ -229,29 +206,20 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
 
 def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     state.epoch = max(state.epoch, state.seen_epoch) + 1
-    before = _step_of(state.source)
+    before = step_of(state.source)
     state.ring, state.ring_level = list(plan.ring), plan.ring_level
     left = _reseat(state, plan.seats)
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
     state.epoch_key = state.key
-    state.step, state.diagnosed, state.told_of_waiting = _step_of(plan.source), False, False
+    state.step, state.diagnosed, state.told_of_waiting = step_of(plan.source), False, False
     if state.step < before:
         # The restore lost steps: computing them again counts as progress too.
         state.best_step = state.step
     progressed(state, state.step)
-    _withdraw_doubt(state)
+    withdraw_doubt(state)
     enter(state, FleetPhase.BINDING)
     orders += [Order(SEATED), *(Order(name) for name in left)]
-
-
-def restored_step(state: FleetState) -> int:
-    """The step whose state the present epoch restores; ``NO_STEP`` if it begins the run."""
-    return _step_of(state.source)
-
-
-def _step_of(source: StateSource) -> int:
-    return NO_STEP if isinstance(source, Fresh) else source.step
 
 
 def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
@@ -275,192 +243,3 @@ def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
             change(state, state.nodes[name], seat=seat)
     state.vacant.clear()
     return left
-
-
-def progressed(state: FleetState, step: int) -> None:
-    """Resets the count of tries if ``step`` is beyond the furthest one so far."""
-    if step > state.best_step:
-        state.best_step, state.tries = step, 0
-
-
-def stepped(state: FleetState, step: int) -> None:
-    """Notes that the members have completed ``step``, and updates the pace."""
-    if state.phase is not FleetPhase.RUNNING or step <= state.step:
-        return
-    pace_s = (state.now_s - state.step_s) / (step - state.step)
-    state.pace_s = 0.8 * state.pace_s + 0.2 * pace_s if state.pace_s else pace_s
-    state.step, state.step_s, state.diagnosed, state.told_of_waiting = step, state.now_s, False, False
-    progressed(state, step)
-    _settle(state, step)
-
-
-def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
-    """Puts off the deadline of the present step: an object store has not given ``node`` its samples, and a fleet that waits does not hang.
-
-    The node ends its waiting by itself (``data.timeout_s``).
-    """
-    if state.phase is not FleetPhase.RUNNING:
-        return
-    state.step_s, state.diagnosed = state.now_s, False
-    if waiting_s >= TOLD_OF_WAITING_S and not state.told_of_waiting:
-        state.told_of_waiting = True
-        note(state, node.name, f"has waited {waiting_s:.0f} s for samples from an object store")
-
-
-def _settle(state: FleetState, step: int) -> None:
-    """Drops what nodes have said of the run (``phalanx.fleet.core.epochs.blame``) and ``step``, which is completed, has decided."""
-    state.accusations = tuple(said for said in state.accusations if said.step >= step)
-    doubt = state.doubt
-    if doubt is not None and step >= doubt.step:
-        state.doubt = None
-        for name in doubt.nodes:
-            verdict = f"step {doubt.step} is finite where other nodes compute it: this one was at fault"
-            note(state, name, verdict)
-            node = state.nodes.get(name)
-            if node is not None and node.eligibility is Eligibility.QUARANTINED:
-                change(state, node, why=verdict)
-
-
-def _withdraw_doubt(state: FleetState) -> None:
-    """Lets the nodes in again that are blamed for a step which the new epoch will not compute: it restores a state from beyond it.
-
-    Such a state was kept by a node that was away, from an epoch that got further. Whether the step is the run's own is then not found out.
-    """
-    doubt = state.doubt
-    if doubt is None or doubt.confirmed or not doubt.nodes or _step_of(state.source) < doubt.step:
-        return
-    state.doubt = replace(doubt, nodes=())
-    for name in doubt.nodes:
-        note(state, name, f"step {doubt.step} is not computed again: nothing is known against this node")
-        node = state.nodes.get(name)
-        if node is not None and node.eligibility is Eligibility.QUARANTINED:
-            change(state, node, eligibility=Eligibility.GOOD, why="")
-
-
-# --- losing nodes ---------------------------------------------------------------------------------
-
-
-def lose(state: FleetState, orders: list[Order], node: Node, why: str) -> None:
-    """Fences a node: messages of this incarnation are ignored from now on, and its snapshots count as gone."""
-    strike(state, node, why, alive=False, meeting_points=(), held=())
-    forget_copies(state, node.name)
-    state.suspects.pop(node.name, None)
-    state.silent.discard(node.name)
-    state.awaiting.discard(node.name)
-    state.writing.pop(node.name, None)
-    orders.append(Order(node.name))
-
-
-def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
-    """Records a failure of a node; one that fails too often is quarantined."""
-    settings = state.settings
-    recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
-    strikes = (*recent, state.now_s)
-    lemon = len(strikes) >= settings.strikes and node.eligibility is Eligibility.GOOD
-    if lemon:
-        why = f"{why}; {len(strikes)} failures within {settings.strike_window_s:g} s: quarantined"
-        changes["eligibility"] = Eligibility.QUARANTINED
-    note(state, node.name, why)
-    change(state, node, why=why, strikes=strikes[-settings.strikes :], **changes)
-
-
-# --- time -----------------------------------------------------------------------------------------
-
-
-def last_heard_s(state: FleetState, name: str) -> float:
-    """Time of the last sign of life of a node."""
-    heard_s = state.heard.get(name, state.rolled_s)
-    return heard_s if name in state.silent else max(heard_s, state.rolled_s)
-
-
-def check_leases(state: FleetState, orders: list[Order]) -> None:
-    """Fences the nodes whose lease has run out, or that have been without connection for too long."""
-    settings, now_s = state.settings, state.now_s
-    _lose_late(state, orders, state.suspects, settings.confirm_s, "its connection broke")
-    if now_s < state.next_lease_s:
-        return
-    rolled = now_s - state.rolled_s < settings.lease_s
-    names = state.silent if rolled else [name for name, node in state.nodes.items() if node.alive]
-    heard = {name: last_heard_s(state, name) for name in names}
-    _lose_late(state, orders, heard, settings.lease_s, "it fell silent")
-    left = [heard_s for name, heard_s in heard.items() if state.nodes[name].alive]
-    if rolled:
-        left.append(state.rolled_s)
-    soonest_s = min(left, default=now_s) + settings.lease_s
-    state.next_lease_s = soonest_s if soonest_s > now_s else now_s + settings.lease_s / 4
-
-
-def _lose_late(
-    state: FleetState, orders: list[Order], since: dict[str, float], limit_s: float, what: str
-) -> None:
-    late = sorted(name for name, at_s in since.items() if state.now_s - at_s >= limit_s)
-    alive = len(state.seats) - len(state.vacant) + len(state.spares)
-    if len(late) > 2 and 2 * len(late) > alive and not state.evidence:
-        late = [name for name in late if state.now_s - since[name] >= MASS_PATIENCE * limit_s]
-    for name in late:
-        lose(state, orders, state.nodes[name], f"{what} {state.now_s - since[name]:.1f} s ago")
-
-
-def check_deadlines(state: FleetState, orders: list[Order]) -> None:
-    """Acts on a phase that has passed its deadline."""
-    settings, deadline_s = state.settings, phase_deadline_s(state)
-    if deadline_s is None or state.now_s < deadline_s:
-        return
-    if state.phase is FleetPhase.PARKING and state.planned:
-        regroup(state, orders, f"no step boundary was reached ({state.reason})")
-    elif state.phase is FleetPhase.PARKING:
-        for name in sorted(state.awaiting):
-            lose(state, orders, state.nodes[name], f"it did not leave epoch {state.epoch}")
-    elif state.phase is FleetPhase.BINDING:
-        _blame_unbound(state)
-        regroup(state, orders, f"epoch {state.epoch} was not bound within {settings.bind_s:g} s")
-    elif state.phase is FleetPhase.SAVING:
-        slow = f"{state.reason}; the nodes did not save their memory within {settings.save_s:g} s"
-        end(state, orders, state.ends_as, slow)
-    elif state.phase is FleetPhase.RUNNING and not state.diagnosed:
-        state.diagnosed = True
-        orders.append(Order(SEATED, Diagnose(state.epoch, state.now_s - state.step_s)))
-    elif state.phase is FleetPhase.RUNNING:
-        regroup(state, orders, f"no step ended for {state.now_s - state.step_s:.0f} s")
-
-
-def _blame_unbound(state: FleetState) -> None:
-    """Strikes the members that did not bind, if they are a minority: if a majority did not, the cause lies elsewhere."""
-    if 2 * len(state.awaiting) < len(state.seats):
-        for name in sorted(state.awaiting):
-            strike(state, state.nodes[name], f"it did not bind epoch {state.epoch}")
-
-
-def phase_deadline_s(state: FleetState) -> float | None:
-    """Deadline of the present phase, or None if it has none."""
-    settings = state.settings
-    if state.phase is FleetPhase.FORMING and state.now_s - state.since_s < settings.form_s:
-        return state.since_s + settings.form_s
-    if state.phase is FleetPhase.WAITING and state.stopping:
-        return dialing_until_s(state)
-    if state.phase is FleetPhase.PARKING and not state.awaiting:
-        return state.since_s + pause_s(state.tries)
-    if state.phase is FleetPhase.PARKING:
-        return state.since_s + (settings.stall_s if state.planned else settings.park_s)
-    if state.phase is FleetPhase.BINDING:
-        return state.since_s + settings.bind_s
-    if state.phase is FleetPhase.SAVING:
-        return state.since_s + settings.save_s
-    if state.phase is FleetPhase.RUNNING:
-        patience_s = max(settings.stall_s, 10 * state.pace_s)
-        return max(state.step_s, state.since_s) + patience_s * (2 if state.diagnosed else 1)
-    return None
-
-
-def next_deadline_s(state: FleetState) -> float:
-    """Time at which a Tick will next make a difference if nothing else happens: perhaps too early, never too late.
-
-    It may be now: while overdue nodes are given more time, a Tick every quarter of a second is enough.
-    """
-    times = [state.next_lease_s, *(at_s + state.settings.confirm_s for at_s in state.suspects.values())]
-    deadline_s = phase_deadline_s(state)
-    if deadline_s is not None:
-        times.append(deadline_s)
-    if state.phase is FleetPhase.RUNNING and not state.stopping and can_grow(state):
-        times.append(state.since_s + state.settings.grow_s)
-    return max(state.now_s, min(times))

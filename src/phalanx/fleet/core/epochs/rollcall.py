@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from itertools import filterfalse
 
-from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, last_heard_s, stepped
+from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH
+from phalanx.fleet.core.epochs.losses import last_heard_s
+from phalanx.fleet.core.epochs.progress import stepped
 from phalanx.fleet.core.messages import Rollcall
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.state import Census, FleetPhase, FleetState, trusts
