@@ -9,14 +9,11 @@ import math
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
-from phalanx.data.reading.prefetch import Prefetch, WaitEndedError
-from phalanx.hardware.device import most_memory_bytes, pinned
+from phalanx.data.reading.prefetch import WaitEndedError
+from phalanx.hardware.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import (
     Evaluated,
@@ -34,9 +31,9 @@ from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.bad_steps import keep_before_spikes, skip_or_raise, tell_spike_or_raise
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.run_record import start_record, watch_machines
+from phalanx.train.lifecycle.sample_supply import prefetch, samples_of
 from phalanx.train.lifecycle.saving import collect, due, extra_of, save, save_due, settle, settle_copies
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.profile.recording import Recording
@@ -57,6 +54,16 @@ class UnsavedError(RunFailedError):
     """The run came to its end, but its last state could not be saved."""
 
 
+@dataclass(frozen=True)
+class _Instruments:
+    """What computes the steps of one attempt, and what watches them."""
+
+    stepper: Stepper
+    ranks: RankTimes
+    audit: Audit | None
+    recording: Recording
+
+
 def train(training: Training) -> RunResult | None:
     """Trains to the last step and returns the result; ``None`` if the run was asked to stop before.
 
@@ -65,40 +72,18 @@ def train(training: Training) -> RunResult | None:
         LossSpikeError: As ``train.on_spike`` or ``train.max_skipped`` says.
         UnsavedError: The last checkpoint failed; the run can be started again from an older one.
     """
-    spec, ledger, guardian = training.inputs.spec, training.inputs.ledger, training.inputs.guardian
-    progress, place = _begin(training), training.inputs.place
+    spec, place = training.inputs.spec, training.inputs.place
+    progress = _begin(training)
     begun = replace(progress)
-    samples = partial(_samples, training, begun)
     recent_s: list[float] = []
-    guardian.reads(training.data)
     with ExitStack() as around:
-        batches = around.enter_context(_prefetch(training, begun, samples))
-        withholds = partial(progress.withholds, spec.train)
-        stepper = Stepper(training.built, batches, ledger, progress.updates, withholds)
-        ranks = RankTimes(
-            stepper, training.inputs.attempt, (spec.observe.ranks_every_steps, guardian.window_steps())
-        )
-        keep_before_spikes(training, progress)
-        audit = guardian.audit(stepper, samples)
-        guardian.begins(progress.step, training.shards, extra_of(training, progress))
-        own = training.restored is not None and not training.restored.taken_over
-        if own and 0 < progress.step < spec.train.steps and save_due(spec, progress.step):
-            # After an in-memory restore the checkpoint that was due at this step may be missing: the fault may have
-            # come before it was committed.
-            save(training, progress)
-        ledger.switch(Bucket.STEP_HOST_GAP)
-        recording = around.enter_context(Recording(training, stepper, lambda: ranks.slowest))
+        instruments = _set_up(training, begun, progress, around)
         while progress.step < spec.train.steps:
             measured = len(recent_s) + 1 == spec.observe.memory_at_step
-            recording.turn(progress.step + 1, measured=measured)
+            instruments.recording.turn(progress.step + 1, measured=measured)
             begin, place.step = time.perf_counter(), progress.step + 1
             try:
-                if measured:
-                    report = _measured_step(training, stepper, progress.step + 1, audit)
-                else:
-                    report = stepper.run(
-                        progress.step + 1, training.flags(), before_update=training.fence, audit=audit
-                    )
+                report = _run_step(training, instruments, progress.step + 1, measured=measured)
             except WaitEndedError:
                 # The state is that of the step before: only a step's update changes it, and the samples come before that.
                 if progress.step > begun.step:
@@ -106,39 +91,89 @@ def train(training: Training) -> RunResult | None:
                 _stopped(training, begun, progress)
                 return None
             recent_s.append(time.perf_counter() - begin)
-            spike = progress.spike(report, spec.train)
-            if spike is not None:
-                tell_spike_or_raise(training, progress, report, spike)
-            elif not report.applied:
-                guardian.not_finite(progress.step + 1, report)
-                skip_or_raise(training, progress, report)
-            progress.advance(report, stepper.updates, spec.train, spike)
-            if spike is not None:
-                keep_before_spikes(training, progress)
+            _advance(training, instruments, progress, report)
             _log_step(training, progress, report, recent_s)
-            last = progress.step == spec.train.steps
-            ending = last or report.flags.stop or report.flags.leave
-            frame = ranks.step_ended(progress.step, last=ending)
-            if frame is not None:
-                training.reporter.measured(frame)
-                guardian.measured(frame)
-            if report.flags.leave and spec.fleet.snapshot_every_steps == 0:
-                save(training, progress)  # no snapshot holds this step for the next epoch
-                settle(training)
-            guardian.ended(progress.step, training.shards, extra_of(training, progress), report)
-            if report.flags.profile:
-                recording.asked(ending=ending)
-            if not last and due(progress.step, spec.evaluation.every_steps):
-                _evaluate(training, progress.step, spec.evaluation.sequences)
-            if not last and (report.flags.stop or report.flags.save or save_due(spec, progress.step)):
-                save(training, progress)
-            collect(training)
-            if report.flags.stop or last:
-                recording.last()
-            if report.flags.stop and not last:
+            _conclude_step(training, instruments, progress, report)
+            if report.flags.stop and progress.step < spec.train.steps:
                 _stopped(training, begun, progress)
                 return None
     return _finished(training, begun, progress, recent_s)
+
+
+def _set_up(
+    training: Training, begun: TrainProgress, progress: TrainProgress, around: ExitStack
+) -> _Instruments:
+    """Prepares the steps after ``progress``; what they hold open is closed with ``around``."""
+    spec, ledger, guardian = training.inputs.spec, training.inputs.ledger, training.inputs.guardian
+    samples = partial(samples_of, training, begun)
+    guardian.reads(training.data)
+    batches = around.enter_context(prefetch(training, begun, samples))
+    withholds = partial(progress.withholds, spec.train)
+    stepper = Stepper(training.built, batches, ledger, progress.updates, withholds)
+    ranks = RankTimes(
+        stepper, training.inputs.attempt, (spec.observe.ranks_every_steps, guardian.window_steps())
+    )
+    keep_before_spikes(training, progress)
+    audit = guardian.audit(stepper, samples)
+    guardian.begins(progress.step, training.shards, extra_of(training, progress))
+    own = training.restored is not None and not training.restored.taken_over
+    if own and 0 < progress.step < spec.train.steps and save_due(spec, progress.step):
+        # After an in-memory restore the checkpoint that was due at this step may be missing: the fault may have
+        # come before it was committed.
+        save(training, progress)
+    ledger.switch(Bucket.STEP_HOST_GAP)
+    recording = around.enter_context(Recording(training, stepper, lambda: ranks.slowest))
+    return _Instruments(stepper, ranks, audit, recording)
+
+
+def _run_step(training: Training, instruments: _Instruments, number: int, *, measured: bool) -> StepReport:
+    """Runs step ``number``; ``measured``, with a look at the memory that each rank holds. Raises ``WaitEndedError``."""
+    stepper, audit = instruments.stepper, instruments.audit
+    if measured:
+        return _measured_step(training, stepper, number, audit)
+    return stepper.run(number, training.flags(), before_update=training.fence, audit=audit)
+
+
+def _advance(
+    training: Training, instruments: _Instruments, progress: TrainProgress, report: StepReport
+) -> None:
+    """Counts a step as done, unless its loss forbids it: raises as ``train`` does."""
+    spec = training.inputs.spec
+    spike = progress.spike(report, spec.train)
+    if spike is not None:
+        tell_spike_or_raise(training, progress, report, spike)
+    elif not report.applied:
+        training.inputs.guardian.not_finite(progress.step + 1, report)
+        skip_or_raise(training, progress, report)
+    progress.advance(report, instruments.stepper.updates, spec.train, spike)
+    if spike is not None:
+        keep_before_spikes(training, progress)
+
+
+def _conclude_step(
+    training: Training, instruments: _Instruments, progress: TrainProgress, report: StepReport
+) -> None:
+    """Does after a step what is due: figures of the ranks, snapshot, evaluation, checkpoint, the end of a recording."""
+    spec, guardian, recording = training.inputs.spec, training.inputs.guardian, instruments.recording
+    last = progress.step == spec.train.steps
+    ending = last or report.flags.stop or report.flags.leave
+    frame = instruments.ranks.step_ended(progress.step, last=ending)
+    if frame is not None:
+        training.reporter.measured(frame)
+        guardian.measured(frame)
+    if report.flags.leave and spec.fleet.snapshot_every_steps == 0:
+        save(training, progress)  # no snapshot holds this step for the next epoch
+        settle(training)
+    guardian.ended(progress.step, training.shards, extra_of(training, progress), report)
+    if report.flags.profile:
+        recording.asked(ending=ending)
+    if not last and due(progress.step, spec.evaluation.every_steps):
+        _evaluate(training, progress.step, spec.evaluation.sequences)
+    if not last and (report.flags.stop or report.flags.save or save_due(spec, progress.step)):
+        save(training, progress)
+    collect(training)
+    if report.flags.stop or last:
+        recording.last()
 
 
 def _measured_step(training: Training, stepper: Stepper, number: int, audit: Audit | None) -> StepReport:
@@ -221,68 +256,6 @@ def _changed_numerics(training: Training) -> list[str]:
     return differing(
         Numerics("", {str(name): str(value) for name, value in before.items()}), training.numerics
     )
-
-
-def _prefetch(training: Training, begun: TrainProgress, samples: Samples) -> Prefetch[NDArray[np.int64]]:
-    """The samples of this rank's slots, step after step, each read while the one before is computed."""
-    data, spec, rounds = training.data, training.inputs.spec, training.built.rounds
-    numbers = range(begun.step * len(rounds), spec.train.steps * len(rounds))
-    depth = _rounds_ahead(training)
-    next_ahead = numbers.start
-
-    def of_round(number: int) -> NDArray[np.int64]:
-        nonlocal next_ahead
-        while next_ahead < min(number + depth, numbers.stop):
-            step, turn = divmod(next_ahead, len(rounds))
-            data.read_ahead(*_numbers(training, begun, step + 1, rounds[turn].slot))
-            next_ahead += 1
-        step, turn = divmod(number, len(rounds))
-        return pinned(samples(step + 1, rounds[turn].slot), training.mesh.device)
-
-    return Prefetch(
-        of_round,
-        numbers,
-        give_up=data.give_up,
-        on_wait=partial(_tell_of_long_wait, training) if data.cached else None,
-        # Of several ranks the others may be in a collective, and cannot save; agents call their workers back themselves.
-        enough=(lambda: training.inputs.stop.made)
-        if data.cached and training.mesh.ranks == 1 and training.inputs.warm is None
-        else None,
-    )
-
-
-def _tell_of_long_wait(training: Training, waited_s: float) -> None:
-    patience_s, rank = training.inputs.spec.data.timeout_s, training.mesh.rank
-    training.reporter.warn(
-        f"rank {rank} has waited {waited_s:.0f} s for samples from {', '.join(one.url for one in training.data.cached)}; the run waits "
-        f"until data.timeout_s = {patience_s:g} s are over and ends with its last checkpoint then (asked to stop twice, at once)"
-    )
-
-
-def _rounds_ahead(training: Training) -> int:
-    """The rounds of samples that are fetched ahead of the one that is asked for; none if all data lie in folders."""
-    spec, cached = training.inputs.spec, training.data.cached
-    if not cached:
-        return 0
-    token_bytes = max(one.index.item_bytes for one in cached)
-    round_bytes = spec.train.batch_size // spec.train.slots * (spec.train.seq_len + 1) * token_bytes
-    return int(spec.data.read_ahead_mib * (1 << 20) / round_bytes)
-
-
-def _samples(training: Training, begun: TrainProgress, step: int, slot: int) -> NDArray[np.int64]:
-    """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1)."""
-    return training.data.train_samples(*_numbers(training, begun, step, slot))
-
-
-def _numbers(training: Training, begun: TrainProgress, step: int, slot: int) -> tuple[int, int]:
-    """The first sample of slot ``slot`` in step ``step`` (from 1), and how many there are.
-
-    Counted from where this attempt began: before, the run's parent may have had another batch size.
-    """
-    train = training.inputs.spec.train
-    per_slot = train.batch_size // train.slots
-    first = begun.next_sample + (step - 1 - begun.step) * train.batch_size
-    return first + slot * per_slot, per_slot
 
 
 def _log_step(training: Training, progress: TrainProgress, report: StepReport, recent_s: list[float]) -> None:
