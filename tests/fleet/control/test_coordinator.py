@@ -26,7 +26,8 @@ from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
 from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
 from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.replay import JournalError, replay
-from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
+from phalanx.fleet.node.local_fleet import run_fleet
+from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.launch.local import Ending
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Message
@@ -40,7 +41,8 @@ LAUNCHER = """
 import os, sys, json
 from pathlib import Path
 from phalanx.fleet.core.replay import JournalError, replay
-from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
+from phalanx.fleet.node.local_fleet import run_fleet
+from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.train.start.open_run import OpenRun
 directory = RunDirectory(Path(sys.argv[1]))

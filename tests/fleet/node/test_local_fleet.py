@@ -22,9 +22,12 @@ from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import first_claim
-from phalanx.fleet.node import local_fleet
-from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
+from phalanx.fleet.node.local_fleet import run_fleet
+from phalanx.fleet.node.supervision import processes as supervised
 from phalanx.fleet.node.supervision import revival
+from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
+from phalanx.fleet.node.supervision.launcher import Launcher
+from phalanx.fleet.node.supervision.processes import Processes
 from phalanx.fleet.node.supervision.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.supervision.session import Session
 from phalanx.observe.logs.order import LogOrder
@@ -129,25 +132,26 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
     assert "start the run anew" in ending.message
 
 
-def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
-    run: OpenRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> Processes:
+    """The processes of a fleet, all of which sleep once they are started."""
     start = Session.start
 
-    def asleep(
+    def sleep(
         _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
     ) -> Session:
         return start(["sleep", "600"], environment, log, keep_open)
 
-    monkeypatch.setattr(Session, "start", asleep)
-    monkeypatch.setattr(local_fleet, "_STOPPED_S", 0.0)
-    processes = local_fleet._Processes(
-        run,
-        LocalFleet(1),
-        {"PHALANX_RUN_TOKEN": "a" * 64},
-        {"PHALANX_OPERATOR_TOKEN": "b" * 64},
-        StopOrders(lambda _words: None),
-    )
+    monkeypatch.setattr(Session, "start", sleep)
+    orders = StopOrders(lambda _words: None)
+    tokens = {"PHALANX_RUN_TOKEN": "a" * 64}, {"PHALANX_OPERATOR_TOKEN": "b" * 64}
+    return Processes(Launcher(run, fleet, *tokens, orders), orders)
+
+
+def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "_STOPPED_S", 0.0)
+    processes = asleep(run, LocalFleet(1), monkeypatch)
     processes.start()
     first, agent = processes.coordinator, processes.agents["node-0"]
     assert first is not None
@@ -161,22 +165,8 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
 def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end(
     run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = Session.start
-
-    def asleep(
-        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
-    ) -> Session:
-        return start(["sleep", "600"], environment, log, keep_open)
-
-    monkeypatch.setattr(Session, "start", asleep)
-    monkeypatch.setattr(local_fleet, "_FAREWELL_S", 600.0)
-    processes = local_fleet._Processes(
-        run,
-        LocalFleet(2),
-        {"PHALANX_RUN_TOKEN": "a" * 64},
-        {"PHALANX_OPERATOR_TOKEN": "b" * 64},
-        StopOrders(lambda _words: None),
-    )
+    monkeypatch.setattr(supervised, "_FAREWELL_S", 600.0)
+    processes = asleep(run, LocalFleet(2), monkeypatch)
     processes.start()
     write_fleet_file(run.directory.path, seen(FleetPhase.FINISHED))
     processes.over = True
@@ -208,10 +198,10 @@ def waiting(*roles: str) -> FleetFile:
 def test_a_fleet_is_stuck_if_every_node_that_could_help_it_is_barred(
     roles: tuple[str, ...], stuck: bool
 ) -> None:
-    why = local_fleet._no_way_on(waiting(*roles), 3)
+    why = supervised.no_way_on(waiting(*roles), 3)
     assert bool(why) == stuck
     assert not stuck or "node-0 is quarantined (3 failures)" in why
-    assert not local_fleet._no_way_on(msgspec.structs.replace(waiting(*roles), phase=FleetPhase.RUNNING), 3)
+    assert not supervised.no_way_on(msgspec.structs.replace(waiting(*roles), phase=FleetPhase.RUNNING), 3)
 
 
 @given(

@@ -142,7 +142,7 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
         succeeded = _is_succeeded(folder, part.certificates)
         if _leads(part.lead, part.coordinator) and not succeeded:
             from phalanx.cli.train.train_fleet import train_fleet
-            from phalanx.fleet.node.local_fleet import Lead
+            from phalanx.fleet.node.supervision.fleet_plan import Lead
 
             here, _, port = part.coordinator.rpartition(":")
             lead = Lead(part.node, part.host or here, int(port), part.domain, part.spare, part.certificates)

@@ -26,7 +26,8 @@ from phalanx.data.errors import DataError
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.faults.fault import FaultError
 from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_faults
-from phalanx.fleet.node.local_fleet import Lead, LocalFleet, run_fleet
+from phalanx.fleet.node.local_fleet import run_fleet
+from phalanx.fleet.node.supervision.fleet_plan import Lead, LocalFleet
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import Event
 from phalanx.observe.goodput import goodput

@@ -1,0 +1,90 @@
+"""Starts the processes of a fleet on this machine, each in a session of its own: the coordinator and the agents of its nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.fleet.control.security import TOKEN_VARIABLES, TokenRole, keyring_after
+from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
+from phalanx.fleet.node.supervision.session import Session
+from phalanx.observe.logs.order import order_for
+from phalanx.run.directory.directory_keeper import DirectoryKeeper
+from phalanx.train.lifecycle.ending import remove_failure
+from phalanx.train.lifecycle.interrupt import StopOrders
+from phalanx.train.start.open_run import OpenRun
+
+
+@dataclass
+class Launcher:
+    """What every process of a fleet is started with. Its methods raise ``OSError`` if a process cannot be started."""
+
+    run: OpenRun
+    fleet: LocalFleet
+    environment: dict[str, str] = field(repr=False)
+    """Lets the processes import the user's model, and tells them the token."""
+    operator: dict[str, str] = field(repr=False)
+    """For the coordinator alone: the operators' token."""
+    orders: StopOrders
+    """Through which the user is told of what goes wrong."""
+
+    def __post_init__(self) -> None:
+        self._keeper = DirectoryKeeper(self.run.directory)
+
+    def coordinator(self) -> Session:
+        """Starts the coordinator."""
+        lead = self.fleet.lead
+        where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
+        self._keep_directory()
+        return self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
+
+    def agent(self, name: str) -> Session:
+        """Starts the agent of a node."""
+        arguments = ["--node", name]
+        if name in self.fleet.spare_names:
+            arguments.append("--spare")
+        arguments += self.fleet.lead.agent_arguments if self.fleet.lead else []
+        for fault in self.fleet.faults:
+            arguments += ["--fault", fault]
+        if self.fleet.worker_program:
+            arguments += ["--worker-program", *self.fleet.worker_program]
+        self._keep_directory()
+        return self._process(name, "phalanx.fleet.node.agent", *arguments)
+
+    def _keep_directory(self) -> None:
+        """Mends what a process that is about to start will read."""
+        with suppress(OSError):  # the process says what is wrong
+            for told in self._keeper.look():
+                self.orders.tell(told)
+
+    def _process(self, name: str, module: str, *arguments: str) -> Session:
+        run = self.run
+        command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
+        log, observe = self.log(name), run.spec.observe
+        lead = self.fleet.lead
+        node = name if name != "coordinator" else lead.node if lead is not None else None
+        inherited = {key: value for key, value in os.environ.items() if key not in self.operator}
+        self._read_tokens()
+        own = self.operator if name == "coordinator" else {}
+        remove_failure(log)  # of the process before it in this attempt, which wrote the same log
+        return Session.start(
+            [*command, "--attempt", str(run.attempt), *arguments],
+            {**inherited, "PHALANX_LAUNCHER": str(os.getpid()), **self.environment, **own},
+            order_for(log, name, run.attempt, observe, node),
+            keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
+            tell=self.orders.troubles.append,
+        )
+
+    def _read_tokens(self) -> None:
+        """Takes over tokens that an operator has changed meanwhile; those of now are kept if their files are gone or damaged."""
+        known: dict[TokenRole, dict[str, str]] = {"join": self.environment, "operate": self.operator}
+        for role, environment in known.items():
+            variable = TOKEN_VARIABLES[role]
+            environment[variable] = keyring_after(environment[variable], self.run.directory.path, role).token
+
+    def log(self, name: str) -> Path:
+        """The log of a coordinator or agent."""
+        return self.run.directory.named_log(self.run.attempt, name)
