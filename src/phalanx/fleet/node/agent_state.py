@@ -19,14 +19,11 @@ from phalanx.fleet.core.commands import (
     Diagnose,
     Fence,
     Fresh,
-    FromDisk,
-    FromMemory,
     KillWorker,
     Lead,
     Park,
     ReadToken,
     Release,
-    Resume,
     SaveSnapshots,
     Shutdown,
     Stop,
@@ -73,6 +70,7 @@ from phalanx.fleet.node.agent_actions import (
     TellWorker,
     WorkerLife,
 )
+from phalanx.fleet.node.epoch_entry import buddy_addresses, join_epoch
 from phalanx.fleet.node.worker_link import ToAgent
 
 _TEXT_MAX = 2000
@@ -294,30 +292,14 @@ class AgentState:
                 "it has not got the run's new token: let it read fleet.token in the run directory"
             )
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
-        self.buddies = {
-            rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port for rank in b.ranks
-        }
+        self.buddies = buddy_addresses(bind)
         planned, ended_unix_s = self._ending(bind, unix_s)
         self.planned, self.ended_unix_s = False, 0.0
         for i, rank in places.items():
             self.workers[i].enter(bind.epoch, rank, now_s)
         forget = DiscardSnapshots(NO_STEP if isinstance(bind.resume, Fresh) else bind.resume.step)
         tells = [
-            TellWorker(
-                i,
-                worker_link.JoinEpoch(
-                    epoch=bind.epoch,
-                    attempt=bind.attempt,
-                    rank=rank,
-                    ranks=bind.ranks,
-                    meeting_point=bind.meeting_point,
-                    resume=_for_worker(bind.resume, first=rank == bind.places[0][1]),
-                    planned=planned,
-                    detected_unix_s=ended_unix_s,
-                    nonfinite_step=bind.nonfinite_step,
-                    token=token,
-                ),
-            )
+            TellWorker(i, join_epoch(bind, rank, token, planned=planned, ended_unix_s=ended_unix_s))
             for i, rank in places.items()
         ]
         return [forget, DealCopies(tuple(places.values()), bind.ranks), *tells]
@@ -533,18 +515,3 @@ class AgentState:
                 worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
                 actions.append(KillProcess(index))
         return actions
-
-
-def _for_worker(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
-    """Translates the state that an epoch begins with into the worker link's message; the node's ``first`` rank speaks for its share."""
-    if isinstance(resume, FromDisk):
-        return worker_link.RestoreFrom(disk_step=resume.step)
-    if not isinstance(resume, FromMemory):
-        return worker_link.RestoreFrom()
-    told = resume.holders if first or not resume.shared else ()
-    holders = tuple(
-        worker_link.SnapshotAddress(rank, f"{h.host}:{h.data_port}") for h in told for rank in h.ranks
-    )
-    return worker_link.RestoreFrom(
-        step=resume.step, ranks=resume.ranks, holders=holders, shared=resume.shared
-    )
