@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
@@ -10,7 +12,7 @@ from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetState
 
 
-def settings(wanted: int = 4, **changes: object) -> CoreSettings:
+def settings(wanted: int = 4, **changes: Any) -> CoreSettings:
     """One worker a node, any number of ranks, every rank with a state of its own."""
     formation = Formation(1, tuple(range(1, wanted + 1)))
     return CoreSettings(**{"formation": formation, "wanted_nodes": wanted, "form_s": 10.0, **changes})
@@ -67,7 +69,7 @@ class Fleet:
         return [command for to, command in self.said if to == name]
 
 
-def running(wanted: int = 4, spares: int = 1, **changes: object) -> Fleet:
+def running(wanted: int = 4, spares: int = 1, **changes: Any) -> Fleet:
     """A fleet whose first epoch trains."""
     fleet = Fleet(settings(wanted, **changes))
     fleet.join(*(str(index) for index in range(wanted + spares)))
@@ -75,7 +77,7 @@ def running(wanted: int = 4, spares: int = 1, **changes: object) -> Fleet:
     return fleet
 
 
-def fleet_in_racks(*racks: str, seats: int = 0, **changes: object) -> Fleet:
+def fleet_in_racks(*racks: str, seats: int = 0, **changes: Any) -> Fleet:
     """A fleet of one-worker nodes "0", "1", ..., each in a rack; all but the last two get a seat, or as many as there are ``seats``."""
     fleet = Fleet(settings(seats or len(racks) - 2, **changes))
     for index, rack in enumerate(racks):

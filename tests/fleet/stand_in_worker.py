@@ -15,7 +15,6 @@ import math
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -112,8 +111,10 @@ class StandIn:
         self.gate, self.progress = run_dir / "hold-at", run_dir / "progress"
         self.segments = [Segment(number) for number in segments]
         self.fence, self.epoch, self.step, self.safe = -1, -1, -1, -1
-        self.stopping, self.group = False, None
-        self.binds, self.turn = [], threading.Condition()
+        self.stopping = False
+        self.group: Group | None = None
+        self.binds: list[wl.JoinEpoch] = []
+        self.turn = threading.Condition()
         self.listen_anew()
 
     def listen_anew(self) -> None:
@@ -174,7 +175,7 @@ class StandIn:
             self.link.send(wl.LeftEpoch(bind.epoch, self.address))
 
     def live(self, bind: wl.JoinEpoch) -> None:
-        self.group = Group(bind, self.listener, lambda: self.fence >= bind.epoch)
+        group = self.group = Group(bind, self.listener, lambda: self.fence >= bind.epoch)
         step, state = self.restore(bind.resume)
         self.safe = previous = step
         print(f"epoch {bind.epoch} rank {bind.rank} of {bind.ranks} from step {step}", flush=True)
@@ -183,7 +184,7 @@ class StandIn:
             self.wait_at_gate(bind.epoch, step, previous)
             step += 1
             state = hashlib.sha256(state + str(step).encode()).digest()
-            if self.group.agree(step, self.safe >= previous, state):
+            if group.agree(step, self.safe >= previous, state):
                 self.take(bind, step, previous, state)
                 previous = step
             self.step = step
@@ -263,4 +264,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

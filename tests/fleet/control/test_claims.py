@@ -28,8 +28,6 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import Claim, first_claim, renewed, succeeding
 from phalanx.run.directory.paths import RunDirectory
 
-ARGS = {"host": "127.0.0.1", "port": 0, "node": "node-0"}
-
 
 def register_in(run_dir: Path, attempt: int = 0) -> ClaimRegister:
     return ClaimRegister(RunDirectory(run_dir), attempt)
@@ -37,7 +35,9 @@ def register_in(run_dir: Path, attempt: int = 0) -> ClaimRegister:
 
 def make_coordinator(run_dir: Path) -> Coordinator:
     spec = make_run(run_dir, replace(FLEET, nodes=2))
-    return Coordinator(CoordinatorArgs(run_dir, 0, **ARGS), spec, credentials_of(run_dir, spec, 0, None))
+    return Coordinator(
+        CoordinatorArgs(run_dir, 0, "127.0.0.1", 0, "node-0"), spec, credentials_of(run_dir, spec, 0, None)
+    )
 
 
 def joined(name: str) -> m.Joined:
@@ -149,7 +149,7 @@ def test_a_coordinator_claims_an_epoch_before_it_tells_anybody(
 def test_a_superseded_coordinator_begins_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = make_coordinator(tmp_path)
     sent = sent_by(coordinator, monkeypatch)
-    coordinator._lead.look_for_successor = lambda: None  # type: ignore[method-assign]  # it has not looked yet
+    coordinator._lead.look_for_successor = lambda: None  # it has not looked yet
     register = register_in(tmp_path)
     first = register.newest()
     assert first is not None

@@ -28,11 +28,11 @@ from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.node.local_fleet import run_fleet
 from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
-from phalanx.launch.local import Ending
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
+from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.open_run import OpenRun, take_lock
 from phalanx_process import alive
 

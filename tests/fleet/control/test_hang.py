@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ def call(number: int, *, over: bool = False, operation: str = "gloo:all_reduce")
 
 
 def record(
-    rank: int, last: dict[str, Call], groups: dict[str, tuple[int, ...]] | None = None
+    rank: int, last: dict[str, Call], groups: Mapping[str, tuple[int, ...]] | None = None
 ) -> FlightRecord:
     groups = groups or {"world": WORLD}
     return FlightRecord(rank, {name: members for name, members in groups.items() if rank in members}, last)

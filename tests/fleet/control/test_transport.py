@@ -48,11 +48,11 @@ class Ear:
     """A listener that remembers."""
 
     def __init__(self) -> None:
-        self.reports: list[m.AgentReport] = []
+        self.reports: list[m.AgentMessage] = []
         self.lost_nodes: list[str] = []
         self.lines: list[str] = []
 
-    def on_report(self, report: m.AgentReport) -> None:
+    def on_report(self, report: m.AgentMessage) -> None:
         self.reports.append(report)
 
     def on_disconnect(self, link: AgentLink) -> None:

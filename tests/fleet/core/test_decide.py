@@ -158,7 +158,7 @@ def test_late_reports_are_counted_once_and_change_nothing() -> None:
     fleet.hear(m.Broken("0", 1, 0, 0))
     fleet.park()
     fleet.bind()
-    late = [
+    late: list[m.CoreEvent] = [
         m.WorkerExited("0", 1, 0, 0, -9),
         m.Broken("0", 1, 0, 0),
         m.Parked("0", 1, 0, ("0:1",), ()),

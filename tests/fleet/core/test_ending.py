@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -102,7 +103,7 @@ def test_only_steps_beyond_the_furthest_one_are_progress_unless_ground_was_lost(
 # --- what only memory holds -----------------------------------------------------------------------
 
 
-def all_barred(seed: int = 0, step: int = 7, **changes: object) -> Fleet:
+def all_barred(seed: int = 0, step: int = 7, **changes: Any) -> Fleet:
     """A fleet of four that waits: each node is drained or quarantined, one perhaps lost; memory holds ``step``."""
     chance = random.Random(seed)
     fleet = running(4, spares=0, **changes)
@@ -110,7 +111,8 @@ def all_barred(seed: int = 0, step: int = 7, **changes: object) -> Fleet:
     fleet.hear(*beats)
     lost = chance.choice([None, *fleet.state.seats])
     for name in fleet.state.seats:
-        fleet.hear(chance.choice([m.Drain(name), m.Suspect(name, "health", "dust")]))
+        barred: list[m.CoreEvent] = [m.Drain(name), m.Suspect(name, "health", "dust")]
+        fleet.hear(chance.choice(barred))
     if lost is not None:
         fleet.hear(m.Broken("0", 1, 0, 0), m.Disconnected(lost, 1), m.Tick(), after_s=2.0)
     fleet.park(step=step)

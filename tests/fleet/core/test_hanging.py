@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec import structs
 
@@ -11,7 +13,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.state import FleetPhase
 
 
-def hanging(**changes: object) -> Fleet:
+def hanging(**changes: Any) -> Fleet:
     """A fleet of which no step has ended for so long that its members were asked what they wait for."""
     fleet = running(stall_s=20.0, lease_s=1e6, **changes)
     fleet.hear(m.Tick(), after_s=21.0)

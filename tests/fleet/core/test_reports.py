@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fleet.small_fleets import Fleet, running, settings
@@ -13,7 +15,7 @@ from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import NO_SEAT, Distrust, Eligibility, FleetPhase, Node, RestorePoint
 
 
-def in_epoch_1(*events: m.CoreEvent, **changes: object) -> Fleet:
+def in_epoch_1(*events: m.CoreEvent, **changes: Any) -> Fleet:
     """A fleet of which a collective broke once, after ``events``; its second epoch trains."""
     fleet = running(**changes)
     fleet.hear(*events, m.Broken("0", 1, 0, 0))
@@ -387,7 +389,7 @@ def test_the_end_of_the_run_is_believed_while_members_leave_and_not_while_they_w
 # --- hangs, and the coordinator's own absence ---------------------------------------------------------
 
 
-def hanging(**changes: object) -> Fleet:
+def hanging(**changes: Any) -> Fleet:
     """A fleet of which no step has ended for so long that its members were asked what they wait for."""
     fleet = running(stall_s=20.0, lease_s=1e6, **changes)
     fleet.hear(m.Tick(), after_s=21.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -83,7 +84,7 @@ def lose(fleet: Fleet, *names: str) -> None:
     fleet.bind()
 
 
-def pipeline_of_two(seats: int, order: Order = "data", unit: int = 1) -> dict[str, object]:
+def pipeline_of_two(seats: int, order: Order = "data", unit: int = 1) -> dict[str, Any]:
     """Settings of a run with two stages, one worker a node."""
     return {
         "seats": seats,

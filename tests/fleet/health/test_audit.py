@@ -67,7 +67,7 @@ def audited(layout: Layout, deal: Deal, step: int, faulty: dict[int, float], see
 
 def test_where_a_ranks_error_may_show_at_another_its_whole_team_is_named() -> None:
     layout = Layout(replicate=3, context=2)
-    votes = {(0,): [Vote(0, (1, 5)), Vote(1, (1, 4)), Vote(2, (1, 4))]}
+    votes: dict[tuple[int, ...], list[Vote]] = {(0,): [Vote(0, (1, 5)), Vote(1, (1, 4)), Vote(2, (1, 4))]}
     for whole_teams, ranks in ((False, (1,)), (True, (0, 1))):
         found = slot_verdict(layout, votes, 0, whole_teams=whole_teams)
         assert found is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import torch
 from click.testing import CliRunner
 
 from phalanx.cli.fleet.health_command import command
-from phalanx.fleet.health import checks as health_checks
 from phalanx.fleet.health.checks import (
     CheckResult,
     HealthLimits,
@@ -77,7 +77,7 @@ def test_a_file_that_changes_on_disk_is_found(tmp_path: Path, monkeypatch: pytes
         data[MIB + 5] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(health_checks.os, "posix_fadvise", damage)
+    monkeypatch.setattr(os, "posix_fadvise", damage)
     assert disk(tmp_path, 3 * MIB).measures == {"wrong_mib": 1}
     assert list(tmp_path.iterdir()) == []
 

@@ -64,7 +64,7 @@ def in_epoch(epoch: int, *ranks: int, **more: object) -> AgentState:
     return state
 
 
-def said(actions: list[AgentAction]) -> list[m.AgentReport]:
+def said(actions: list[AgentAction]) -> list[m.AgentMessage]:
     return [action.report for action in actions if isinstance(action, SendReport)]
 
 
@@ -373,7 +373,9 @@ HAPPENINGS = st.lists(
 
 @given(HAPPENINGS)
 @settings(max_examples=300, deadline=None)
-def test_whatever_happens_in_whatever_order_what_it_says_is_true(happenings: list[object]) -> None:
+def test_whatever_happens_in_whatever_order_what_it_says_is_true(
+    happenings: list[c.Command | tuple[int, wl.ToAgent] | tuple[int, int] | float],
+) -> None:
     state, now_s, fence = warm(2), 0.0, -1
     running = {0, 1}
     inside: dict[int, int] = {}

@@ -94,7 +94,7 @@ def test_agents_together_copy_what_is_saved_while_they_run(directory: RunDirecto
     with uploaders(directory, store, (0, 1), (2, 3), ()):
         for step in (2, 4):
             save(directory, step)
-            until(lambda step=step: step in stored(store))  # type: ignore[misc]
+            until(lambda step=step: step in stored(store))
     assert verify_tier(ObjectTier(store), "store") == []
     assert [copied.step for copied in events(directory, CheckpointCopied)] == [2, 4]
 
@@ -209,7 +209,7 @@ def test_copies_of_what_an_audit_has_condemned_are_set_aside_before_anything_is_
 
 def test_only_the_steps_that_the_run_file_names_are_copied_and_kept(directory: RunDirectory) -> None:
     store = MemoryStore()
-    fields = {"store_every_steps": 4, "store_keep_last": 1, "store_keep_every": 12}
+    fields: dict[str, Any] = {"store_every_steps": 4, "store_keep_last": 1, "store_keep_every": 12}
     with uploaders(directory, store, (0, 1, 2, 3), **fields) as (agent,):
         for step in (4, 6, 12, 16, 17, 20, 1000):
             save(directory, step)
