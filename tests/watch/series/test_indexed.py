@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, Step
 from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES, TITLE, Row, encode_record
+from phalanx.watch.series import indexed
 from phalanx.watch.series.indexed import StepIndex
 from phalanx.watch.series.run_series import RunSeries
 from phalanx.watch.series.step_lines import step_row
@@ -150,6 +155,109 @@ def test_an_index_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -
     (tmp_path / "steps.bin").mkdir()
     long_run(tmp_path)
     assert read(tmp_path).last_step == 5 * GROUP + 7
+
+
+def tamper(run_dir: Path, how: str, of_another: bytes) -> None:
+    """Does something to the index of a run that is going on, or to what has taken its place."""
+    index = run_dir / "steps.bin"
+    before = index.read_bytes() if index.is_file() else b""
+    if index.is_dir():
+        index.rmdir()
+    match how:
+        case "deleted":
+            index.unlink(missing_ok=True)
+        case "emptied":
+            index.write_bytes(b"")
+        case "torn":
+            index.write_bytes(before[: len(before) * 2 // 3 + 5])
+        case "of another run":
+            index.write_bytes(of_another)
+        case "of another run, in its place":
+            index.unlink(missing_ok=True)
+            index.write_bytes(of_another)
+        case "as it was earlier":
+            index.unlink(missing_ok=True)
+            index.write_bytes(before[: len(before) // 2 // RECORD_BYTES * RECORD_BYTES])
+        case "a folder":
+            index.unlink(missing_ok=True)
+            index.mkdir()
+
+
+def test_whatever_befalls_the_index_of_a_run_that_goes_on_its_curves_are_those_of_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a viewer that has followed all the time, and of one that comes afterwards."""
+    monkeypatch.setattr(indexed, "CHUNK", 40)  # so that a viewer is in the midst of it
+    of_another = (long_run(tmp_path / "other") / "steps.bin").read_bytes()
+    kinds = ("deleted", "emptied", "torn", "of another run", "of another run, in its place")
+    kinds = (*kinds, "as it was earlier", "a folder")
+    runs = iter(range(10**6))
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        acts=st.lists(
+            st.one_of(st.sampled_from((*kinds, "begun again", "looked at")), st.integers(1, 2 * GROUP)),
+            min_size=2,
+            max_size=10,
+        )
+    )
+    def befall(acts: list[str | int]) -> None:
+        run_dir = long_run(tmp_path / f"run-{next(runs)}", GROUP + 9)
+        follower, attempt, done = RunSeries(run_dir), 2, 0
+        log = EventLog(run_dir / "events.jsonl", attempt, clock=iter(range(10**6)).__next__)
+        for act in acts:
+            if act == "begun again":
+                log.close()
+                attempt += 1
+                log = EventLog(run_dir / "events.jsonl", attempt, clock=iter(range(10**6)).__next__)
+            elif isinstance(act, int):
+                for number in range(done + 1, done + act + 1):
+                    log.append(step(number, 9999, loss=3 + attempt + 1 / number))
+                done += act
+            elif act == "looked at":
+                follower.refresh(budget_s=0.0)
+            else:
+                tamper(run_dir, act, of_another)
+        log.close()
+        late = read(run_dir)
+        while follower.unread or follower.version != late.version:
+            follower.refresh()
+        tamper(run_dir, "deleted", b"")
+        lines = read(run_dir).table
+        assert late.table.to_bytes() == lines.to_bytes()
+        assert follower.table.to_bytes() == lines.to_bytes()
+
+    befall()
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_an_index_that_may_not_be_read_is_done_without() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a folder of pytest's is closed to others
+        run_dir = long_run(Path(folder) / "run")
+        expected = read(run_dir).table.to_bytes()
+        for path in (Path(folder), run_dir):
+            path.chmod(0o755)
+        (run_dir / "steps.bin").chmod(0o000)
+        with as_nobody():
+            with suppress(PermissionError):
+                (run_dir / "steps.bin").read_bytes()
+                pytest.fail("the index may be read: this test shows nothing")
+            found = read(run_dir)
+        assert found.problem == ""
+        assert found.table.to_bytes() == expected
+        assert found.parsed_bytes > 0.9 * found.version[1]
+        shutil.rmtree(run_dir)
 
 
 def test_numbers_beyond_any_run_are_left_to_the_text(tmp_path: Path) -> None:

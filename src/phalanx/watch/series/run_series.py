@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.observe.events import (
     FROM_OUTSIDE,
@@ -41,6 +42,7 @@ MOST_OTHERS = 200_000
 """Lines that are no steps, of which it is remembered where they are."""
 MOST_MEMORY_KINDS = 16
 USUAL_BUDGET_S = 1.5
+_NEWEST = 256
 _UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 
@@ -136,7 +138,8 @@ class RunSeries:
         """Takes what the index beside the file knows, and the lines between, for as long as there is time; returns False if it took all."""
         while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
             stretches = self._index.next_chunk(self._tail.path)
-            self.table.reserve(self.table.rows + sum(stretch.rows for stretch in stretches))
+            if stretches:
+                self.table.reserve(self.table.rows + self._index.rows_ahead)
             for stretch in stretches:
                 self._take(stretch.lines)
                 self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
@@ -256,7 +259,10 @@ class RunSeries:
     def curve_names(self) -> list[str]:
         """The names of the curves that have a value anywhere."""
         with self.lock:
-            known = [
-                name for name in NAMES if bool(np.isfinite(self.table.column(name).astype(np.float64)).any())
-            ]
+            known = [name for name in NAMES if _has_value(self.table.column(name))]
             return [*known, *sorted(self.table.sparse)]
+
+
+def _has_value(column: NDArray[np.generic]) -> bool:
+    """True if a number of the column is finite: one of the newest, as a rule, so that the others need not be looked at."""
+    return any(bool(np.isfinite(part.astype(np.float64)).any()) for part in (column[-_NEWEST:], column))
