@@ -286,7 +286,7 @@ def test_of_a_chunk_no_more_text_is_held_than_some_blocks(
             log.append(Message("info", "x" * 1000))
     monkeypatch.setattr("phalanx.watch.series.indexed._MOST_GAPS_BYTES", 1 << 16)
     held = StepIndex(tmp_path / "steps.bin").next_chunk(tmp_path / "events.jsonl")
-    assert sum(len(line) for stretch in held for _, line in stretch.lines) <= 1 << 16
+    assert sum(len(line) for stretch in held.stretches for _, line in stretch.lines) <= 1 << 16
     assert_as_without_it(tmp_path)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -31,8 +31,8 @@ from phalanx.observe.lines.step_index import (
 from phalanx.run.directory.regular_file import open_regular
 from phalanx.watch.series.step_lines import LATEST_S, step_row
 
-CHUNK = 1 << 14
-"""Records that are read at once: 1.5 MiB, which a processor's cache holds while they are summed and copied."""
+CHUNK = 1 << 16
+"""Records that are read at once: 6 MiB."""
 _MOST_ROWS_AHEAD = 1 << 17
 """A file may claim any length."""
 _MOST_GAP_BYTES = 1 << 20
@@ -52,11 +52,23 @@ Records = NDArray[np.void]
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a stream: lines that have no record, each with its offset, and then steps in columns, which may be none."""
+    """A part of a stream: lines that have no record, each with its offset, and then steps, as records."""
 
     lines: tuple[tuple[int, bytes], ...]
-    columns: Mapping[str, NDArray[np.generic]]
-    rows: int
+    records: Records
+
+    @property
+    def may_hold_a_step(self) -> bool:
+        """False if none of the lines can be about a step: a step's has the word, as it is or with letters as numbers."""
+        return any(b"Step" in line or b"\\u" in line for _, line in self.lines)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What was read of an index at once: stretches that follow each other, and the records of all of them."""
+
+    stretches: tuple[Stretch, ...] = ()
+    records: Records = field(default_factory=lambda: np.zeros(0, _RECORD))
 
 
 class StepIndex:
@@ -73,16 +85,16 @@ class StepIndex:
         self._at = len(TITLE)
         self._stream: tuple[int, int] | None = None
 
-    def next_chunk(self, events: Path) -> list[Stretch]:
-        """The next stretches of the stream at ``events``; sets ``over`` where there are no more, as where one of the files cannot be read."""
+    def next_chunk(self, events: Path) -> Chunk:
+        """The next part of the stream at ``events``; sets ``over`` where there is no more, as where one of the files cannot be read."""
         try:
             with open_regular(self.path) as file, open_regular(events) as stream:
                 return self._chunk(file, stream)
         except OSError:
             self.over = True
-            return []
+            return Chunk()
 
-    def _chunk(self, file: BinaryIO, stream: BinaryIO) -> list[Stretch]:
+    def _chunk(self, file: BinaryIO, stream: BinaryIO) -> Chunk:
         status = os.fstat(stream.fileno())
         known, self._stream = self._stream, (status.st_dev, status.st_ino)
         # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
@@ -94,11 +106,12 @@ class StepIndex:
         self._at += len(raw)
         self.over = len(raw) < CHUNK * RECORD_BYTES
         if not len(records):
-            return []
+            return Chunk()
         if not (self._in_order(records, status.st_size) and _agree(records, stream)):
             self.over = True
-            return []
-        return list(self._stretches(records, stream))
+            return Chunk()
+        stretches = tuple(self._stretches(records, stream))
+        return Chunk(stretches, records[: sum(len(stretch.records) for stretch in stretches)])
 
     def _in_order(self, records: Records, size: int) -> bool:
         """True if the lines follow each other from where the last chunk ended, within a stream of ``size`` bytes."""
@@ -118,8 +131,7 @@ class StepIndex:
             if gap and not gap.endswith(b"\n"):  # a record that begins within a line
                 self.over = True
                 return
-            part = records[first:last]
-            yield Stretch(tuple(_lines(gap, int(before[first]))), _columns(part), len(part))
+            yield Stretch(tuple(_lines(gap, int(before[first]))), records[first:last])
             self.read_bytes = int(ends[last - 1])
 
 
@@ -161,5 +173,6 @@ def _lines(gap: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
         offset += len(line) + 1
 
 
-def _columns(records: Records) -> dict[str, NDArray[np.generic]]:
+def columns_of(records: Records) -> dict[str, NDArray[np.generic]]:
+    """The columns of the records, as a table takes them."""
     return {name: records[name] for name in _RECORD.names or () if name not in ("length", "sum")}

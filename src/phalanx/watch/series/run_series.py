@@ -30,7 +30,7 @@ from phalanx.observe.events import (
 from phalanx.observe.lines.step_index import MOST_STEP, Row, index_beside, row_of
 from phalanx.observe.lines.tail import FileTail, Position, read_lines_at
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.series.indexed import StepIndex
+from phalanx.watch.series.indexed import Chunk, StepIndex, columns_of
 from phalanx.watch.series.marks import Mark, mark_of
 from phalanx.watch.series.step_lines import step_row
 from phalanx.watch.series.table import NAMES, StepTable
@@ -137,19 +137,33 @@ class RunSeries:
     def _take_index(self, until_s: float) -> bool:
         """Takes what the index beside the file knows, and the lines between, for as long as there is time; returns False if it took all."""
         while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
-            stretches = self._index.next_chunk(self._tail.path)
-            if stretches:
+            chunk = self._index.next_chunk(self._tail.path)
+            if chunk.stretches:  # else there may be no stream yet
                 self.table.reserve(self.table.rows + self._index.rows_ahead)
-            for stretch in stretches:
-                self._take(stretch.lines)
-                self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
-                self.table.append_columns(stretch.columns, stretch.rows)
-                self.last_t, self.ending = float(self.table.column("t")[-1]), None
-            if stretches:  # else there may be no stream yet
+                self._take_chunk(chunk)
                 self._tail.skip_to(self._index.read_bytes)
             if time.monotonic() > until_s:
                 return True
         return False
+
+    def _take_chunk(self, chunk: Chunk) -> None:
+        """Takes stretches in their order; all their steps at once where no line between them can be one."""
+        at_once = not any(stretch.may_hold_a_step for stretch in chunk.stretches)
+        rows = self.table.rows
+        if at_once:
+            self.table.append_columns(columns_of(chunk.records), len(chunk.records))
+        for stretch in chunk.stretches:
+            if at_once:
+                self.table.rows = rows  # as it was when the lines were written
+            self._take(stretch.lines)
+            self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
+            if not at_once:
+                self.table.append_columns(columns_of(stretch.records), len(stretch.records))
+            rows += len(stretch.records)
+            self.ending = None
+        if at_once:
+            self.table.rows = rows
+        self.last_t = float(self.table.column("t")[-1])
 
     def state(self) -> SeriesState:
         """What was read so far, to go on from in another process."""
