@@ -1,15 +1,18 @@
 """Where the time of a run with a recovery went, as its ledger says and as a process outside saw it.
 
-The observer shares nothing with the run: it has its own monotonic clock, looks through ``/proc`` for the first rank's process (in a fleet, the worker that
-holds the event stream open), samples how long its main thread was running, was ready to run, or slept (``/proc/PID/task/PID/schedstat``: the
-kernel's own account, in nanoseconds), and notes when the event file has grown; what the lines said is looked at afterward, for their kinds and steps alone.
-It also makes the faults, so it knows when they were: it stops the other rank for some seconds, and kills it for good.
+The observer (``bench/observer.py``) shares nothing with the run: it has its own monotonic clock, looks through ``/proc`` for the first rank's process (in a
+fleet, the worker that holds the event stream open), samples how long its main thread was running, was ready to run, or slept
+(``/proc/PID/task/PID/schedstat``: the kernel's own account, in nanoseconds), and notes when the event file has grown; what the lines said is looked at
+afterward, for their kinds and steps alone. It also makes the faults, so it knows when they were: it stops the other rank for some seconds, and kills it for good.
 
-Each row is a part of the run's life by two accounts; the difference is told as a share of the time held.
+Each row is a part of the run's life by two accounts; the difference is told as a share of the time held. A thread that waits in a collective does not only
+sleep: it also sends, copies and adds, and stands in line for a processor; and it sleeps elsewhere too, for Python's lock or a disk. How much of each, the
+run's own processes note at the ends of each span of waiting, by the kernel's clocks (``bench/spans_inside.py``). So the observer's waiting is: all that it saw
+the thread sleep, less what it slept elsewhere, and what it ran and stood in line within.
 
-    PYTHONPATH=src:. python bench/ledger_observed.py                     # a fleet of two nodes and a spare; a peer is stopped twice and then killed
-    PYTHONPATH=src:. python bench/ledger_observed.py --plain             # two ranks without a fleet: all is killed, and started again after a pause
-    PYTHONPATH=src:. python bench/ledger_observed.py --steps 200 --json
+    python bench/ledger_observed.py                     # a fleet of two nodes and a spare; a peer is stopped twice and then killed
+    python bench/ledger_observed.py --plain             # two ranks without a fleet: all is killed, and started again after a pause
+    python bench/ledger_observed.py --steps 200 --json
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.pop(0)  # this folder
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench.outside import children
+from bench.observer import Observer, descendants, is_worker, kernel_s
+from bench.spans_inside import WAITING, Spent, environment_of
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step, decode
 from phalanx.observe.goodput import goodput, ledger_of
@@ -66,101 +69,8 @@ memory_at_step = 0
 [runtime]
 device = "cpu"
 """
-SAMPLE_S = 0.002
 STOPPED_S = 4.0
 PAUSE_S = 5.0
-
-
-# --- the observer -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A reading of the processes at a moment of the observer's clock."""
-
-    at_s: float
-    pid: int
-    """The process that writes the run's events; 0 if there is none."""
-    busy_s: float
-    """For which its main thread has been running or ready to run, since it began."""
-    nbytes: int
-    """Size of the event file."""
-
-
-class Observer(threading.Thread):
-    """Samples a run from outside until it is told that it is over."""
-
-    def __init__(self, launcher: int, run_dir: Path) -> None:
-        super().__init__(daemon=True)
-        self.events, self.launcher, self.over = RunDirectory(run_dir).events, launcher, threading.Event()
-        self.samples: list[Sample] = []
-        self.born: dict[int, float] = {}
-        """When each of the run's processes was first seen."""
-        self.writer = 0
-
-    def run(self) -> None:
-        turn = 0
-        while not self.over.is_set():
-            now_s = time.monotonic()
-            if turn % 10 == 0:
-                self._look_around(now_s)
-            self.samples.append(Sample(now_s, self.writer, busy_s(self.writer), size_of(self.events)))
-            turn += 1
-            time.sleep(SAMPLE_S)
-
-    def _look_around(self, now_s: float) -> None:
-        found = descendants(self.launcher)
-        for pid in found:
-            self.born.setdefault(pid, now_s)
-        if not (self.writer in found and holds(self.writer, self.events)):
-            self.writer = next((pid for pid in found if is_worker(pid) and holds(pid, self.events)), 0)
-
-    def seen_s(self, nbytes: int) -> float:
-        """When the event file was first seen to be so long."""
-        place = bisect_left(self.samples, nbytes, key=lambda sample: sample.nbytes)
-        return self.samples[min(place, len(self.samples) - 1)].at_s
-
-    def busy_between(self, first_s: float, last_s: float) -> float:
-        """Seconds for which the writer's main thread was running or ready to run; it was one process all the time."""
-        inside = [sample for sample in self.samples if first_s <= sample.at_s <= last_s and sample.pid]
-        return inside[-1].busy_s - inside[0].busy_s if inside else 0.0
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one, parents first."""
-    found, due = list[int](), [pid]
-    while due:
-        own = children(due.pop())
-        found += own
-        due += own
-    return found
-
-
-def busy_s(pid: int) -> float:
-    with suppress(OSError, ValueError):
-        running, ready, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
-        return (int(running) + int(ready)) / 1e9
-    return 0.0
-
-
-def size_of(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
-def is_worker(pid: int) -> bool:
-    with suppress(OSError):
-        return b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def holds(pid: int, path: Path) -> bool:
-    """True if a process has the file open."""
-    with suppress(OSError):
-        names = os.listdir(f"/proc/{pid}/fd")
-        return any(os.path.realpath(f"/proc/{pid}/fd/{name}") == str(path) for name in names)
-    return False
 
 
 # --- the run, and what befalls it ---------------------------------------------------------------
@@ -192,15 +102,16 @@ def start(folder: Path, words: Sequence[str], given: argparse.Namespace) -> subp
         str(folder / "run"),
         *words,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment_of(folder / "spans")}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def peer_of(observer: Observer) -> int:
     """A worker that is not the writer."""
     workers = [pid for pid in descendants(observer.launcher) if is_worker(pid) and pid != observer.writer]
-    ranks = [pid for pid in workers if busy_s(pid) > 0.3 * busy_s(observer.writer)]  # a spare does nothing
-    return max(ranks or workers, key=busy_s)
+    at_work = 0.3 * kernel_s(observer.writer)[0]
+    ranks = [pid for pid in workers if kernel_s(pid)[0] > at_work]  # a spare does nothing
+    return max(ranks or workers, key=kernel_s)
 
 
 def await_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> None:
@@ -228,7 +139,7 @@ def stopped(watched: Watched, pid: int) -> None:
 def fleet(folder: Path, given: argparse.Namespace) -> Watched:
     """A fleet of two nodes and a spare: a peer is stopped twice, and killed."""
     process = start(folder, ("--nodes", "2", "--spares", "1", "--set", "fleet.worker_lease_s=30"), given)
-    watched = Watched(Observer(process.pid, folder / "run"))
+    watched = Watched(Observer(process.pid, folder / "run", folder / "spans"))
     watched.observer.start()
     for share in (0.2, 0.35):
         await_step(folder / "run", int(share * given.steps), process)
@@ -246,7 +157,7 @@ def fleet(folder: Path, given: argparse.Namespace) -> Watched:
 def plain(folder: Path, given: argparse.Namespace) -> Watched:
     """Two ranks: a peer is stopped, then all are killed, and the command is given again after a pause."""
     process = start(folder, ("--ranks", "2"), given)
-    watched = Watched(Observer(process.pid, folder / "run"))
+    watched = Watched(Observer(process.pid, folder / "run", folder / "spans"))
     watched.observer.start()
     await_step(folder / "run", int(0.2 * given.steps), process)
     stopped(watched, peer_of(watched.observer))
@@ -296,9 +207,6 @@ def lines_of(watched: Watched) -> list[list[Line]]:
     return [lines for _, lines in sorted(found.items())]
 
 
-WAITING = ("step.comm_exposed", "step.wait_straggler", "step.data_wait", "step.bubble")
-
-
 def spent(event: Event, *prefixes: str) -> float:
     """The seconds of the buckets that begin so; of all without one."""
     return sum(
@@ -306,8 +214,24 @@ def spent(event: Event, *prefixes: str) -> float:
     )
 
 
-def compared(watched: Watched, in_fleet: bool) -> list[Compared]:
-    """The parts of the run's life by both accounts."""
+@dataclass(frozen=True)
+class Thread:
+    """The first rank's main thread between the first and the last step of each life, summed: in all, as seen from outside, in the spans that
+    the ledger books as waiting, and between them, as the process noted."""
+
+    outside: Spent
+    waiting: Spent
+    elsewhere: Spent
+
+
+def thread_of(steps: list[list[Line]], observer: Observer) -> Thread:
+    """What the main thread did in the steps."""
+    lives = [observer.between(one[0].seen_s, one[-1].seen_s) for one in steps]
+    return Thread(*(sum(parts, Spent()) for parts in zip(*lives, strict=True)))
+
+
+def compared(watched: Watched, in_fleet: bool) -> tuple[list[Compared], Thread]:
+    """The parts of the run's life by both accounts, and what the main thread did in its steps."""
     lives, observer = lines_of(watched), watched.observer
     found, first = list[Compared](), lives[0][0]
     starts = [born(observer, lines[0].seen_s) for lines in lives]
@@ -350,11 +274,11 @@ def compared(watched: Watched, in_fleet: bool) -> list[Compared]:
             sum(one[-1].seen_s - one[0].seen_s for one in steps),
         )
     )
-    asleep = sum(
-        one[-1].seen_s - one[0].seen_s - observer.busy_between(one[0].seen_s, one[-1].seen_s) for one in steps
-    )
     waited = sum(spent(one[-1].event, *WAITING) - spent(one[0].event, *WAITING) for one in steps)
-    found.append(Compared("of this, waiting (outside: the main thread slept)", waited, asleep))
+    thread = thread_of(steps, observer)
+    slept_s = thread.outside.slept_s - thread.elsewhere.slept_s
+    observed_s = slept_s + thread.waiting.ran_s + thread.waiting.in_line_s
+    found.append(Compared("of this, waiting", waited, observed_s))
     found.append(
         Compared(
             "for the peer that was stopped",
@@ -369,7 +293,7 @@ def compared(watched: Watched, in_fleet: bool) -> list[Compared]:
             lives[-1][-1].seen_s - steps[-1][-1].seen_s,
         )
     )
-    return found
+    return found, thread
 
 
 def born(observer: Observer, before_s: float) -> float:
@@ -405,19 +329,34 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         watched = (plain if given.plain else fleet)(Path(made).resolve(), given)
-        rows = compared(watched, in_fleet=not given.plain)
+        rows, thread = compared(watched, in_fleet=not given.plain)
     held_s = rows[0].observed_s
     apart = [(row.ledger_s - row.observed_s) / held_s for row in rows]
     if given.json:
         print(
             json.dumps(
-                [{**asdict(row), "share_of_held": share} for row, share in zip(rows, apart, strict=True)]
+                {
+                    "parts": [
+                        {**asdict(row), "share_of_held": share}
+                        for row, share in zip(rows, apart, strict=True)
+                    ],
+                    "thread": asdict(thread),
+                }
             )
         )
         return
     print("| part of the run's time | ledger | observer | apart, of the time held |\n|---|---|---|---|")
     for row, share in zip(rows, apart, strict=True):
         print(f"| {row.part} | {row.ledger_s:.2f} s | {row.observed_s:.2f} s | {100 * share:+.2f} % |")
+    print("\n| the main thread between steps | slept | ran | stood in line | in all |\n|---|---|---|---|---|")
+    for name, one in (
+        ("in what the ledger calls waiting", thread.waiting),
+        ("in all else", thread.elsewhere),
+        ("both, as seen from outside", thread.outside),
+    ):
+        print(
+            f"| {name} | {one.slept_s:.2f} s | {one.ran_s:.2f} s | {one.in_line_s:.2f} s | {one.wall_s:.2f} s |"
+        )
 
 
 if __name__ == "__main__":

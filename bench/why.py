@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from bench.planted import PROBLEMS, Problem, Scene, signal_all
 from deploy.prometheus_rules import alerts
