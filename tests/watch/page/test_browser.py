@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -488,6 +489,26 @@ def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
     with serving(tmp_path, port):
         expect(page.locator(".live")).to_have_attribute("data-state", "live")
         expect(page.locator("tbody .c-step")).to_contain_text("6 / 100")
+        page.close()
+
+
+def test_a_run_whose_directory_vanishes_is_said_to_be_gone_and_leaves_the_list(
+    open_page: Open, tmp_path: Path
+) -> None:
+    for name in ("stays", "goes"):
+        RecordedRun(tmp_path / name, name, 100).train(5)
+    with serving(tmp_path) as port:
+        page = open_page(f"http://127.0.0.1:{port}/", quiet=False).page
+        go(page, "goes")
+        expect(page.locator(".tile").first).to_contain_text("5 / 100")
+        expect(page.locator(".live")).to_have_attribute("data-state", "live")
+        shutil.rmtree(tmp_path / "goes")
+        expect(page.locator(".trouble")).to_contain_text("no run")
+        expect(page.locator(".tile").first).to_contain_text("5 / 100")  # what was known stays
+        page.keyboard.press("g")
+        page.keyboard.press("r")
+        expect(page.locator("tbody .c-name a")).to_have_text(["stays"])
+        expect(page.locator(".trouble")).to_be_hidden()
         page.close()
 
 

@@ -287,7 +287,7 @@ export class Chart {
     const [, title, format] = this.axis;
     put(
       this.tip,
-      el("b", { text: `${title} ${format(this.curves.x[at] ?? null)}` }),
+      el("b", { text: `${title === "steps" ? "step" : title} ${format(this.curves.x[at] ?? null)}` }),
       near.slice(0, 6).map((mark) => el("div", { class: "mark", style: { color: `var(${(MARKS[mark.kind] ?? MARKS.message)[0]})` }, text: mark.text || (MARKS[mark.kind]?.[1] ?? mark.kind) })),
       near.length > 6 && el("div", { class: "mark", text: `and ${near.length - 6} more` }),
     );
