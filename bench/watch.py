@@ -24,6 +24,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -96,6 +97,14 @@ def write_run(folder: Path, number: int, steps: int) -> None:
             if last == steps:
                 log.append(Finished({"step": steps, "loss": 2.0, "weights_sha256": "ab" * 32}))
         first, attempt = last - last % 500 + 1, attempt + 1
+
+
+def write_runs(folder: Path, runs: int, steps: int) -> None:
+    """Writes those of the runs that are not in the folder yet, one on each core."""
+    places = {number: folder / f"run-{number:02d}" for number in range(runs)}
+    due = {number: place for number, place in places.items() if not place.exists()}
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(write_run, due.values(), due, [steps] * len(due)))
 
 
 def describe(folder: Path, number: int, steps: int) -> None:
@@ -361,7 +370,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--period", type=float, default=30.0, help="seconds with viewers, and without")
     parser.add_argument("--viewers", type=int, default=50)
-    parser.add_argument("--folder", type=Path, help="runs that are there already, for --views")
+    parser.add_argument("--folder", type=Path, help="where the runs of --views are, or are written and kept")
     parser.add_argument("--view", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -373,8 +382,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         if given.views or both:
             folder = given.folder or Path(made) / "many"
-            for number in range(0 if given.folder else given.runs):
-                write_run(folder / f"run-{number:02d}", number, given.steps)
+            write_runs(folder, given.runs, given.steps)
             report |= views(folder)
         if given.watchers or both:
             (Path(made) / "few" / "runs").mkdir(parents=True)
