@@ -23,6 +23,8 @@ from phalanx.watch.runs.lock import KernelLocks
 
 _LOOK_EVERY_S = 0.2
 _LEAST_FOR_FILES_S = 60.0
+_GONE_S = 2.0
+"""After so long without an answer from a directory that no process holds, none will come."""
 _WRITES_S = 5.0
 """Time that ranks may take over their files when the run has ended."""
 
@@ -87,6 +89,8 @@ def _heard(directory: RunDirectory, name: str, since_s: float, wait_s: float, as
         now_s = time.time()
         if now_s > since_s + wait_s:
             raise ProfileError(_silence(directory, wait_s))
+        if now_s > since_s + _GONE_S and KernelLocks().holds(directory) is False:
+            raise ProfileError(_silence(directory, _GONE_S))
         now = _inode(request_path(directory))
         if now is not None and asked is not None and now != asked:
             raise ProfileError(
