@@ -195,6 +195,9 @@ def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open
     expect(row).to_contain_text("0.001")
     expect(row).to_contain_text("0.002")
     expect(page.locator(".verdict")).to_contain_text("need not have the same bits")
+    expect(page.locator("figure.wide .note")).to_contain_text("drawn as")
+    held_out = page.locator("figure", has=page.locator(".title", has_text="Held-out loss"))
+    expect(held_out.locator(".note")).to_be_hidden()  # two evaluations are drawn as two
 
 
 # --- one run ---------------------------------------------------------------------------------------

@@ -321,8 +321,13 @@ export class Chart {
       return values.length ? `${line.label}: last ${shown(values[values.length - 1])}, least ${shown(least(values))}, greatest ${shown(-least(values.map((value) => -value)))}` : `${line.label}: nothing yet`;
     });
     this.canvas.setAttribute("aria-label", `${this.options.title} over ${title}${last >= 0 ? ` up to ${format(this.curves.x[last])}` : ""}. ${parts.join("; ")}`);
-    this.note.hidden = !this.curves.reduced;
-    if (this.curves.reduced) say(this.note, `${si(this.curves.total)} points drawn as ${si(this.curves.x.length)}; ${this.hasBand() ? "the band keeps the least and the greatest of each" : "peaks are kept"}. Drag to see all.`);
+    // A handful of evaluations among many steps is drawn as it is: nothing of it was left out.
+    this.note.hidden = !this.curves.reduced || this.mostValues() < FEW_DOTS;
+    if (!this.note.hidden) say(this.note, `${si(this.curves.total)} points drawn as ${si(this.curves.x.length)}; ${this.hasBand() ? "the band keeps the least and the greatest of each" : "peaks are kept"}. Drag to see all.`);
+  }
+
+  mostValues() {
+    return Math.max(0, ...this.options.lines.map(({ name }) => this.curves.series[name]?.y.filter(known).length ?? 0));
   }
 
   hasBand() {
