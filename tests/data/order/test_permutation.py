@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from phalanx.data.order.permutation import SORTED_UP_TO, SampleOrder, permute, place_in_permutation
+from phalanx.data.order.permutation import (
+    SORTED_UP_TO,
+    SampleOrder,
+    permute,
+    permute_in_turn,
+    place_in_permutation,
+)
 
 KEYS = st.integers(0, 2**64 - 1)
 WORD = 2**64 - 1
@@ -68,6 +74,22 @@ def test_it_is_the_published_cipher_for_every_size_up_to_trillions(
 ) -> None:
     xs = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     assert permute(np.array(xs), n=n, key=key).tolist() == [scalar_permute(x, n, key) for x in xs]
+
+
+@given(
+    n=st.one_of(st.integers(1, 40), st.integers(SORTED_UP_TO - 1, SORTED_UP_TO + 20)),
+    turns=st.lists(st.tuples(KEYS, st.integers(0, 5)), min_size=1, max_size=90),
+    data=st.data(),
+)
+def test_several_permutations_in_turn_are_each_of_them(
+    n: int, turns: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    parts = [generator.integers(0, n, count) for _, count in turns]
+    turn = np.repeat(np.arange(len(turns)), [len(part) for part in parts])
+    expected = [permute(part, n=n, key=key).tolist() for part, (key, _) in zip(parts, turns, strict=True)]
+    found = permute_in_turn(np.concatenate(parts), turn, n=n, keys=[key for key, _ in turns])
+    assert found.tolist() == [image for images in expected for image in images]
 
 
 @given(st.integers(1, 10**15), st.integers(0, 2**64 - 1), st.data())

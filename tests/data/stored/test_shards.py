@@ -64,6 +64,21 @@ def test_reading_outside_the_stream_is_refused(lasting: TokenShards, start: int,
         gather(lasting, np.array([1030]), 5)
 
 
+def test_the_first_batch_is_announced_to_the_system_and_those_after_one_that_waited_for_the_disk(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[int] = []
+    faults = iter([0, 0, 0, 0, 0, 7, 7, 7])  # looked at before each batch and after it: the third waits
+    monkeypatch.setattr(shards, "_reads_from_disk", lambda: next(faults))
+    monkeypatch.setattr(
+        shards._MappedShard, "announce", lambda _self, offsets, _count: announced.extend(offsets.tolist())
+    )
+    opened = TokenShards.open(dataset, TRAIN)
+    for start in (1, 2, 3, 4):
+        gather(opened, np.array([start]), 5)
+    assert announced == [1, 4]
+
+
 def test_more_shards_than_may_be_open_are_read_all_the_same(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.order.pattern import MOST_SOURCES, fair_pattern, whole_weights
-from phalanx.data.order.permutation import MAX_SAMPLES, key_of, permute, place_in_permutation
+from phalanx.data.order.permutation import MAX_SAMPLES, key_of, permute, permute_in_turn, place_in_permutation
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,12 @@ class Mixture:
 
     def _windowed(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Each sample's number before the samples of its batch were permuted."""
-        batch, place = np.divmod(samples, self.batch_size)
+        order = np.argsort(samples, kind="stable")  # in no time where they are in order already
+        batch, place = np.divmod(samples[order], self.batch_size)
+        numbers, turn = np.unique(batch, return_inverse=True)
+        keys = [key_of("window", self._seed, number) for number in numbers.tolist()]
         dealt = np.empty_like(samples)
-        for number, chosen in _groups(batch):
-            key = key_of("window", self._seed, number)
-            dealt[chosen] = number * self.batch_size + permute(place[chosen], n=self.batch_size, key=key)
+        dealt[order] = batch * self.batch_size + permute_in_turn(place, turn, n=self.batch_size, keys=keys)
         return dealt
 
     def _epoch_key(self, source: int, epoch: int) -> int:

@@ -17,6 +17,7 @@ The order is part of what a run's bits depend on: changing any constant here cha
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 ROUNDS = 8
 # Pairs of positions are visibly biased up to about 16 items; a sort of this many hashes still costs microseconds.
 SORTED_UP_TO = 1024
+_SORTED_TOGETHER = 1 << 16
+"""Hashes that are sorted at once, where several small permutations are asked for: half a MiB of them."""
 MAX_SAMPLES = 2**62
 
 
@@ -41,13 +44,35 @@ def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
         raise ValueError(f"positions {index.min()}..{index.max()} are not all in [0, {n})")
     round_keys = _round_keys(key)
     if n <= SORTED_UP_TO:
-        return _order_by_hash(n, round_keys)[index]
+        order: NDArray[np.int64] = _orders_by_hash(n, round_keys[None])[0]
+        return order[index]
     moved = _feistel(index.astype(np.uint64), n, round_keys)
     outside = np.flatnonzero(moved >= n)
     while outside.size:
         moved.flat[outside] = _feistel(moved.flat[outside], n, round_keys)
         outside = outside[moved.flat[outside] >= n]
     return moved.astype(np.int64)
+
+
+def permute_in_turn(
+    index: NDArray[np.int64], turn: NDArray[np.int64], *, n: int, keys: Sequence[int]
+) -> NDArray[np.int64]:
+    """The images of ``index`` under several permutations of ``range(n)``: of ``index[i]`` under that with ``keys[turn[i]]``.
+
+    As ``permute`` for one key after the other, and much quicker where ``n`` is small and the keys are many. Both arrays have one
+    dimension; ``turn`` does not decrease.
+    """
+    if n > SORTED_UP_TO and keys:
+        edges = np.searchsorted(turn, np.arange(1, len(keys)))
+        parts = zip(np.split(index, edges), keys, strict=True)
+        return np.concatenate([permute(part, n=n, key=key) for part, key in parts])
+    images = np.empty_like(index)
+    together = max(1, _SORTED_TOGETHER // n)
+    for first in range(0, len(keys), together):
+        round_keys = np.stack([_round_keys(key) for key in keys[first : first + together]])
+        of_these = slice(*np.searchsorted(turn, (first, first + together)))
+        images[of_these] = _orders_by_hash(n, round_keys)[turn[of_these] - first, index[of_these]]
+    return images
 
 
 def place_in_permutation(image: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
@@ -57,7 +82,7 @@ def place_in_permutation(image: NDArray[np.int64], *, n: int, key: int) -> NDArr
         raise ValueError(f"images {image.min()}..{image.max()} are not all in [0, {n})")
     round_keys = _round_keys(key)
     if n <= SORTED_UP_TO:
-        return np.argsort(_order_by_hash(n, round_keys)).astype(np.int64)[image]
+        return np.argsort(_orders_by_hash(n, round_keys[None])[0]).astype(np.int64)[image]
     moved = _feistel_inverse(image.astype(np.uint64), n, round_keys)
     outside = np.flatnonzero(moved >= n)
     while outside.size:
@@ -108,13 +133,14 @@ def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> N
     """One pass through the cipher over the smallest near-square grid that holds n cells."""
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    columns, rows = np.uint64(a), np.uint64(b)
-    right, left = np.divmod(x, columns)
-    for number, round_key in enumerate(round_keys):
+    columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
+    right = x // columns
+    left = x - right * columns
+    for number in range(ROUNDS):
         if number % 2 == 0:
-            left = (left + _mix(right ^ round_key) % columns) % columns
+            left = _added(left, _mix(right ^ round_keys[number, ...]), columns)
         else:
-            right = (right + _mix(left ^ round_key) % rows) % rows
+            right = _added(right, _mix(left ^ round_keys[number, ...]), rows)
     cells: NDArray[np.uint64] = right * columns + left
     return cells
 
@@ -123,28 +149,69 @@ def _feistel_inverse(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint6
     """The rounds of ``_feistel`` undone, the last first."""
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    columns, rows = np.uint64(a), np.uint64(b)
-    right, left = np.divmod(x, columns)
-    for number in reversed(range(len(round_keys))):
+    columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
+    right = x // columns
+    left = x - right * columns
+    for number in reversed(range(ROUNDS)):
         if number % 2 == 0:
-            left = (left + columns - _mix(right ^ round_keys[number]) % columns) % columns
+            left = _subtracted(left, _mix(right ^ round_keys[number, ...]), columns)
         else:
-            right = (right + rows - _mix(left ^ round_keys[number]) % rows) % rows
+            right = _subtracted(right, _mix(left ^ round_keys[number, ...]), rows)
     cells: NDArray[np.uint64] = right * columns + left
     return cells
 
 
-def _order_by_hash(n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """All of a small permutation at once; the hash is one-to-one, so that no two items tie."""
-    hashed = _mix(_mix(np.arange(n, dtype=np.uint64) ^ round_keys[0]) ^ round_keys[1])
-    return np.argsort(hashed).astype(np.int64)
+def _added(
+    half: NDArray[np.uint64], hashed: NDArray[np.uint64], size: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """``(half + hashed) % size`` for halves below ``size``, which is below 2**32; ``hashed`` is overwritten.
+
+    NumPy divides an array by one number with multiplications, several at a time, and has only the processor's slow division for a
+    remainder. A sum below twice the size needs none: from less than the size, the size is subtracted to a number near 2**64.
+    """
+    _reduce(hashed, size)
+    hashed += half
+    np.minimum(hashed, hashed - size, out=hashed)
+    return hashed
+
+
+def _subtracted(
+    half: NDArray[np.uint64], hashed: NDArray[np.uint64], size: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """``(half - hashed) % size``, as ``_added``."""
+    _reduce(hashed, size)
+    np.subtract(half, hashed, out=hashed)
+    np.minimum(hashed, hashed + size, out=hashed)
+    return hashed
+
+
+def _reduce(values: NDArray[np.uint64], size: NDArray[np.uint64]) -> None:
+    """``values %= size``, quicker."""
+    quotients = values // size
+    quotients *= size
+    values -= quotients
+
+
+def _orders_by_hash(n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """All of small permutations at once, one for each row of ``round_keys``: (rows, n). The hash is one-to-one, so that no two items tie."""
+    first, second = round_keys[:, :1], round_keys[:, 1:2]
+    return np.argsort(_mix(_mix(np.arange(n, dtype=np.uint64) ^ first) ^ second), axis=1).astype(np.int64)
+
+
+# Arrays without dimensions, which NumPy takes in half of the time that a number of its own takes.
+_SHIFTS = tuple(np.array(shift, np.uint64) for shift in (30, 27, 31))
+_FACTORS = tuple(np.array(factor, np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finalizer: every input bit changes every output bit with probability near one half."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed = x >> _SHIFTS[0]
+    mixed ^= x
+    mixed *= _FACTORS[0]
+    mixed ^= mixed >> _SHIFTS[1]
+    mixed *= _FACTORS[1]
+    mixed ^= mixed >> _SHIFTS[2]
+    return mixed
 
 
 def _round_keys(key: int) -> NDArray[np.uint64]:

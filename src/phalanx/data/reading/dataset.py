@@ -223,7 +223,7 @@ class RunData:
         if len(self._sources) == 1:
             return self._sources[0].train.samples(self._sources[0].first + records)
         samples = np.empty((count, self.seq_len + 1), dtype=np.int64)
-        for number in np.unique(numbers).tolist():
+        for number in sorted(set(numbers.tolist())):
             source, rows = self._sources[number], np.flatnonzero(numbers == number)
             source.train.read_into(samples, rows, source.first + records[rows])
         return samples

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
 """For ``first`` and ``count``: the number of the source, and of the record in its part, of each of these samples of the run."""
 
-_STRETCH = 2048
+_STRETCH = 8192
 
 
 class LocatedAhead:

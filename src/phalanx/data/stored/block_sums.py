@@ -118,9 +118,10 @@ class CheckedBlocks:
         last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._done) - 1)
         steps = range(int((last - first).max()) + 1)
         touched = np.concatenate([np.minimum(first + step, last) for step in steps])
-        pending = np.unique(touched[~self._done[touched]])
+        pending = touched[~self._done[touched]]
         if not pending.size:
             return
+        pending = np.unique(pending)
         content, digest = self._content, xxhash.xxh3_64_intdigest
         found = [digest(content[start : start + BLOCK_BYTES]) for start in (pending * BLOCK_BYTES).tolist()]
         wrong = np.flatnonzero(np.array(found, np.uint64) != self._sums[pending])

@@ -50,8 +50,8 @@ MOST_WHOLE_BYTES = 8 << 30
 """Datasets up to this size have shards without block sums compared as a whole, at some 10 GB/s from memory, in every process."""
 _READ_BYTES = 8 << 20
 _ANNOUNCED = 256
-"""So many batches are announced to the system before they are read, once one had to wait for the disk; where all is in memory, that would be
-a fifth of the time that reading takes."""
+"""So many batches are announced to the system before they are read, once one had to wait for the disk, and the first always; where all is in
+memory, that would be a fifth of the time that reading takes."""
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
@@ -93,7 +93,7 @@ class TokenShards:
         self._lock = threading.Lock()
         tokens = sum(index.split(name).tokens for name in SPLITS)
         self._whole = tokens * index.item_bytes <= MOST_WHOLE_BYTES
-        self._announced_left = 0
+        self._announced_left = 1  # a run begins cold more often than not
 
     @classmethod
     def open(cls, directory: Path, split: str) -> Self:
@@ -150,7 +150,8 @@ class TokenShards:
             return
         numbers = np.searchsorted(self._starts, starts, side="right") - 1
         offsets = starts - self._starts[numbers]
-        maps = {number: self._map(number) for number in np.unique(numbers).tolist()}
+        shard_of = numbers.tolist()
+        maps = {number: self._map(number) for number in sorted(set(shard_of))}
         chosen = {number: offsets[numbers == number] if len(maps) > 1 else offsets for number in maps}
         from_disk = _reads_from_disk()
         if self._announced_left:
@@ -160,7 +161,7 @@ class TokenShards:
                 mapped.announce(chosen[number], length)
         for number, mapped in maps.items():
             mapped.require(chosen[number], length)
-        for number, offset, row in zip(numbers.tolist(), offsets.tolist(), rows.tolist(), strict=True):
+        for number, offset, row in zip(shard_of, offsets.tolist(), rows.tolist(), strict=True):
             tokens = maps[number].tokens[offset : offset + length]
             if len(tokens) < length:
                 start = int(self._starts[number]) + offset
