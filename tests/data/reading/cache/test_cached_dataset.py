@@ -243,6 +243,36 @@ def test_a_dataset_that_was_opened_before_can_be_opened_while_its_store_does_not
         opened(store, tmp_path / "another")
 
 
+def test_an_index_that_a_power_failure_tore_in_the_cache_is_not_taken_and_is_made_good_again(
+    dataset: Path, tmp_path: Path
+) -> None:
+    store = stored(dataset)
+    torn = opened(store, tmp_path).folder / "index.json"
+    torn.write_bytes(b"")
+
+    def refuse(_operation: str, key: str) -> None:
+        raise UnavailableError(f"{key}: has not answered for 3 s", key, "get")
+
+    store.before = refuse
+    with pytest.raises(UnavailableError, match=r"index\.json: has not answered"):
+        opened(store, tmp_path)
+    store.before = lambda _operation, _key: None
+    opened(store, tmp_path)
+    assert torn.read_bytes() == store.objects["index.json"]
+
+
+def test_at_first_the_index_and_the_tokenizers_files_are_asked_for_at_once(
+    dataset: Path, tmp_path: Path
+) -> None:
+    store, all_three = stored(dataset), threading.Barrier(3)
+    store.before = lambda _operation, _key: all_three.wait(30) and None
+    opened(store, tmp_path)
+    asked: list[str] = []
+    store.before = lambda _operation, key: asked.append(key)
+    opened(store, tmp_path)
+    assert asked == ["index.json"], "the others are here"
+
+
 def test_a_cache_stays_below_its_limit_and_what_it_drops_is_read_again(dataset: Path, tmp_path: Path) -> None:
     limit_bytes = 5 * BLOCK_BYTES
     shards = CachedShards(opened(stored(dataset), tmp_path, limit_bytes), TRAIN)

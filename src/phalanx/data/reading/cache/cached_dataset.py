@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError
 from phalanx.data.reading.cache.cached_shard import CachedShard, Traffic
-from phalanx.data.reading.cache.requests import Requests
+from phalanx.data.reading.cache.requests import Requests, in_background
 from phalanx.data.reading.cache.room import Room
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
@@ -82,29 +82,36 @@ def open_cached(url: str, options: CacheOptions) -> CachedDataset:
 
 def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) -> CachedDataset:
     """The dataset in ``store``, with its cache below ``root``. Raises ``DatasetError``, ``StoreError``."""
-    newest = root / "newest" / hashlib.sha256(store.url.encode()).hexdigest()[:32]
+    newest = root / "newest" / _name_of(store.url.encode())
+    # Where nothing of this place was read yet, none of the three files waits for another.
+    names = (TOKENIZER_FILE, CONFIG_FILE)
+    early = (
+        {} if newest.exists() else {name: in_background(partial(_required, store, name)) for name in names}
+    )
     content = _index_content(store, store_ahead, root, newest)
     index = parse_index(content.decode(errors="replace"), Path(f"{store.url}/{INDEX_FILE}"))
-    folder, requests = root / hashlib.sha256(content).hexdigest()[:32], Requests()
+    folder = root / _name_of(content)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = [name for name in (TOKENIZER_FILE, CONFIG_FILE) if not (folder / name).exists()]
-        contents = requests.results([partial(_required, store, name) for name in missing])
-        for name, small in zip(missing, contents, strict=True):
-            write_atomically(folder / name, small)
-        if index.recipe.chat is not None and not (folder / INDEX_FILE).exists():
+        missing = [name for name in names if not (folder / name).exists()]
+        coming = [early.get(name) or in_background(partial(_required, store, name)) for name in missing]
+        for name, small in zip(missing, coming, strict=True):
+            write_atomically(folder / name, small.result())
+        here = (folder / INDEX_FILE).exists() and (folder / INDEX_FILE).stat().st_size == len(content)
+        if index.recipe.chat is not None and not here:
             # Datasets of earlier versions have none.
             with suppress(MissingObjectError):
                 write_atomically(folder / TEMPLATE_FILE, store.get(TEMPLATE_FILE))
-        if not (folder / INDEX_FILE).exists():
-            write_atomically(folder / INDEX_FILE, content)  # last: the small files are there
+        # Nobody waits for the disk: what a power failure leaves of them is told by its size, or by the folder's name.
+        if not here:
+            write_atomically(folder / INDEX_FILE, content, durable=False)  # last: the small files are there
         newest.parent.mkdir(exist_ok=True)
-        write_atomically(newest, folder.name.encode())
+        write_atomically(newest, folder.name.encode(), durable=False)
     except OSError as error:
         raise DatasetError(
             f"cannot write the cache of {store.url} in {root} ({error.strerror}): make room there, or give another folder in data.cache"
         ) from error
-    return CachedDataset(store.url, folder, index, store, store_ahead, Room(root, limit_bytes), requests)
+    return CachedDataset(store.url, folder, index, store, store_ahead, Room(root, limit_bytes), Requests())
 
 
 def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -> bytes:
@@ -117,8 +124,15 @@ def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -
         return _required(store_ahead, INDEX_FILE)
     except UnavailableError:
         with suppress(OSError):
-            return (root / newest.read_text() / INDEX_FILE).read_bytes()
+            name = newest.read_text()
+            content = (root / name / INDEX_FILE).read_bytes()
+            if _name_of(content) == name:
+                return content
     return _required(store, INDEX_FILE)
+
+
+def _name_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _required(store: Store, name: str) -> bytes:
