@@ -1,6 +1,6 @@
 """A TCP proxy in front of an HTTP server that misbehaves as networks and stores do, by the draws of a seed.
 
-Per request it may answer 503 SlowDown without asking the server, reset the connection before the server hears of it, pass on the
+Per request it may answer 503 SlowDown or 403 AccessDenied without asking the server, reset the connection before the server hears of it, pass on the
 request and lose the answer, or cut the answer off in its middle; every answer is late by an exponential latency and no quicker than a
 bandwidth allows. ``done`` counts what it did, ``asked`` how often each object
 was asked for, by method, path and range.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from socket import SO_LINGER, SOL_SOCKET
 
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_DENIED = b"<Error><Code>AccessDenied</Code><AWSAccessKeyId>AKIASECRET</AWSAccessKeyId></Error>"
 _CHUNK_BYTES = 64 << 10
 
 
@@ -32,6 +33,11 @@ class Faults:
     truncated: float = 0.0
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
+    late: float = 0.0
+    """Share of the answers that take ``late_s`` more."""
+    late_s: float = 2.0
+    denied: str = ""
+    """Part of what is asked for, as ``FaultyProxy.asked`` spells it: whatever has it is refused, as with credentials that may not do it."""
 
 
 class FaultyProxy:
@@ -67,15 +73,18 @@ class FaultyProxy:
         """Handles one request of a connection; False where the connection is over."""
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(_content_length(head))
-        self.asked[_what(head)] += 1
-        fault = self._draw()
+        self.asked[what := _what(head)] += 1
+        fault = "denied" if self.faults.denied and self.faults.denied in what else self._draw()
         self.done[fault] += 1
         if self.faults.latency_s:
-            await asyncio.sleep(self._random.expovariate(1 / self.faults.latency_s))
+            late_s = self.faults.late_s if self._random.random() < self.faults.late else 0.0
+            await asyncio.sleep(self._random.expovariate(1 / self.faults.latency_s) + late_s)
         if fault == "reset":
             return _reset(writer)
         if fault == "slow_down":
             answer = b"HTTP/1.1 503 Slow Down\r\nContent-Length: %d\r\n\r\n" % len(_SLOW_DOWN) + _SLOW_DOWN
+        elif fault == "denied":
+            answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n" % len(_DENIED) + _DENIED
         else:
             answer = await self._asked(head, body)
         if fault == "lost_answer":

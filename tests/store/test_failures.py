@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +165,22 @@ def test_through_a_bad_network_all_reads_are_right_and_creates_happen_once(
         assert sorted(info.key for info in store.list()) == ["commit", "data"]
         store.delete(["data", "commit"])
         assert list(store.list()) == []
+
+
+@pytest.mark.slow
+def test_ten_thousand_records_through_a_network_with_a_long_tail_are_all_right(s3_server: Server) -> None:
+    # A median of 50 ms, of which one answer in five hundred is two seconds late; a twentieth is refused, a hundredth reset, another cut off.
+    faults = Faults(slow_down=0.05, reset=0.01, truncated=0.01, latency_s=0.072, late=0.002)
+    record, generator = 32 << 10, random.Random(5)
+    data = generator.randbytes(8 << 20)
+    starts = [generator.randrange(len(data) - record) for _ in range(10_000)]
+    with contextmanager(through_faults)(s3_server, faults, 5) as store:
+        store.put("data", data)
+        with ThreadPoolExecutor(32) as pool:
+            found = pool.map(lambda start: store.ranges("data", [(start, start + record)])[0], starts)
+            assert all(
+                view == data[start : start + record] for view, start in zip(found, starts, strict=True)
+            )
 
 
 def test_an_upload_in_parts_survives_lost_answers(s3_server: Server) -> None:

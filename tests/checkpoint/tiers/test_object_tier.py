@@ -314,7 +314,7 @@ def test_a_deleted_step_leaves_nothing_and_the_others_stay(tmp_path: Path) -> No
     tier.delete(1)
     assert tier.steps() == [2]
     assert not any("00000001" in key for key in store.objects)
-    with pytest.raises(NoSuchStepError, match=r"step 1 is not committed; committed: \[2\]"):
+    with pytest.raises(NoSuchStepError, match=r"step 1 is not in the store .*; there are \[2\]"):
         tier.extra(1)
 
 

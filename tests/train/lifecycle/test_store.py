@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.checkpoint.tiers.verify import verify_tier
+from phalanx.cli.train import train_command
 from phalanx.data.reading.places import open_place
 from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
 from phalanx.run.check import check
 from phalanx.run.data_folders import ONLY
-from phalanx.run.directory.paths import RunDirectoryError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.store.errors import UnavailableError
@@ -114,6 +117,69 @@ def test_a_store_that_is_down_neither_ends_nor_changes_training(
     assert result["weights_sha256"] == undisturbed
     assert [failed.step for failed in bodies(run_dir, CheckpointFailed)][:1] == [2]
     assert DiskTier(run_dir / "checkpoints").steps() == [2, 4, 6]
+
+
+def test_a_store_that_refuses_what_is_written_neither_ends_nor_changes_training_and_says_which_right_is_missing(
+    ranks: Ranks,
+    dataset: Path,
+    tmp_path: Path,
+    s3_server: Server,
+    undisturbed: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_dir, url = tmp_path / "run", s3_server.url(secrets.token_hex(8))
+    spec = with_store(tiny_run(dataset, run_dir), url)
+    # The right to write was lost after the run had begun: the probe and the owner's record pass.
+    with faulty_proxy(s3_server.port, Faults(denied="/data/step-"), seed=1) as proxy:
+        environment = s3_server.behind(proxy.port)
+        (result, *_) = ranks.run(2, train_with_environment, spec, environment)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert result["weights_sha256"] == undisturbed
+        failed = bodies(run_dir, CheckpointFailed)
+        assert {one.step for one in failed} == {2, 4, 6}
+        assert f"403 AccessDenied on {url}/data/step-0000000" in failed[0].reason
+        assert (
+            "(PutObject): the credentials found (source: environment, AWS_ACCESS_KEY_ID) may not do this"
+            in (failed[0].reason)
+        )
+        assert "SECRET" not in (run_dir / "events.jsonl").read_text()
+        standing = str(store_standing(spec, RunDirectory(run_dir)))
+        assert standing.startswith(f"in {url}: nothing yet; on disk alone: steps 2, 4, 6 (403 AccessDenied")
+        assert ObjectTier(open_store(url)).steps() == []
+
+
+@pytest.mark.parametrize(("denied", "request_name"), [("put ", "PutObject"), ("get ", "GetObject")])
+def test_a_store_that_refuses_at_the_start_is_named_with_field_request_and_remedy_before_a_rank_starts(
+    dataset: Path,
+    tmp_path: Path,
+    s3_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    denied: str,
+    request_name: str,
+) -> None:
+    url = s3_server.url(secrets.token_hex(8))
+    (run_file := tmp_path / "run.toml").write_text(
+        f'[data]\npath = "{dataset}"\n[train]\nsteps = 2\nseq_len = 24\n'
+    )
+    with faulty_proxy(s3_server.port, Faults(denied=denied), seed=1) as proxy:
+        for name, value in s3_server.behind(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        arguments = [
+            "train",
+            str(run_file),
+            "--run-dir",
+            str(tmp_path / "run"),
+            "--set",
+            f"checkpoint.store={url}",
+        ]
+        done = CliRunner().invoke(train_command.command, arguments[1:])
+    said = "".join(done.output.split("\n"))
+    assert done.exit_code == 1
+    assert f"checkpoint.store: 403 AccessDenied on {url}/" in said
+    assert f"({request_name}): the credentials found (source: environment, AWS_ACCESS_KEY_ID)" in said
+    assert "may not do this; give them the right, or set others" in said
+    assert not (tmp_path / "run" / "events.jsonl").exists()
 
 
 def test_of_a_damaged_step_on_disk_the_copy_in_the_store_is_taken(

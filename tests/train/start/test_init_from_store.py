@@ -81,7 +81,8 @@ def test_a_step_that_is_named_is_meant_and_need_not_be_there_yet(dataset: Path, 
     assert spec.checkpoint.init_from == start
     (problem,) = start_problems(spec, open_places(spec.data), begins=True)
     assert problem.path == "checkpoint.init_from"
-    assert "step 2 is not committed; committed: none" in problem.found
+    assert "step 2 is not in the store" in problem.found
+    assert "there are none" in problem.found
     assert list(start_problems(spec, open_places(spec.data), begins=False)) == []
 
 

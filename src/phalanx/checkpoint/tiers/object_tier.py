@@ -49,6 +49,8 @@ DAY_S = 24 * 3600.0
 _COMMIT_VERSION = 1
 _COMMIT = re.compile(r"committed/(\d{8,})\.json")
 _READS_AT_ONCE = 8
+_AHEAD = 2 * _READS_AT_ONCE
+"""Blocks that are asked for or waiting to be taken: more than come at once, so that one that is late leaves no request unmade."""
 
 
 class ObjectTier:
@@ -59,7 +61,7 @@ class ObjectTier:
         self.name = store.url
         self.reader = CatalogReader(self, self.name, REMOTE)
         self._commit = lru_cache(maxsize=16)(self._load_commit)
-        self._block_reads = HedgedReads()
+        self.block_reads = HedgedReads()
         self._shared: SharedBlocks | None = None
 
     # Looking
@@ -121,7 +123,7 @@ class ObjectTier:
 
             def ask() -> memoryview:
                 with store_errors():
-                    return self._block_reads.read(lambda: self.store.ranges(key, [(start, stop)]))[0]
+                    return self.block_reads.read(lambda: self.store.ranges(key, [(start, stop)]))[0]
 
             data = ask() if shared is None else shared.block(manifest, number, ask)
             if checksum(data) != manifest.checksums[number]:
@@ -133,7 +135,7 @@ class ObjectTier:
 
         todo = iter(numbers)
         with ThreadPoolExecutor(_READS_AT_ONCE, "checkpoint-fetch") as pool:
-            ahead = deque(pool.submit(fetch, number) for number in islice(todo, _READS_AT_ONCE))
+            ahead = deque(pool.submit(fetch, number) for number in islice(todo, _AHEAD))
             while ahead:
                 block = ahead.popleft().result()
                 ahead.extend(pool.submit(fetch, number) for number in islice(todo, 1))
@@ -255,7 +257,7 @@ class ObjectTier:
             except MissingObjectError:
                 steps = self.steps()
                 raise NoSuchStepError(
-                    f"{self.store.url}: step {step} is not committed; committed: {steps or 'none'}"
+                    f"step {step} is not in the store {self.store.url}; there are {steps or 'none'}"
                 ) from None
         return decode_commit(content, f"{self.store.url}/{key}")
 
