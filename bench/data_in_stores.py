@@ -4,12 +4,14 @@ A real S3 server (ministack) is asked through a proxy whose answers are late by 
 from a folder and from the store in turns, with a latency that lets the client's 32 requests bring twice the samples that the folder's run
 needs, 5% of the requests refused (503) and 1% reset; with that latency one answer in a thousand takes seven times the mean, about two seconds. ``outage`` ends every
 connection for a time in the middle of such a run. ``first`` opens a dataset of many shards in a new process, with nothing cached, and reads
-the first batch; beside it a range of one block by the store's client, and MosaicML Streaming where its Python is given.
+the first batch; beside it a range of one block by the store's client, and MosaicML Streaming where its Python is given. ``cold`` reads every sample
+of a dataset once, with nothing cached and no proxy, against plain reads of the same ranges by the store's library, in turns.
 
     python bench/data_in_stores.py waiting [--turns 3]
     python bench/data_in_stores.py outage [--outage-s 30]
     python bench/data_in_stores.py first [--shards 1024] [--mosaic PYTHON]
     python bench/data_in_stores.py first --shards 65536 --index-alone
+    python bench/data_in_stores.py cold [--mib 64] [--turns 5]
 """
 
 from __future__ import annotations
@@ -23,57 +25,39 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+import obstore
+from obstore.store import S3Store
 
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from bench.small_run import SmallRun, steps_and_weights
 from phalanx.data.order.permutation import SampleOrder
+from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.block_sums import sums_file
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, read_index
 from phalanx.data.stored.shards import ShardWriter, commit
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import DataSpec, RunSpec, TrainSpec
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Store
 from store.faulty_proxy import Faults, FaultyProxy, faulty_proxy
 from store.servers import Server, ministack
 
 SEQ_LEN, BATCH, AT_ONCE = 256, 8, 32
-RUN = """
-name = "stores"
-[model]
-layers = 2
-dim = 192
-heads = 4
-ffn_dim = 512
-[data]
-path = "{data}"
-{cache}
-[train]
-steps = {steps}
-batch_size = {batch}
-seq_len = {seq_len}
-slots = 1
-[checkpoint]
-every_steps = 100000
-[evaluation]
-every_steps = 0
-final_sequences = 1
-[observe]
-memory_at_step = 0
-log_every_steps = 1
-[runtime]
-device = "cpu"
-"""
+COLD_SEQ_LEN = 16_384
 
 
 def main() -> None:
@@ -94,12 +78,14 @@ def main() -> None:
     first.add_argument("--mib-s", type=float, default=0.0, help="MiB/s of each connection; 0 is no limit")
     first.add_argument("--turns", type=int, default=5)
     first.add_argument("--mosaic", default="", help="a Python that has mosaicml-streaming")
+    cold = commands.add_parser("cold")
+    cold.add_argument("--mib", type=int, default=64)
+    cold.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ministack(Path(folder)) as server:
         os.environ |= server.environment
-        report = {"waiting": waiting_of, "outage": outage_of, "first": first_of}[args.command](
-            args, Path(folder), server
-        )
+        commanded = {"waiting": waiting_of, "outage": outage_of, "first": first_of, "cold": cold_of}
+        report = commanded[args.command](args, Path(folder), server)
     print(json.dumps(report, indent=1))
 
 
@@ -147,6 +133,56 @@ def outage_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[st
     return report
 
 
+def cold_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str, object]:
+    """The rate at which samples of 32 KiB come into an empty cache and out of it, over that of plain reads of their bytes."""
+    samples = (args.mib << 20) // (2 * COLD_SEQ_LEN)
+    data = write_dataset(folder / "data", tokens=samples * COLD_SEQ_LEN + 1, shards=1)
+    url = server.url(secrets.token_hex(4))
+    copy_dataset(str(data), url)
+    parts = urlsplit(url)
+    raw = S3Store(parts.netloc, prefix=parts.path.strip("/"), client_options={"allow_http": True})
+
+    def plain() -> None:
+        def read(sample: int) -> int:
+            start = sample * 2 * COLD_SEQ_LEN
+            stop = start + 2 * COLD_SEQ_LEN
+            return len(obstore.get_range(raw, "train-00000.bin", start=start, end=stop))
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            assert sum(pool.map(read, range(samples))) == samples * 2 * COLD_SEQ_LEN
+
+    turns = []
+    for turn in range(args.turns + 1):
+        spec = RunSpec(
+            data=DataSpec(path=url, cache=str(folder / f"cache-{turn}")),
+            train=TrainSpec(batch_size=BATCH, seq_len=COLD_SEQ_LEN),
+        )
+        dataset = RunData.of_run(spec)
+
+        def ours(dataset: RunData = dataset) -> None:
+            dataset.read_ahead(0, samples)
+            for first in range(0, samples, BATCH):
+                dataset.train_samples(first, min(BATCH, samples - first))
+
+        seconds = [seconds_of(call) for call in (ours, plain)[:: (-1) ** turn]][:: (-1) ** turn]
+        (cached,) = dataset.cached
+        ranges = cached.traffic.requests
+        turns.append({"ours_s": seconds[0], "plain_s": seconds[1], "requests_per_sample": ranges / samples})
+    del turns[0]  # warms connections
+    return {
+        "over_plain": statistics.median(turn["plain_s"] / turn["ours_s"] for turn in turns),
+        "mb_per_s": args.mib * 1.048576 / statistics.median(turn["ours_s"] for turn in turns),
+        "load": os.getloadavg()[0],
+        "turns": turns,
+    }
+
+
+def seconds_of(call: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
 def train(
     folder: Path,
     data: str,
@@ -159,11 +195,20 @@ def train(
     place = folder / secrets.token_hex(4)
     place.mkdir()
     cache = f'cache = "{place / "cache"}"\nread_ahead_mib = {ahead_mib}' if data.startswith("s3:") else ""
-    text = RUN.format(data=data, cache=cache, steps=steps, batch=BATCH, seq_len=SEQ_LEN)
-    (place / "run.toml").write_text(text)
-    command = [sys.executable, "-m", "phalanx", "train", str(place / "run.toml")]
-    command += ["--run-dir", str(place / "run"), "--set", "parallel.ranks=1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = SmallRun(
+        "stores",
+        data,
+        steps,
+        SEQ_LEN,
+        layers=2,
+        dim=192,
+        ffn_dim=512,
+        data_fields=cache,
+        checkpoint_fields="every_steps = 100000",
+    )
+    process = subprocess.Popen(
+        run.command(place), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if away is not None:
         proxy, port, after_s, away_s = away
         events = place / "run" / "events.jsonl"
@@ -180,14 +225,13 @@ def train(
 
 
 def measured(run: Path) -> dict[str, Any]:
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["kind"] == "Step"]
+    steps, weights = steps_and_weights(run)
     return {
         "step_s": statistics.median(step["step_s"] for step in steps[3:]),
         "steps_s": sum(step["logged_s"] for step in steps),
         "wait_s": sum(step["data_wait_s"] for step in steps),
         "later_wait_s": sum(step["data_wait_s"] for step in steps[1:]),
-        "weights": json.loads((run / "result.json").read_text())["weights_sha256"],
+        "weights": weights,
     }
 
 
@@ -248,7 +292,7 @@ def first_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str
     with through(server, Faults(latency_s=args.latency_s, bytes_per_s=args.mib_s * (1 << 20))):
         store = open_store(url)
         for _ in range(args.turns):
-            turn = {"one_range": one_range(store)}
+            turn = {"one_range": one_range(store, args.shard_kib // 8)}
             turn["ours"], turn["ours_processor"] = in_new_process(
                 sys.executable, FIRST, url, folder, str(BATCH), str(SEQ_LEN)
             )
@@ -273,10 +317,10 @@ def in_new_process(python: str, code: str, url: str, folder: Path, *more: str) -
     return float(seconds), float(sum(processor))
 
 
-def one_range(store: Store) -> float:
-    """Median seconds of a range of one block, over a connection that is there."""
+def one_range(store: Store, blocks: int) -> float:
+    """Median seconds of a range of one of a shard's ``blocks``, over a connection that is there."""
     times = []
-    for number in range(20):
+    for number in (count % blocks for count in range(20)):
         begun = time.perf_counter()
         store.ranges("train-00000.bin", [(number << 13, (number + 1) << 13)])
         times.append(time.perf_counter() - begun)

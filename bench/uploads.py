@@ -21,39 +21,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from bench.small_run import SmallRun, steps_and_weights
 from phalanx.store.open_store import open_store
 from store.servers import ministack
 from tiny_runs import make_dataset
 
-RUN = """
-name = "uploads"
-[model]
-layers = 4
-dim = 256
-heads = 4
-ffn_dim = 768
-[data]
-path = "{data}"
-[train]
-steps = {steps}
-batch_size = 8
-seq_len = 64
-slots = 1
-[checkpoint]
-every_steps = {every}
-store = "{store}"
-store_mib_s = {mib_s}
-[evaluation]
-every_steps = 0
-final_sequences = 1
-[observe]
-memory_at_step = 0
-log_every_steps = 1
-[runtime]
-device = "cpu"
-"""
 _WARM = 5
 """Steps at a run's begin that are left out."""
 
@@ -93,21 +68,32 @@ def main() -> None:
 def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> dict[str, Any]:
     """A run in a process of its own: the time of its steps, and the hash of its weights."""
     place.mkdir()
-    text = RUN.format(data=data, steps=args.steps, every=args.every, store=store, mib_s=args.mib_s)
-    (place / "run.toml").write_text(text)
-    command = [sys.executable, "-m", "phalanx", "train", str(place / "run.toml")]
-    command += ["--run-dir", str(place / "run"), "--set", "parallel.ranks=1"]
+    checkpoint = f'every_steps = {args.every}\nstore = "{store}"\nstore_mib_s = {args.mib_s}'
+    run = SmallRun(
+        "uploads",
+        str(data),
+        args.steps,
+        seq_len=64,
+        layers=4,
+        dim=256,
+        ffn_dim=768,
+        checkpoint_fields=checkpoint,
+    )
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        run.command(place),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    events = [json.loads(line) for line in (place / "run" / "events.jsonl").read_text().splitlines()]
-    steps = [event["logged_s"] for event in events if event["kind"] == "Step"][_WARM:]
+    events, weights = steps_and_weights(place / "run")
+    steps = [event["logged_s"] for event in events][_WARM:]
     return {
         "steps_s": sum(steps),
         "step_s": statistics.median(steps),
-        "weights": json.loads((place / "run" / "result.json").read_text())["weights_sha256"],
+        "weights": weights,
     }
 
 

@@ -1,0 +1,64 @@
+"""One small run of a few layers on a processor, as the benches of stores train it in a process of its own: its run file, command and measured steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TEXT = """
+name = "{name}"
+[model]
+layers = {layers}
+dim = {dim}
+heads = 4
+ffn_dim = {ffn_dim}
+[data]
+path = "{data}"
+{data_fields}
+[train]
+steps = {steps}
+batch_size = 8
+seq_len = {seq_len}
+slots = 1
+[checkpoint]
+{checkpoint_fields}
+[evaluation]
+every_steps = 0
+final_sequences = 1
+[observe]
+memory_at_step = 0
+log_every_steps = 1
+[runtime]
+device = "cpu"
+"""
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """What differs between the benches' runs; ``data_fields`` and ``checkpoint_fields`` are further lines of those tables."""
+
+    name: str
+    data: str
+    steps: int
+    seq_len: int
+    layers: int
+    dim: int
+    ffn_dim: int
+    data_fields: str = ""
+    checkpoint_fields: str = ""
+
+    def command(self, place: Path) -> list[str]:
+        """Writes the run file into ``place`` and returns the command that trains it on one rank, in ``place/run``."""
+        (place / "run.toml").write_text(_TEXT.format(**self.__dict__))
+        train = [sys.executable, "-m", "phalanx", "train", str(place / "run.toml")]
+        return [*train, "--run-dir", str(place / "run"), "--set", "parallel.ranks=1"]
+
+
+def steps_and_weights(run: Path) -> tuple[list[dict[str, Any]], str]:
+    """The logged steps of a finished run, and the hash of its weights."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    weights = json.loads((run / "result.json").read_text())["weights_sha256"]
+    return [event for event in events if event["kind"] == "Step"], str(weights)
