@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,16 @@ def test_one_request_to_stop_is_enough_while_a_store_is_away_and_the_step_before
     assert result["weights_sha256"] == weights
 
 
-def train_impatiently(spec: RunSpec, environment: dict[str, str], asked: Path) -> dict[str, Any] | None:
-    """``train_until_asked`` where a wait for samples is told of after half a second."""
+def train_impatiently(
+    spec: RunSpec, environments: Sequence[dict[str, str]], asked: Path
+) -> dict[str, Any] | None:
+    """``train_until_asked`` with an environment for each rank, where a wait for samples is told of after half a second."""
+    import torch.distributed as dist
+
     told_after_s = Prefetch.__init__.__kwdefaults__["told_first_s"]
     Prefetch.__init__.__kwdefaults__["told_first_s"] = 0.5
     try:
-        return train_until_asked(spec, environment, asked)
+        return train_until_asked(spec, environments[dist.get_rank()], asked)
     finally:
         Prefetch.__init__.__kwdefaults__["told_first_s"] = told_after_s
 
@@ -155,7 +160,9 @@ def test_several_ranks_that_are_asked_to_stop_once_while_a_store_is_away_save_wh
 
         thread = threading.Thread(target=lose_the_store_ask_and_bring_it_back, daemon=True)
         thread.start()
-        results = ranks.run(2, train_impatiently, spec, s3_server.behind(proxy.port), tmp_path / "asked")
+        # The second rank loses nothing: it would wait in the first one's place, and the first, which tells, in a collective.
+        environments = [s3_server.behind(proxy.port), dict(s3_server.environment)]
+        results = ranks.run(2, train_impatiently, spec, environments, tmp_path / "asked")
         thread.join()
     assert results == [None, None]
     bodies = [event.body for event in read_events(events)]
