@@ -161,12 +161,15 @@ class TokenShards:
                 mapped.announce(chosen[number], length)
         for number, mapped in maps.items():
             mapped.require(chosen[number], length)
-        for number, offset, row in zip(shard_of, offsets.tolist(), rows.tolist(), strict=True):
-            tokens = maps[number].tokens[offset : offset + length]
-            if len(tokens) < length:
+        tokens = {number: mapped.tokens for number, mapped in maps.items()}
+        if (starts + length <= self._starts[numbers + 1]).all():
+            for number, offset, row in zip(shard_of, offsets.tolist(), rows.tolist(), strict=True):
+                out[row] = tokens[number][offset : offset + length]
+        else:
+            for number, offset, row in zip(shard_of, offsets.tolist(), rows.tolist(), strict=True):
+                piece = tokens[number][offset : offset + length]
                 start = int(self._starts[number]) + offset
-                tokens = self.read(start, start + length)
-            out[row] = tokens
+                out[row] = piece if len(piece) == length else self.read(start, start + length)
         if _reads_from_disk() > from_disk:
             self._announced_left = _ANNOUNCED
 
