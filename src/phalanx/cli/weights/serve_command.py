@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.weights.memory_option import Bytes
-from phalanx.cli.weights.serve_start import Said, Start, make_key, start
+from phalanx.cli.weights.serve_start import Said, Start, join_stages, make_key, require_stage_options, start
 from phalanx.cli.weights.worker_roles import WorkerRoles
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
@@ -88,6 +88,30 @@ _PAGES_BYTES = 1 << 30
     help="Threads of each of --workers. Without it, the processors are divided among them.",
 )
 @click.option(
+    "--pipeline",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Processes that share the layers, for models larger than the memory of one. With --workers, of each worker.",
+)
+@click.option(
+    "--stages-at",
+    default="",
+    metavar="HOST:PORT",
+    help="Where the other processes of --pipeline join from their machines (--join). Without it they are started here.",
+)
+@click.option(
+    "--join",
+    default="",
+    metavar="HOST:PORT",
+    help="Be one of the processes of the --pipeline that waits there, with the layers that it gives out.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="With --stages-at and --join: a file of 16 characters or more that both sides have, and nobody else.",
+)
+@click.option(
     "--audit",
     default=0.0,
     show_default=True,
@@ -147,6 +171,10 @@ def command(
     follow: KeptPages | None,
     workers: tuple[Role, ...] | None,
     threads: int,
+    pipeline: int,
+    stages_at: str,
+    join: str,
+    token_file: Path | None,
     audit: float,
     requests: int,
     drain_s: float,
@@ -164,6 +192,7 @@ def command(
       phalanx serve runs/quickstart-1f3a9c04
       phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2
       phalanx serve model.pack --stream --memory 8GiB
+      phalanx serve runs/quickstart-1f3a9c04 --pipeline 2
       phalanx serve --new-key keys.txt --key-name alice --key-limits requests=60,concurrent=4
       phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
     """
@@ -173,10 +202,20 @@ def command(
         raise click.UsageError("--key-name and --key-limits are for --new-key FILE")
     if run_dir is None:
         raise click.UsageError("give a run directory or a pack")
+    if join or stages_at or token_file:
+        require_stage_options(pipeline, stages_at, join, token_file, with_workers=bool(workers))
+    if join and token_file:
+        return join_stages(run_dir, join, token_file)
     if not workers and (threads or audit):
         raise click.UsageError("--threads and --audit are for --workers")
     if audit and workers is not None and len(workers) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
+    if pipeline > 1 and (stream or drafts or run_dir.is_file()):
+        raise click.UsageError(
+            "--pipeline divides the model of a run directory, which drafts nothing then: leave out --stream and --drafts, and give no pack"
+        )
+    if follow and pipeline > 1:
+        raise click.UsageError("--follow exchanges the weights of one process: leave out --pipeline")
     if follow and (workers or step is not None or stream or run_dir.is_file()):
         raise click.UsageError(
             "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
@@ -194,6 +233,9 @@ def command(
         drafts=drafts,
         kept=kv,
         stream=stream,
+        stages=pipeline,
+        stages_at=stages_at,
+        token_file="" if token_file is None else str(token_file),
         texts=requests,
     )
     start(

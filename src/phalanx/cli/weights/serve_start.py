@@ -74,6 +74,45 @@ def make_key(file: Path, name: str, limits: str) -> None:
         click.echo(add_key(file, name, parse_limits(limits)))
 
 
+def require_stage_options(
+    pipeline: int, stages_at: str, join: str, token_file: Path | None, *, with_workers: bool
+) -> None:
+    """Raises UsageError for options that do not go together."""
+    if token_file is None:
+        raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
+    if join and (stages_at or pipeline > 1 or with_workers):
+        raise click.UsageError(
+            "--join takes part in another server, which says what to compute: leave out --pipeline, --stages-at and --workers"
+        )
+    if join:
+        return
+    if not stages_at:
+        raise click.UsageError("--token-file is for --stages-at and --join")
+    if pipeline < 2:
+        raise click.UsageError(
+            "--stages-at is where the other processes of --pipeline join: give --pipeline 2 or more"
+        )
+    if with_workers:
+        raise click.UsageError(
+            "--stages-at is for one server: with --workers, stages are started on this machine"
+        )
+
+
+def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
+    """Is a stage of the server at ``at`` until that ends, with weights from the run in ``run_dir``."""
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.serve.engine.errors import EngineError
+    from phalanx.serve.stages.door import address, read_token
+    from phalanx.serve.stages.stage_main import StageTask, join
+
+    with explained(CheckpointError, EngineError, OSError):
+        host, port = address(at, "--join")
+        why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
+        if why:
+            raise EngineError(why)
+    click.echo(f"the server at {at} has ended", err=True)
+
+
 def start(asked: Start, said: Said) -> None:
     """Serves until a signal. Raises UsageError for an address that is open to others without keys, ClickException for what cannot be served."""
     from phalanx.watch.page.guard import is_loopback

@@ -8,6 +8,7 @@ prompts, giving pages up and using another request's pages change no token and n
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,18 +22,18 @@ from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.kept import KeptName, kept_as
 from phalanx.serve.engine.page_memory import page_bytes, pages_within, piece_bytes
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.engine.part import Ask, FarLayers, FarSpan, ModelPart, Reading, Readings
+from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.statistics import EngineStatistics
 from phalanx.serve.engine.supported import require_computable, require_supported
 from phalanx.serve.engine.texts import RunningText, TextPages
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.numerics.products import use_products
-from phalanx.serve.sampling import draw, likeliest, require_sampling
+from phalanx.serve.sampling import require_sampling
 from phalanx.traffic.batching import plan_step, youngest
 from phalanx.traffic.pages import PAGE
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
-from phalanx.train.step.loss import log_probabilities
 
 KeptPages = Literal["recompute", "mixed"]
 """What becomes of the keys and values of texts that go on when other weights take over."""
@@ -56,6 +57,7 @@ class Engine:
         context: int = 0,
         drafts: int = 0,
         kept: KeptName = "compute",
+        far: FarLayers | None = None,
         weights_id: str,
     ) -> None:
         """Serves ``model``, built of a resolved ``spec``, with so many ``pages`` or what fits into ``memory_bytes``.
@@ -64,7 +66,8 @@ class Engine:
         tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact
         numerics are tried on this machine first (``phalanx.serve.numerics``), and give the model products whose rows are independent.
         ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
-        text. ``kept`` is the format of keys and values (``phalanx.serve.engine.kept``), with fast numerics. Raises EngineError for a model,
+        text. ``kept`` is the format of keys and values (``phalanx.serve.engine.kept``), with fast numerics. ``far`` has the layers that ``model`` lacks, which then
+        is the first part of one; ``memory_bytes`` is what each process has. Raises EngineError for a model,
         machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
@@ -82,17 +85,22 @@ class Engine:
         form = kept_as(kept, spec, weight.dtype)
         self.page_bytes = page_bytes(spec, form)
         """Of a page as it is kept, and as it travels."""
-        needed = self.page_bytes + piece_bytes(spec, weight.dtype, drafts)
-        pages = pages or pages_within(spec, form, memory_bytes, drafts)
+        held = spec if far is None else replace(spec, layers=far.most_layers)
+        needed = page_bytes(held, form) + piece_bytes(held, weight.dtype, drafts)
+        pages = pages or pages_within(held, form, memory_bytes, drafts)
         if pages < 1:
             raise EngineError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
         self._exact = exact_numerics(model, spec, sequence) if exact else None
-        self._model, self._spec, self._rows, self._texts = model, spec, rows, texts
+        self._spec, self._rows, self._texts, self._far = spec, rows, texts, far
         self._rule = Rule(exact, sequence, form if kept != "compute" else None)
+        self._part = ModelPart(model, self._rule, self._exact)
         self.context = min(context or pages * PAGE, pages * PAGE)
-        self._pages = TextPages(spec, pages, form, prefix_cache=prefix_cache)
+        layers = range(len(model.blocks))
+        if far is not None:
+            far.hold(pages)
+        self._pages = TextPages(spec, pages, form, prefix_cache=prefix_cache, layers=layers, far=far)
         self._dtype = weight.dtype
         self.numerics_id = numerics_id(numerics, weight.dtype, sequence, kept=kept)
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
@@ -198,6 +206,10 @@ class Engine:
         text that only these weights have read; or, of texts that have a token already, are left as they are (``mixed``), which costs
         nothing and gives what no weights give by themselves. Raises EngineError for a model of another kind.
         """
+        if self._far is not None:
+            raise EngineError(
+                "weights of a model in several stages cannot be exchanged: start another server"
+            )
         weight = next(model.parameters())
         if model.spec != self._spec or weight.dtype != self._dtype or weight.device.type != "cpu":
             raise EngineError(
@@ -205,7 +217,7 @@ class Engine:
             )
         if self._exact is not None:
             use_products(model, self._exact.products)
-        self._model, self.weights_id = model, weights_id
+        self._part, self.weights_id = ModelPart(model, self._rule, self._exact), weights_id
         self._drafter = Drafter(model, self._drafts) if self._drafts else None
         self._pages.made_by(weights_id, self.numerics_id)
         self._swaps += 1
@@ -271,38 +283,25 @@ class Engine:
             for (held, _), span in zip(planned, spans, strict=True)
             for t in (*held.text, *held.drafts)[span.begin : span.end]
         ]
-        positions = [p for span in spans for p in range(span.begin, span.end)]
         self._rows_last = len(tokens)
-        wanted, owners = self._wanted(planned)
-        given = [tokens[row] for row in wanted]
-        tokens, positions = self._padded(tokens), self._padded(positions)
-        masks: dict[tuple[int, ...], Tensor] = {}
-        cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(self._spec.layers)]
-        found: list[tuple[Tensor, Tensor]] = []
-        states: list[Tensor] = []
-
-        def readout(hidden: Tensor, weight: Tensor) -> Tensor:
-            product = self._exact.products if self._exact else None
-            if rows := self._padded(wanted):
-                found.append(log_probabilities(hidden[0, rows], weight, self._spec.logit_cap, product))
-            states.append(hidden[0])
-            return hidden
-
+        asks, owners = self._wanted(planned)
         # Of these, all or none are behind LongRoPE's switch.
         length = max(len(held.text) for held, _ in planned) if longest_short(self._spec) else 0
-        self._model(
-            torch.tensor([tokens]), readout, positions=torch.tensor(positions), length=length, cache=cache
-        )
+        passed = self._part.compute(torch.tensor(tokens), spans, length, asks)
+        readings = passed.readings
+        if self._far is not None:
+            far_spans = [FarSpan(span.piece.number, span.begin, span.end) for span in spans]
+            readings = self._far.compute(passed.states, far_spans, length, asks)
+        assert readings is not None, "a part that ends the model, or one that goes on far away"
         for held, count in planned:
             # Behind the text's own tokens there are guesses, which are counted when they are taken.
             sure = min(count, len(held.text) - held.computed)
             self._drafted += count - sure
             held.computed += sure
             self._pages.keep(held)
-        if found:
-            self._read_rows(owners, given, *found[0])
+        self._read_rows(owners, [tokens[ask.row] for ask in asks], readings)
         if self._drafter is not None:
-            self._guess(self._drafter, planned, spans, states[0], length)
+            self._guess(self._drafter, planned, spans, passed.states, length)
 
     def _guess(
         self,
@@ -330,30 +329,26 @@ class Engine:
             for held, found in zip(going, drafter.guess(progress, length), strict=True):
                 held.ahead, held.drafts = found
 
-    def _padded(self, values: list[int]) -> list[int]:
-        """The values with the last one repeated, until rows so many keep their bits."""
-        return values + values[-1:] * (self._exact.rows.padding(len(values)) if self._exact and values else 0)
-
     def _wanted(
         self, planned: list[tuple[RunningText, int]]
-    ) -> tuple[list[int], list[tuple[RunningText, int]]]:
+    ) -> tuple[list[Ask], list[tuple[RunningText, int]]]:
         """The rows whose distribution is asked for, and of each the request and its place in the text."""
-        rows: list[int] = []
+        asks: list[Ask] = []
         owners: list[tuple[RunningText, int]] = []
         start = 0
         for held, count in planned:
             for position in range(held.computed, held.computed + count):
                 scored = held.scores_prompt and position + 1 < len(held.request.prompt)
                 if scored or position + 1 >= len(held.text):
-                    rows.append(start + position - held.computed)
+                    given = held.text[position + 1] if position + 1 < len(held.text) else -1
+                    row, request = start + position - held.computed, held.request
+                    asks.append(Ask(row, position + 1, given, request.sampling, request.top_logprobs))
                     owners.append((held, position))
             start += count
-        return rows, owners
+        return asks, owners
 
-    def _read_rows(
-        self, owners: list[tuple[RunningText, int]], given: list[int], scores: Tensor, log_probs: Tensor
-    ) -> None:
-        """Takes the rows' distributions; ``given`` are the tokens that they were computed for."""
+    def _read_rows(self, owners: list[tuple[RunningText, int]], given: list[int], readings: Readings) -> None:
+        """Takes what the rows' distributions say; ``given`` are the tokens that they were computed for."""
         for row, (held, position) in enumerate(owners):
             if held not in self._running:
                 continue
@@ -364,7 +359,8 @@ class Engine:
                 held.computed += 1
                 self._accepted += 1
                 self._pages.keep(held)
-            if not bool(torch.isfinite(scores[row].max())):
+            reading = readings[row]
+            if not reading.finite:
                 self._end(
                     held,
                     "error",
@@ -372,28 +368,27 @@ class Engine:
                     "format computed in; take an earlier step",
                 )
             elif position + 1 < len(held.text):
-                held.scores[position + 1] = float(log_probs[row, held.text[position + 1]])
+                held.scores[position + 1] = reading.logprob
             else:
-                self._take_token(held, scores[row], log_probs[row])
+                self._take_token(held, reading)
 
-    def _take_token(self, held: RunningText, scores: Tensor, log_probs: Tensor) -> None:
+    def _take_token(self, held: RunningText, reading: Reading) -> None:
         request = held.request
         if held.scores_prompt:
             held.scored = True
             self._pending.append(
                 PromptScored(request.id, tuple(held.scores[p] for p in range(1, len(request.prompt))))
             )
-        token = draw(scores, request.sampling, len(held.text))
+        token = reading.token
         if token in request.stop_tokens:
             return self._end(held, "stop")
-        told = request.top_logprobs >= 0
         self._pending.append(
             Token(
                 request.id,
                 len(held.text) - len(request.prompt),
                 token,
-                float(log_probs[token]) if told else 0.0,
-                likeliest(log_probs, request.top_logprobs),
+                reading.logprob,
+                reading.top,
                 held.weights,
             )
         )

@@ -13,3 +13,7 @@ class RequestError(ValueError):
 
 class EngineError(ValueError):
     """A model cannot be served as asked; the message says why and what to change."""
+
+
+class PartLostError(RuntimeError):
+    """A process that had layers of the model is gone, and the engine computes nothing any more; the message says which and why."""

@@ -37,12 +37,16 @@ def pages_within(spec: ModelSpec, kept: KeptFormat, memory_bytes: int, drafts: i
 class Piece:
     """The keys and values of one request: for each layer ``(heads, capacity, width)``, zeros where none are yet."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, layers: range | None = None, number: int = 0
+    ) -> None:
+        """Of ``layers``, by default all; ``number`` is how other processes that have layers know it."""
         self._heads, *self._widths = attention_kind(spec).cache_row(spec)
-        self.layers = [
-            tuple(torch.zeros(self._heads, 0, width, dtype=dtype) for width in self._widths)
-            for _ in range(spec.layers)
-        ]
+        self.layers = {
+            layer: tuple(torch.zeros(self._heads, 0, width, dtype=dtype) for width in self._widths)
+            for layer in (range(spec.layers) if layers is None else layers)
+        }
+        self.number = number
         self.capacity = 0
 
     def grow(self, tokens: int) -> None:
@@ -51,23 +55,23 @@ class Piece:
             return
         wanted = max(tokens, 2 * self.capacity)
         capacity = wanted + -wanted % BLOCK
-        for number, tensors in enumerate(self.layers):
+        for layer, tensors in self.layers.items():
             grown = tuple(old.new_zeros(old.shape[0], capacity, old.shape[2]) for old in tensors)
             for new, old in zip(grown, tensors, strict=True):
                 new[:, : self.capacity] = old
-            self.layers[number] = grown
+            self.layers[layer] = grown
         self.capacity = capacity
 
 
 class PageMemory:
-    """The pages of all layers in one tensor for each that is stored of keys and values: ``(pages, layers, heads, 64, width)``."""
+    """The pages of a process's layers in one tensor for each that is stored of keys and values: ``(pages, layers, heads, 64, width)``."""
 
-    def __init__(self, spec: ModelSpec, pages: int, kept: KeptFormat) -> None:
+    def __init__(self, layers: int, pages: int, kept: KeptFormat) -> None:
         self._kept = kept
+        self.page_bytes = layers * kept.row_bytes * PAGE
+        """Of a page's part of these layers."""
         self._parts = [
-            tuple(
-                torch.empty(pages, spec.layers, kept.heads, PAGE, width, dtype=dtype) for width, dtype in part
-            )
+            tuple(torch.empty(pages, layers, kept.heads, PAGE, width, dtype=dtype) for width, dtype in part)
             for part in kept.stores()
         ]
         self._pools = [pool for part in self._parts for pool in part]
@@ -75,7 +79,7 @@ class PageMemory:
     def copy_out(self, piece: Piece, number: int, place: int) -> None:
         """Keeps page ``number`` of a request at ``place``."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
-        for layer, tensors in enumerate(piece.layers):
+        for layer, tensors in enumerate(piece.layers.values()):
             for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
                 for pool, stored in zip(pools, self._kept.packed(part, tensor[:, rows]), strict=True):
                     pool[place, layer] = stored
@@ -83,7 +87,7 @@ class PageMemory:
     def copy_in(self, piece: Piece, number: int, place: int) -> None:
         """Gives a request what is kept at ``place`` as its page ``number``."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
-        for layer, tensors in enumerate(piece.layers):
+        for layer, tensors in enumerate(piece.layers.values()):
             for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
                 tensor[:, rows] = self._kept.unpacked(part, tuple(pool[place, layer] for pool in pools))
 

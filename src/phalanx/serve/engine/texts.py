@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
 from phalanx.serve.engine.kept import KeptFormat
 from phalanx.serve.engine.page_memory import PageMemory, Piece
+from phalanx.serve.engine.part import FarLayers
 from phalanx.traffic.batching import Course
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
 from phalanx.traffic.requests import Request
@@ -56,9 +58,20 @@ class RunningText:
 class TextPages:
     """The pages of an engine's texts, named after the weights that made them."""
 
-    def __init__(self, spec: ModelSpec, pages: int, kept: KeptFormat, *, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pages: int,
+        kept: KeptFormat,
+        *,
+        prefix_cache: bool,
+        layers: range,
+        far: FarLayers | None = None,
+    ) -> None:
+        """Keys and values of ``layers`` are here, and those of the rest ``far`` away."""
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
-        self.table, self._memory = PageTable(pages), PageMemory(spec, pages, kept)
+        self._layers, self._far, self._numbers = layers, far, itertools.count(1)
+        self.table, self._memory = PageTable(pages), PageMemory(len(layers), pages, kept)
         self.root = b""
         """What pages' names are rooted in."""
 
@@ -68,7 +81,10 @@ class TextPages:
 
     def new(self, request: Request) -> RunningText:
         """The text of a request, with nothing held of it."""
-        return RunningText(request, [*request.prompt, *request.told], Piece(self._spec, self._dtype))
+        return RunningText(request, [*request.prompt, *request.told], self._piece())
+
+    def _piece(self) -> Piece:
+        return Piece(self._spec, self._dtype, self._layers, next(self._numbers))
 
     def is_long(self, held: RunningText) -> bool:
         """Whether LongRoPE rotates the text by its long factors."""
@@ -89,6 +105,8 @@ class TextPages:
         held.piece.grow(held.computed + 1)
         for number, place in enumerate(places):
             self._memory.copy_in(held.piece, number, place)
+            if self._far is not None:
+                self._far.copy_in(held.piece.number, number, place)
         return held.computed
 
     def make_room(self, held: RunningText, tokens: int, give_up: Callable[[], RunningText]) -> bool:
@@ -123,6 +141,8 @@ class TextPages:
             name = next_name(before, held.text[number * PAGE : (number + 1) * PAGE])
             place = held.places[number]
             self._memory.copy_out(held.piece, number, place)
+            if self._far is not None:
+                self._far.copy_out(held.piece.number, number, place)
             held.places[number] = self.table.name(place, name, before)
             held.names.append(name)
 
@@ -131,17 +151,21 @@ class TextPages:
         self.release(held)
         held.most_computed = max(held.most_computed, held.computed)
         held.names, held.computed = [], 0
-        held.piece = Piece(self._spec, self._dtype)
+        held.piece = self._piece()
         held.ahead, held.drafts = None, ()
 
     def release(self, held: RunningText) -> None:
         """Gives a text's pages up."""
         self.table.release(held.places[::-1])
         held.places = []
+        if self._far is not None:
+            self._far.drop(held.piece.number)
 
     def read(self, name: bytes) -> bytes:
         """The bytes of a page. Raises KeyError if it is not held."""
-        return self._memory.read(self.table.place(name))
+        place = self.table.place(name)
+        here = self._memory.read(place)
+        return here if self._far is None else here + self._far.read(place)
 
     def write(self, name: bytes, content: bytes, before: bytes) -> bool:
         """Keeps a page behind that named ``before``; False if all pages are in use. Raises ValueError for ``content`` of another length."""
@@ -151,12 +175,24 @@ class TextPages:
         if place is None:
             return False
         try:
-            self._memory.write(place, content)
+            self._write(place, content)
         except ValueError:
             self.table.release([place])
             raise
         self.table.release([self.table.name(place, name, before)])
         return True
+
+    def _write(self, place: int, content: bytes) -> None:
+        if self._far is None:
+            return self._memory.write(place, content)
+        here = self._memory.page_bytes
+        if len(content) != here + self._far.page_bytes:
+            raise ValueError(
+                f"a page has {here + self._far.page_bytes} bytes, and {len(content)} came: the other worker has another model or format"
+            )
+        self._memory.write(place, content[:here])
+        self._far.write(place, content[here:])
+        return None
 
     def _root_of(self, held: RunningText) -> bytes:
         return next_name(self.root, [1]) if self.is_long(held) else self.root

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.serve.engine.errors import PartLostError
 from phalanx.traffic.requests import Ended, Request, Told
 
 _log = logging.getLogger(__name__)
@@ -155,6 +156,7 @@ class EngineWorker:
         self._asked: queue.SimpleQueue[Request | str | Swap | None] = queue.SimpleQueue()
         self._step = step
         self._swaps = 0
+        self._lost = ""
         self._told: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Told]]] = {}
         self._first: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -203,7 +205,7 @@ class EngineWorker:
 
     def trouble(self) -> str:
         """See ``WorkerPort``."""
-        return "" if self._thread.is_alive() else "the engine has ended"
+        return self._lost or ("" if self._thread.is_alive() else "the engine has ended")
 
     def close(self) -> None:
         self._asked.put(None)
@@ -211,7 +213,7 @@ class EngineWorker:
 
     def _run(self) -> None:
         while True:
-            block = not self._engine.busy
+            block = bool(self._lost) or not self._engine.busy
             while True:
                 try:
                     asked = self._asked.get(block)
@@ -220,13 +222,20 @@ class EngineWorker:
                 if asked is None:
                     return
                 self._take(asked)
-                block = False
+                block = bool(self._lost)
             try:
                 self._tell(self._engine.step())
+            except PartLostError as error:  # It computes nothing any more, and says so to all.
+                self._lost = str(error)
+                self._fail(error)
             except Exception as error:  # The thread must outlive a defect, and the clients must hear of it.
                 self._fail(error)
 
     def _take(self, asked: Request | str | Swap) -> None:
+        if self._lost:
+            if isinstance(asked, Request):
+                self._tell([Ended(asked.id, "error", self._lost)])
+            return None
         if isinstance(asked, str):
             return self._engine.cancel(asked)
         if isinstance(asked, Swap):
@@ -264,4 +273,8 @@ def _deliver(pairs: Sequence[tuple[asyncio.Queue[Told], Told]]) -> None:
 
 def explained(error: Exception) -> str:
     """Why a step has failed: what is wrong with the weights' file, which says what to do, or a defect."""
-    return str(error) if isinstance(error, CheckpointError) else f"a defect of the engine: {error!r}"[:500]
+    return (
+        str(error)
+        if isinstance(error, CheckpointError | PartLostError)
+        else f"a defect of the engine: {error!r}"[:500]
+    )

@@ -32,17 +32,16 @@ class Exact:
 
 
 def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int) -> Exact:
-    """What the probes find for ``model``, which then computes with products whose rows are independent.
+    """What the probes find for ``model``, or a part of one, which then computes with products whose rows are independent.
 
     ``sequence`` is the length of the training sequences, 0 if it is not known. Raises EngineError, which names what fails.
     """
     found: dict[Shape, Facts] = {}
-    head = (
-        model.head.weight if model.head is not None else model.embedding.weight if model.embedding else None
-    )
-    assert head is not None, "a whole model"
-    dtype = head.dtype
-    for name, shape in (*shapes_of(model), ("the output projection", shape_of(head))):
+    dtype = next(model.parameters()).dtype
+    shapes = list(shapes_of(model))
+    if model.norm is not None:
+        shapes.append(("the output projection", shape_of(model.projection())))
+    for name, shape in shapes:
         if shape in found:
             continue
         facts = product_facts(shape)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from msgspec.structs import replace
 
 from phalanx.checkpoint.pack.reader import is_pack
-from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import candidates
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.portable import numerics_environment
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
+from phalanx.serve.gateway.served.of_stages import newest_step
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.router import RouterSettings
@@ -64,13 +62,4 @@ def _settled(served: ServedRun) -> ServedRun:
         path = file.path.resolve()
     if is_pack(path):
         return replace(served, run_dir=str(path))
-    return replace(served, run_dir=str(path), step=_newest_step(path) if served.step is None else served.step)
-
-
-def _newest_step(run_dir: Path) -> int:
-    """The newest step that is committed: a run that goes on has another one when a worker is started again."""
-    checkpoints = RunDirectory(run_dir).checkpoints
-    steps = candidates(DiskTier(checkpoints)) if checkpoints.is_dir() else []
-    if not steps:
-        raise RunDirectoryError(f"{checkpoints}: no checkpoint is committed; let the run save one first")
-    return steps[0]
+    return replace(served, run_dir=str(path), step=newest_step(path) if served.step is None else served.step)

@@ -19,6 +19,7 @@ import msgspec
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.errors import PartLostError
 from phalanx.serve.gateway.worker import explained
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import Pulled, pull
@@ -90,7 +91,7 @@ class ServingWorker:
                 self._step()
         except _OverError as over:
             return str(over)
-        except WireError as error:
+        except (WireError, PartLostError) as error:  # texts go on elsewhere
             return str(error)
         finally:
             self._over.set()
@@ -178,6 +179,8 @@ class ServingWorker:
     def _step(self) -> None:
         try:
             told = self._engine.step()
+        except PartLostError:
+            raise
         except Exception as error:  # The worker must outlive a defect, and the clients must hear of it.
             _log.exception("a step of the engine has failed")
             told = [Ended(str(job), "error", explained(error)) for job in self._orders]

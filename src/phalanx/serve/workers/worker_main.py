@@ -80,9 +80,17 @@ def _reason(error: Exception) -> str:
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.portable import NotPortableError
-    from phalanx.serve.engine.errors import EngineError
+    from phalanx.serve.engine.errors import EngineError, PartLostError
 
-    known = (CheckpointError, TokenizerError, RunDirectoryError, EngineError, NotPortableError, OSError)
+    known = (
+        CheckpointError,
+        TokenizerError,
+        RunDirectoryError,
+        EngineError,
+        PartLostError,
+        NotPortableError,
+        OSError,
+    )
     return str(error) if isinstance(error, known) else f"a defect: {error!r}"
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.pack.reader import is_pack, open_pack
-from phalanx.checkpoint.tiers.digest import combine, tensor_digest
+from phalanx.checkpoint.tiers.digest import combine
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.kinds import prediction_ahead
@@ -19,20 +19,24 @@ from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_pack import open_packed
+from phalanx.serve.gateway.served.of_stages import open_staged
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
 from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.stages.part_weights import tensor_digests
 from phalanx.serve.weights.open_model import run_folder
 from phalanx.train.score.restored import restored_model
+
+_log = logging.getLogger(__name__)
 
 
 def open_run(
     served: ServedRun, name: str | None, tell: Callable[[str], None]
 ) -> tuple[ModelText, EngineWorker]:
     """The model of a run or a pack, ready to be asked. Raises EngineError, and as ``restored_model`` and ``load_run_tokenizer`` do."""
-    opened = open_engine(served)
+    opened = open_engine(served, tell)
     with served_folder(served) as folder:
         words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size)
     if opened.note:
@@ -40,8 +44,10 @@ def open_run(
     return words, EngineWorker(opened.engine, opened.identity, opened.streaming)
 
 
-def open_engine(served: ServedRun) -> OpenedEngine:
-    """The engine of a run or a pack. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
+def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:
+    """The engine of a run or a pack; ``tell`` hears what is waited for. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
+    if served.stages > 1:
+        return open_staged(served, tell)
     require_drafts(served)
     if served.stream or is_pack(served.path):
         return open_packed(served)
@@ -100,15 +106,4 @@ def served_folder(served: ServedRun) -> Iterator[Path]:
 
 def weights_digest(model: nn.Module) -> str:
     """The first 16 digits of the hash of the weights as they are computed with: in fp32, of the one that ``phalanx hash`` prints."""
-    tensors = {
-        name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])
-        for name, tensor in model.state_dict().items()
-        # What guesses has no part in the bits of a text, which are the same without it.
-        if not name.startswith("mtp.")
-    }
-    return combine(tensors)[:16]
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
-    return data
+    return combine(tensor_digests(model))[:16]

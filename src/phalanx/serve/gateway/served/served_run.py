@@ -29,6 +29,12 @@ class ServedRun(Struct, frozen=True):
     """The format of keys and values."""
     stream: bool = False
     """Whether weights are read as they are computed with."""
+    stages: int = 1
+    """Processes that have a part of the layers each."""
+    stages_at: str = ""
+    """Where all but the first are waited for, HOST:PORT; without it they are started on this machine."""
+    token_file: str = ""
+    """With ``stages_at``, the file of the token that they prove to know."""
     texts: int = 256
     """The most texts that are computed at a time where weights are streamed."""
 

@@ -1,0 +1,161 @@
+"""The part of a model that a process has: it computes the rows of a step through its layers, and reads what the last of them says.
+
+A whole model is the part of all layers. Where a model is divided into stages (``phalanx.serve.stages``), each process has such a part, with keys
+and values of its own layers; a row goes through the same products in the same order wherever the next layer is, so its bits are the same. What is
+read of a row is a few numbers, so that a distribution over the vocabulary never has to travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.model.transformer import Transformer
+from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.numerics.exact import Exact
+from phalanx.serve.sampling import draw, likeliest
+from phalanx.traffic.requests import Sampling
+from phalanx.train.step.loss import log_probabilities
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A row of a step whose distribution is asked for."""
+
+    row: int
+    position: int
+    """In prompt and text, of the token that the distribution is of."""
+    given: int
+    """The token that is there already and to be scored; -1 where one is to be drawn."""
+    sampling: Sampling
+    top: int
+    """How many of the likeliest tokens are told; -1 tells no log-probability of a drawn token."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a row's distribution says."""
+
+    finite: bool
+    """False where nothing can be drawn: the logits are not finite."""
+    token: int = -1
+    """The one that was drawn, or that was given."""
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Readings(Protocol):
+    """Of each ``Ask`` of a step, by its number, the ``Reading``."""
+
+    def __getitem__(self, number: int, /) -> Reading: ...
+
+
+@dataclass(frozen=True)
+class FarSpan:
+    """A ``Span`` as other processes know it: by the number of its piece."""
+
+    piece: int
+    begin: int
+    end: int
+
+
+class FarLayers(Protocol):
+    """The layers behind those of this process, which other processes have.
+
+    What is said of keys and values holds for the pieces and pages of their layers, in the order in which it is said.
+    """
+
+    stages: int
+    """Processes that have a part of the model, this one too."""
+    most_layers: int
+    """Of any of them."""
+    page_bytes: int
+    """Of a page's keys and values of these layers."""
+
+    def hold(self, pages: int) -> None:
+        """Has each process make room for so many pages, before anything else."""
+        ...
+
+    def compute(self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]) -> Readings:
+        """Takes rows ``(rows, dim)`` through these layers. Raises PartLostError where a process does not answer any more."""
+        ...
+
+    def drop(self, piece: int) -> None: ...
+
+    def copy_in(self, piece: int, number: int, place: int) -> None: ...
+
+    def copy_out(self, piece: int, number: int, place: int) -> None: ...
+
+    def read(self, place: int) -> bytes: ...
+
+    def write(self, place: int, content: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a part makes of a step's rows."""
+
+    states: Tensor
+    """``(rows, dim)``: after the last norm, or for the next part."""
+    readings: Readings | None
+    """Where the part ends the model."""
+
+
+class ModelPart:
+    """Layers of a model, with whose products rows are independent if ``exact``."""
+
+    def __init__(self, model: Transformer, rule: Rule, exact: Exact | None) -> None:
+        self._model, self._rule, self._exact = model, rule, exact
+
+    @torch.no_grad()
+    def compute(self, x: Tensor, spans: Sequence[Span], length: int, asks: Sequence[Ask]) -> Passed:
+        """Takes tokens ``(rows,)`` or states ``(rows, dim)``, those of ``spans`` in turn, through the layers; ``length`` as ``Transformer`` takes it."""
+        count, spec = len(x), self._model.spec
+        positions = [p for span in spans for p in range(span.begin, span.end)]
+        masks: dict[tuple[int, ...], Tensor] = {}
+        cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(spec.layers)]
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def readout(hidden: Tensor, weight: Tensor) -> Tensor:
+            product = self._exact.products if self._exact else None
+            if rows := self._padded([ask.row for ask in asks]):
+                found.append(log_probabilities(hidden[0, rows], weight, spec.logit_cap, product))
+            return hidden
+
+        rows = self._padded(list(range(count)))
+        x = x if len(rows) == count else x[rows]
+        states = self._model(
+            x[None],
+            readout,
+            positions=torch.tensor(self._padded(positions)),
+            length=length,
+            cache=cache,
+        )[0, :count]
+        if self._model.norm is None:
+            return Passed(states, None)
+        return Passed(states, _Distributions(asks, *found[0]) if found else [])
+
+    def _padded(self, values: list[int]) -> list[int]:
+        """The values with the last one repeated, until rows so many keep their bits."""
+        return values + values[-1:] * (self._exact.rows.padding(len(values)) if self._exact and values else 0)
+
+
+class _Distributions:
+    """Readings as they are asked for: a guess that was wrong is never drawn behind."""
+
+    def __init__(self, asks: Sequence[Ask], scores: Tensor, log_probs: Tensor) -> None:
+        self._asks, self._scores, self._log_probs = asks, scores, log_probs
+
+    def __getitem__(self, number: int, /) -> Reading:
+        ask, scores, log_probs = self._asks[number], self._scores[number], self._log_probs[number]
+        if not bool(torch.isfinite(scores.max())):
+            return Reading(False)
+        if ask.given >= 0:
+            return Reading(True, ask.given, float(log_probs[ask.given]))
+        token = draw(scores, ask.sampling, ask.position)
+        told = float(log_probs[token]) if ask.top >= 0 else 0.0
+        return Reading(True, token, told, likeliest(log_probs, ask.top))

@@ -1,0 +1,1 @@
+"""One model in several processes: each has some of its layers, and a row goes through all of them."""

@@ -1,0 +1,150 @@
+"""How a server comes by its stages: processes that it starts on its machine, or that join it from others; each proves that it knows the token."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.stages import messages as m
+from phalanx.serve.stages.link import StageLink
+from phalanx.serve.stages.stage_main import StageTask
+
+BEGIN_S = 600.0
+_COMMAND = (sys.executable, "-m", "phalanx.serve.stages.stage_main")
+_LOOK_S = 0.5
+_SHORTEST_TOKEN = 16
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Door:
+    """Where stages connect, and the processes among them that were started here."""
+
+    listener: socket.socket
+    token: str
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def admit(self, count: int) -> list[StageLink]:
+        """The connections of ``count`` stages, those started here in their order. Raises EngineError where they do not come."""
+        end = time.monotonic() + BEGIN_S
+        found: list[tuple[int, StageLink]] = []
+        self.listener.settimeout(_LOOK_S)
+        while len(found) < count:
+            ended = [process.returncode for process in self.processes if process.poll() is not None]
+            if ended:
+                raise EngineError(f"a stage's process ended with exit code {ended[0]} before it connected")
+            if time.monotonic() > end:
+                raise EngineError(f"{len(found)} of {count} stages have joined within {BEGIN_S:g} s")
+            try:
+                connection, address = self.listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                link = StageLink(connection, self.token, "server", f"{address[0]}:{address[1]}")
+                here = m.from_stage.decode(link.hear())
+            except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+                _log.warning("whoever connected from %s is no stage of this server: %s", address[0], error)
+                connection.close()
+                continue
+            found.append((here.number if isinstance(here, m.Here) else -1, link))
+        self.listener.close()
+        return [link for _, link in sorted(found, key=lambda pair: pair[0])]
+
+    def close(self) -> None:
+        """Ends the processes that were started here."""
+        self.listener.close()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def start_stages(count: int, environment: Mapping[str, str]) -> Door:
+    """Starts ``count`` processes on this machine, which will connect."""
+    door = Door(_listen("127.0.0.1", 0), secrets.token_hex(16))
+    host, port = door.listener.getsockname()[:2]
+    # The kernel ends them with this process.
+    own = os.environ | dict(environment) | {"PHALANX_LAUNCHER": str(os.getpid())}
+    for number in range(1, count + 1):
+        process = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=2,  # standard output is for what the service says
+            env=own,
+            start_new_session=True,  # Ctrl-C is for the command that serves
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(StageTask(host, port, door.token, number)))
+        process.stdin.close()
+        door.processes.append(process)
+    return door
+
+
+def await_stages(at: str, token_file: Path, count: int, tell: Callable[[str], None]) -> Door:
+    """Listens at ``at`` (HOST:PORT) for ``count`` stages that join with the token in ``token_file``. Raises EngineError."""
+    door = Door(_listen(*address(at, "--stages-at")), read_token(token_file))
+    host, port = door.listener.getsockname()[:2]
+    tell(
+        f"waiting for {count} stages at {host}:{port}: phalanx serve RUN_DIR --join HOST:{port} --token-file FILE"
+    )
+    return door
+
+
+def address(text: str, option: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``. Raises EngineError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise EngineError(f"{option} {text}: give HOST:PORT, as 10.0.0.5:7070")
+    return host.strip("[]"), int(port)
+
+
+def read_token(file: Path) -> str:
+    """The token that stages and server share. Raises EngineError for one that others may read, or guess."""
+    try:
+        mode, text = file.stat().st_mode, file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError(f"--token-file {file}: {getattr(error, 'strerror', None) or error}") from error
+    if mode & 0o077:
+        raise EngineError(f"--token-file {file}: others may read it; chmod 600 {file}")
+    if len(text) < _SHORTEST_TOKEN:
+        raise EngineError(
+            f"--token-file {file}: holds {len(text)} characters, which others might guess; write {_SHORTEST_TOKEN} random ones at least, as by "
+            "openssl rand -hex 16"
+        )
+    return text
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise EngineError(f"cannot listen at {host}, port {port} (--stages-at): {error.strerror}") from error
+
+
+def opened_stages(links: Sequence[StageLink]) -> list[m.Ready]:
+    """What each stage says once its layers are open. Raises EngineError with the reason of the first that cannot."""
+    ready = []
+    for number, link in enumerate(links, 1):
+        try:
+            said = m.from_stage.decode(link.hear())
+        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+            raise EngineError(
+                f"stage {number} ({link.peer}) ended while it opened its layers: {error}"
+            ) from error
+        if isinstance(said, m.Unable):
+            raise EngineError(f"stage {number} ({link.peer}): {said.why}")
+        if not isinstance(said, m.Ready):
+            raise EngineError(f"stage {number} ({link.peer}) says what nobody understands")
+        ready.append(said)
+    return ready

@@ -1,0 +1,147 @@
+"""A stage at work: layers of a model, with keys and values of their own, that do what the process with the first layers says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.kept import kept_as
+from phalanx.serve.engine.page_memory import PageMemory, Piece
+from phalanx.serve.engine.part import ModelPart
+from phalanx.serve.engine.rows import Rule, Span
+from phalanx.serve.engine.supported import require_supported
+from phalanx.serve.numerics.exact import exact_numerics
+from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.stages import messages as m
+from phalanx.serve.stages.far_stages import tensor_of
+from phalanx.serve.stages.link import StageLink
+from phalanx.serve.stages.part_weights import checkpoint_name, restored_part
+from phalanx.traffic.pages import PAGE
+
+_log = logging.getLogger(__name__)
+
+
+class FarPart:
+    """The layers of an ``Open``, ready to compute."""
+
+    def __init__(self, opened: m.Open, run_dir: Path) -> None:
+        """Reads their weights from the run at ``run_dir``, and tries its products. Raises EngineError, and as ``restored_part`` does."""
+        served = opened.served
+        self._dtype = getattr(torch, served.dtype)
+        self._layers = range(opened.begin, opened.end)
+        sequence = read_resolved(RunDirectory(run_dir)).train.seq_len
+        model, self._spec, digests = restored_part(run_dir, opened.step, self._layers, self._dtype)
+        exact = served.numerics == "exact"
+        require_supported(model, exact=exact, drafts=0, kept=served.kept)
+        self._kept = kept_as(served.kept, self._spec, self._dtype)
+        rule = Rule(exact, sequence, self._kept if served.kept != "compute" else None)
+        self._part = ModelPart(model, rule, exact_numerics(model, self._spec, sequence) if exact else None)
+        self._memory = PageMemory(len(self._layers), 0, self._kept)
+        self._pieces: dict[int, Piece] = {}
+        self.ready = m.Ready(
+            {name: m.Digest(one.dtype, tuple(one.shape), one.sha256) for name, one in digests.items()},
+            checkpoint_name(run_dir, opened.step),
+            numerics_id(served.numerics, self._dtype, sequence, kept=served.kept),
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the whole model."""
+        return self._spec
+
+    def work(self, link: StageLink) -> None:
+        """Does what is said until the connection ends. Raises WireError then."""
+        while True:
+            message = m.to_stage.decode(link.hear())
+            body = link.body(message.nbytes) if isinstance(message, m.Compute | m.WritePage) else bytearray()
+            try:
+                answer, sent = self._do(message, body)
+            except Exception as error:  # The stage must outlive a defect, and the others must hear of it.
+                _log.exception("a step has failed")
+                answer, sent = m.Failed(repr(error)[:8000]), memoryview(b"")
+            if answer is not None:
+                link.say(answer, sent)
+
+    def _do(self, message: m.ToStage, body: bytearray) -> tuple[m.FromStage | None, memoryview]:
+        nothing = memoryview(b"")
+        match message:
+            case m.Hold(pages):
+                self._memory = PageMemory(len(self._layers), pages, self._kept)
+                return None, nothing
+            case m.Compute():
+                self._run(message.errands)
+                return self._compute(message, body)
+            case m.ReadPage(errands, place):
+                self._run(errands)
+                page = memoryview(self._memory.read(place))
+                return m.Page(len(page)), page
+            case m.WritePage(errands, place):
+                self._run(errands)
+                self._memory.write(place, bytes(body))
+                return None, nothing
+            case m.Open():
+                raise EngineError("a stage opens its layers once")
+
+    def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
+        spans = []
+        for one in step.spans:
+            piece = self._piece(one.piece)
+            piece.grow(one.end)
+            spans.append(Span(piece, one.begin, one.end))
+        states = tensor_of(body, self._dtype, self._spec.dim)
+        passed = self._part.compute(states, spans, step.length, step.asks)
+        if passed.readings is not None:
+            return m.Passed(0, tuple(passed.readings[n] for n in range(len(step.asks)))), memoryview(b"")
+        sent: memoryview = passed.states.contiguous().flatten().view(torch.uint8).numpy().data
+        return m.Passed(len(sent)), sent
+
+    def _run(self, errands: Sequence[m.Errand]) -> None:
+        for errand in errands:
+            match errand:
+                case m.Drop(piece):
+                    self._pieces.pop(piece, None)
+                case m.CopyIn(piece, number, place):
+                    held = self._piece(piece)
+                    held.grow((number + 1) * PAGE)
+                    self._memory.copy_in(held, number, place)
+                case m.CopyOut(piece, number, place):
+                    self._memory.copy_out(self._piece(piece), number, place)
+
+    def _piece(self, number: int) -> Piece:
+        if number not in self._pieces:
+            self._pieces[number] = Piece(self._spec, self._dtype, self._layers, number)
+        return self._pieces[number]
+
+
+def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
+    """Serves as one stage until the service ends; why it could not, empty if it could. ``run_dir`` is where the run is here, by default where it is
+    there. Raises WireError where the connection breaks before the layers are open."""
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.run.portable import NotPortableError
+
+    link.say(m.Here(number, pid))
+    opened = m.to_stage.decode(link.hear())
+    if not isinstance(opened, m.Open):
+        return "the other side is no server of stages"
+    try:
+        part = FarPart(opened, run_dir or opened.served.path)
+    except (CheckpointError, RunDirectoryError, EngineError, NotPortableError, OSError) as error:
+        link.say(m.Unable(str(error)[:8000]))
+        return str(error)
+    except Exception as error:
+        link.say(m.Unable(f"a defect: {error!r}"[:8000]))
+        raise
+    link.say(part.ready)
+    try:
+        part.work(link)
+    except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+        _log.debug("the service has ended: %s", error)
+    return ""

@@ -1,0 +1,149 @@
+"""What the process with the first layers of a model and those with the others say to each other: msgpack of tagged structs, sealed.
+
+A stage connects, proves that it knows the service's token, and says that it is ``Here``; it is told what to ``Open``, and says that it is ``Ready``
+or ``Unable``. From then on it answers, one after another. Keys and values are spoken of by numbers: a *piece* is a running text's, a *place* a page's.
+States and pages follow their message as raw numbers (``phalanx.serve.stages.link``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from phalanx.serve.engine.part import Ask, FarSpan, Reading
+from phalanx.serve.gateway.served.served_run import ServedRun
+
+PURPOSE = "phalanx serving stage, version 1"
+
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Text = Annotated[str, Meta(max_length=8192)]
+
+
+class _Message(Struct, frozen=True, tag=True):
+    pass
+
+
+class Digest(Struct, frozen=True):
+    """A ``phalanx.checkpoint.tiers.digest.TensorDigest``."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    sha256: bytes
+
+
+class Here(_Message, frozen=True):
+    """A process that takes layers; ``number`` is its place among those that the service has started, -1 for one that joins by itself."""
+
+    number: int
+    pid: Count
+
+
+class Ready(_Message, frozen=True):
+    """The layers are in memory."""
+
+    digests: dict[str, Digest]
+    """Of their weights, by name."""
+    checkpoint: str
+    """The name of the whole checkpoint that they are of (``phalanx.serve.stages.part_weights.checkpoint_name``)."""
+    numerics_id: str
+
+
+class Unable(_Message, frozen=True):
+    """The stage cannot open its layers, and ends."""
+
+    why: Text
+
+
+class Passed(_Message, frozen=True):
+    """The step's rows are through; their states follow, or of the last stage what was asked for."""
+
+    nbytes: Count
+    readings: tuple[Reading, ...] = ()
+
+
+class Page(_Message, frozen=True):
+    """The page that was asked for follows."""
+
+    nbytes: Count
+
+
+class Failed(_Message, frozen=True):
+    """A step did not come through, by a defect."""
+
+    why: Text
+
+
+class Open(_Message, frozen=True):
+    """Take these layers of a run's model."""
+
+    served: ServedRun
+    step: Count
+    stage: Count
+    begin: Count
+    end: Count
+    """Layers from ``begin`` up to ``end``."""
+
+
+class Hold(_Message, frozen=True):
+    """Have room for so many pages."""
+
+    pages: Count
+
+
+class Drop(_Message, frozen=True):
+    """A text's keys and values are needed no more."""
+
+    piece: Count
+
+
+class CopyIn(_Message, frozen=True):
+    """The page at ``place`` is page ``number`` of a text."""
+
+    piece: Count
+    number: Count
+    place: Count
+
+
+class CopyOut(_Message, frozen=True):
+    """Keep page ``number`` of a text at ``place``."""
+
+    piece: Count
+    number: Count
+    place: Count
+
+
+Errand = Drop | CopyIn | CopyOut
+
+
+class Compute(_Message, frozen=True):
+    """Take the rows that follow through the layers, after ``errands``."""
+
+    errands: tuple[Errand, ...]
+    spans: tuple[FarSpan, ...]
+    length: Count
+    asks: tuple[Ask, ...]
+    nbytes: Count
+
+
+class ReadPage(_Message, frozen=True):
+    """Tell the page at ``place``, after ``errands``."""
+
+    errands: tuple[Errand, ...]
+    place: Count
+
+
+class WritePage(_Message, frozen=True):
+    """Keep the page that follows at ``place``, after ``errands``. It is not answered."""
+
+    errands: tuple[Errand, ...]
+    place: Count
+    nbytes: Count
+
+
+FromStage = Here | Ready | Unable | Passed | Page | Failed
+ToStage = Open | Hold | Compute | ReadPage | WritePage
+encode = msgspec.msgpack.Encoder().encode
+from_stage: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)
+to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)

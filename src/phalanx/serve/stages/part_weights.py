@@ -1,0 +1,93 @@
+"""The weights of a part of a model: how layers are divided, and only what a part needs is read."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from phalanx.checkpoint.format.index import encode_index
+from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.tiers.digest import TensorDigest, tensor_digest
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.model.facts.shape import parameters
+from phalanx.model.facts.stages import balance
+from phalanx.model.layers.linear import Linear
+from phalanx.model.transformer import Transformer
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.errors import EngineError
+from phalanx.train.score.restored import restored_model
+
+
+def divided(spec: ModelSpec, stages: int) -> list[range]:
+    """The layers of each of ``stages`` processes, such that the one with most weights has least. Raises EngineError."""
+    if stages > spec.layers:
+        raise EngineError(
+            f"--pipeline {stages}: the model has {spec.layers} layers, so at most so many processes can have a part of it"
+        )
+    sizes = [0] * spec.layers
+    for one in parameters(spec):
+        first, last = one.section == "embedding", one.section == "end"
+        layer = 0 if first else spec.layers - 1 if last else one.layer
+        sizes[layer] += math.prod(one.shape)
+        if first and spec.tie_embeddings and stages > 1:
+            sizes[-1] += math.prod(one.shape)
+    boundaries = [0, *accumulate(balance(sizes, stages))]
+    return [range(begin, end) for begin, end in pairwise(boundaries)]
+
+
+def restored_part(
+    run_dir: Path, step: int, layers: range, dtype: torch.dtype
+) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
+    """These layers with the weights of ``step``, of the last ones also norm and output projection; the whole model's description; and
+    the digest of each tensor by its name in the whole. Raises as ``restored_model`` does."""
+    model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(_cut, layers=layers))
+    assert isinstance(model, Transformer), "others are refused where they are cut"
+    digests = tensor_digests(model)
+    if layers.stop == spec.layers and layers.start > 0:
+        _take_projection(model)
+    return model, spec, digests
+
+
+def checkpoint_name(run_dir: Path, step: int) -> str:
+    """16 digits that name a step's checkpoint: two places that have it under the same name have the same weights of all layers."""
+    index = DiskTier(RunDirectory(run_dir).checkpoints).index(step)
+    return hashlib.sha256(encode_index(index)).hexdigest()[:16]
+
+
+def _cut(model: Transformer, layers: range) -> None:
+    first, last = layers.start == 0, layers.stop == model.spec.layers
+    # A tied output projection is the embedding, which the last part then reads too.
+    model.keep(layers, first=first or (last and model.head is None), last=last)
+
+
+def _take_projection(model: Transformer) -> None:
+    """Leaves a tied embedding to the last part as its output projection alone: what it is given is no tokens."""
+    if model.embedding is None:
+        return
+    matrix = model.embedding.weight
+    with torch.device("meta"):
+        head = Linear(matrix.shape[1], matrix.shape[0], bias=False)
+    head.weight = nn.Parameter(matrix.detach(), requires_grad=False)
+    model.head, model.embedding = head, None
+
+
+def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:
+    """The digest of every tensor as it is computed with, by name."""
+    return {
+        # What guesses has no part in the bits of a text, which are the same without it.
+        name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])
+        for name, tensor in model.state_dict().items()
+        if not name.startswith("mtp.")
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
+    return data

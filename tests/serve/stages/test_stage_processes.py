@@ -1,0 +1,125 @@
+"""Real processes that share a model's layers: their text is that of one, and what becomes of it when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from parity.llama3_folder import save_llama3
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from serve.workers.services import PATIENCE_S, Service, service, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+"""Each process opens a part of the model."""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    save_llama3(folder / "llama3")
+    import_hf(folder / "llama3", folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_dir: Path) -> list[Any]:
+    with service(run_dir, "--context", "1000") as one:
+        return told(list(ask(one)))
+
+
+def ask(served: Service, tokens: int = 200) -> Iterator[Any]:
+    client = OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+    stream = client.completions.create(
+        model="run",
+        prompt="the cat and the dog " * 20,
+        max_tokens=tokens,
+        seed=5,
+        logprobs=2,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    for chunk in stream:
+        yield chunk.choices[0]
+
+
+def told(choices: list[Any]) -> list[Any]:
+    return [choice.to_dict() for choice in choices]
+
+
+def stages_of(pid: int) -> list[int]:
+    """The processes of stages among those that a process has started, and those started by them."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            name = Path(f"/proc/{child}/cmdline").read_bytes()
+            found += [child] if b"stage_main" in name else stages_of(child)
+    return found
+
+
+def test_a_stage_that_is_killed_ends_its_texts_with_its_name_and_health_says_so(
+    run_dir: Path, undisturbed: list[Any]
+) -> None:
+    with service(run_dir, "--context", "1000", "--pipeline", "2") as served:
+        assert told(list(ask(served))) == undisturbed
+        (stage,) = stages_of(served.process.pid)
+        choices: list[Any] = []
+
+        def disturbed() -> None:
+            for choice in ask(served):
+                choices.append(choice)
+                if len(choices) == 20:
+                    os.kill(stage, signal.SIGKILL)
+
+        with pytest.raises(openai.APIError, match="stage 1"):
+            disturbed()
+        assert told(choices) == undisturbed[: len(choices)]
+        health = httpx.get(served.url.replace("/v1", "/health"))
+        assert health.status_code == 503
+        assert "stage 1" in health.json()["status"]
+
+
+def test_texts_of_a_worker_whose_stage_is_killed_go_on_elsewhere_to_the_bit(run_dir: Path) -> None:
+    with service(
+        run_dir, "--context", "1000", "--pipeline", "2", "--workers", "2", "--threads", "1"
+    ) as served:
+        until(served.whole)
+        reference = told(list(ask(served)))
+        disturbed = []
+        for number, choice in enumerate(ask(served)):
+            disturbed.append(choice)
+            if number == 20:
+                worker = until(lambda: served.busy("both"))
+                (stage,) = stages_of(served.pids[worker])
+                os.kill(stage, signal.SIGKILL)
+        assert told(disturbed) == reference
+        assert served.count("phalanx_requests_moved_total") >= 1
+        until(served.whole)  # the worker and its stage were started again
+
+
+def test_a_stage_joins_from_elsewhere_and_ends_with_the_server(
+    run_dir: Path, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        at = f"127.0.0.1:{free.getsockname()[1]}"
+    shared = ("--token-file", str(token))
+    # It may be there before the server.
+    command = [sys.executable, "-m", "phalanx", "serve", str(run_dir), "--join", at, *shared]
+    stage = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with service(run_dir, "--context", "1000", "--pipeline", "2", "--stages-at", at, *shared) as served:
+        assert told(list(ask(served))) == undisturbed
+    assert "has ended" in stage.communicate(timeout=PATIENCE_S)[1]
+    assert stage.returncode == 0

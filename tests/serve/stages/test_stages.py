@@ -1,0 +1,203 @@
+"""A model whose layers several processes share serves the tokens and log-probabilities of one process, to the bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.errors import EngineError, PartLostError
+from phalanx.serve.gateway.served.of_run import open_engine
+from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.stages.door import read_token
+from phalanx.serve.stages.part_weights import divided, restored_part
+from phalanx.serve.stages.stage_main import StageTask, join
+from phalanx.traffic.pages import page_names
+from phalanx.traffic.requests import Request, Sampling, Told
+from serve.packed_runs import DENSE, MIXTURE, make_run
+
+TOKEN = "a token that nobody else has"
+KINDS: dict[str, ModelSpec] = {
+    "dense": DENSE,
+    "tied": resolve(replace(DENSE, tie_embeddings=True, logit_cap=5.0)),
+    "latent mixture": MIXTURE,
+    "window": resolve(replace(DENSE, attention_pattern=("window", "full"), window=40)),
+}
+
+
+def served(run: Path, **options: object) -> ServedRun:
+    base = ServedRun(str(run), None, "float32", 256, 12 << 20, 33, "exact")
+    return structs.replace(base, **options)
+
+
+def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
+    file = folder / "token"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+def staged(run: Path, stages: int, other_run: Path | None = None, **options: object) -> OpenedEngine:
+    """The engine of stages that join over the loopback, as from other machines; they end with its connections."""
+
+    def tell(text: str) -> None:
+        port = int(text.split(":")[1].split()[0])
+        task = StageTask("127.0.0.1", port, TOKEN, -1)
+        for _ in range(stages - 1):
+            threading.Thread(target=join, args=(task, other_run or run), daemon=True).start()
+
+    file = token_file(run.parent)
+    one = served(run, stages=stages, stages_at="127.0.0.1:0", token_file=str(file), **options)
+    return open_engine(one, tell)
+
+
+def paged(opened: OpenedEngine) -> Engine:
+    assert isinstance(opened.engine, Engine)
+    return opened.engine
+
+
+def requests(count: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 64, (5 + 40 * n,), generator=generator).tolist() for n in range(count)]
+    return [
+        Request(f"r{n}", tuple(text), 9, Sampling(seed=n), top_logprobs=2, prompt_logprobs=n % 2 == 0)
+        for n, text in enumerate(prompts)
+    ]
+
+
+def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[Told]]:
+    """What is told of requests of which one arrives before each step."""
+    told: dict[str, list[Told]] = {one.id: [] for one in asked}
+    waiting = list(asked)
+    while waiting or engine.busy:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        for one in engine.step():
+            told[one.request].append(one)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [
+        ("tied", 3),
+        ("latent mixture", 2),
+        pytest.param("dense", 2, marks=pytest.mark.slow),
+        pytest.param("window", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_tell_what_one_process_tells_by_bits(tmp_path: Path, kind: str, stages: int) -> None:
+    run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
+    whole, parted = open_engine(served(run)), staged(run, stages)
+    assert parted.identity == whole.identity
+    asked = requests(4)
+    assert run_all(paged(parted), asked) == run_all(paged(whole), asked)
+    # Of this one all pages are held.
+    again = [replace(asked[-1], id="again", sampling=Sampling(seed=9))]
+    assert run_all(paged(parted), again) == run_all(paged(whole), again)
+    assert paged(parted).statistics().cached_tokens == paged(whole).statistics().cached_tokens > 0
+
+
+def test_texts_that_give_up_their_pages_and_pages_that_come_from_others_have_the_bits_of_one_process(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"], seq_len=192)
+    whole = paged(open_engine(served(run)))
+    asked = [replace(one, prompt_logprobs=False) for one in requests(5)]
+    expected = run_all(whole, asked)
+    # A page of two of five layers, and as much again for the text's own, is what a process holds: five of them.
+    page = whole.page_bytes * 2 // 5
+    crowded = paged(staged(run, 3, memory_bytes=5 * 2 * page))
+    assert crowded.pages()[1] == 5
+    assert {name: told[:-1] for name, told in run_all(crowded, asked).items()} == {
+        name: told[:-1] for name, told in expected.items()
+    }
+    assert crowded.statistics().preempted > 0
+    fresh = paged(staged(run, 3))
+    names = page_names(asked[-1].prompt, fresh.root)
+    sender = paged(staged(run, 3))
+    run_all(sender, asked[-1:])
+    assert sender.held_pages(names) == names
+    for before, name in zip([fresh.root, *names], names, strict=False):
+        assert fresh.write_page(name, sender.read_page(name), before)
+    told = run_all(fresh, asked[-1:])
+    assert told[asked[-1].id][:-1] == expected[asked[-1].id][:-1]
+    assert fresh.statistics().cached_tokens == len(names) * 64
+
+
+def test_a_part_has_the_weights_of_its_layers_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", KINDS["tied"])
+    parts = [restored_part(run, 1, layers, torch.float32)[0] for layers in divided(KINDS["tied"], 3)]
+    held = [{*part.state_dict()} for part in parts]
+    assert not held[0] & held[1]
+    assert not held[1] & held[2]
+    assert "embedding.weight" in held[0]
+    assert "head.weight" in held[2]
+    assert not any(name.startswith(("embedding", "head", "norm")) for name in held[1])
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_every_layer_is_in_one_part_and_none_has_much_more_than_its_share(layers: int, stages: int) -> None:
+    spec = resolve(replace(DENSE, layers=layers))
+    if stages > layers:
+        with pytest.raises(EngineError, match=f"the model has {layers} layers"):
+            divided(spec, stages)
+        return
+    parts = divided(spec, stages)
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    assert max(map(len, parts)) <= -(-layers // stages)
+
+
+def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    engine = paged(staged(run, 2))
+    engine.submit(requests(1)[0])
+    engine.step()
+    assert engine._far is not None
+    engine._far.close()  # type: ignore[attr-defined]
+    with pytest.raises(PartLostError, match=r"stage 1 \(layers 3 to 4, 127.0.0.1:\d+\) of the model is gone"):
+        engine.step()
+
+
+def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    other = make_run(tmp_path / "other", KINDS["tied"])
+    with pytest.raises(EngineError, match=r"stage 1 .* has another checkpoint of step 1"):
+        staged(run, 2, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stages": 6}, "the model has 5 layers"),
+        ({"drafts": 1}, "stages draft nothing"),
+        ({"stream": True}, "divides the model of a run directory"),
+        ({"stages_at": "7070"}, "give HOST:PORT"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_with_what_to_do(
+    tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    with pytest.raises(EngineError, match=said):
+        open_engine(served(run, **{"stages": 2, "token_file": str(token_file(tmp_path)), **options}))
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [(TOKEN, 0o644, "others may read it"), ("short", 0o600, "holds 5 characters")],
+)
+def test_a_token_that_others_could_know_is_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        read_token(token_file(tmp_path, text, mode))
