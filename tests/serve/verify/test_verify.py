@@ -92,6 +92,24 @@ def test_an_engine_that_is_not_there_is_refused_with_what_to_install(
         other_texts("vllm", imported[0], "float32", PROMPTS, 3, python="/no/python")
 
 
+def test_what_an_engine_prints_also_when_it_ends_is_not_taken_for_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As vLLM 0.32 does, by its processes.
+    (tmp_path / "vllm.py").write_text(
+        "import atexit, os\n"
+        "__version__ = '0'\n"
+        "class SamplingParams:\n    def __init__(self, **_): pass\n"
+        "class LLM:\n"
+        "    def __init__(self, **_): print('loading'); atexit.register(os.system, 'echo engine ended')\n"
+        "    def generate(self, prompts, _):\n"
+        "        text = type('Text', (), {'token_ids': [7]})\n"
+        "        return [type('Found', (), {'outputs': [text]}) for _ in prompts]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert other_texts("vllm", tmp_path, "float32", PROMPTS, 1, sys.executable) == ("0", [[7]] * len(PROMPTS))
+
+
 def test_a_run_without_held_out_data_asks_for_prompts(imported: tuple[Path, Path], tmp_path: Path) -> None:
     out = CliRunner().invoke(command, [str(imported[1]), str(tmp_path / "out"), "--verify", "transformers"])
     assert out.exit_code == 1

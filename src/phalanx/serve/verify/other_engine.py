@@ -3,12 +3,14 @@
     python other_engine.py < question.json
 
 The question on standard input has ``engine`` (transformers, vllm), ``folder``, ``dtype``, ``prompts`` (lists of ids), and ``tokens``; the answer is the last line of standard
-output: ``{"version": ..., "texts": [[id, ...], ...]}``, the new ids alone.
+output: ``{"version": ..., "texts": [[id, ...], ...]}``, the new ids alone. What engines and their processes print goes to standard error: vLLM's print on
+standard output when they end, after the answer.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -46,11 +48,13 @@ def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> d
 def main() -> None:
     """Answers the question."""
     question = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     engines = {"transformers": by_transformers, "vllm": by_vllm}
     answer = engines[question["engine"]](
         question["folder"], question["dtype"], question["prompts"], question["tokens"]
     )
-    print("\n" + json.dumps(answer))
+    print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
