@@ -1,4 +1,4 @@
-"""The gateway is told that no worker is left, whichever of the last one's link and process is seen to end first."""
+"""What the gateway is told of all workers together: what they count, and that none is left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from phalanx.serve.gateway.worker import Streaming
+from phalanx.serve.workers import messages as m
+from phalanx.serve.workers.router import Router, RouterSettings, Watcher
 from phalanx.serve.workers.router_port import RouterPort
 
 
@@ -41,3 +44,30 @@ def test_the_end_of_the_last_worker_ends_all_requests(link_first: bool) -> None:
     second()
     assert failed == [port.trouble()]
     assert "no worker is left" in failed[0]
+
+
+def beating(number: int, read: int) -> SimpleNamespace:
+    """A worker whose last sign of life, as it comes over the wire, counts ``read`` bytes."""
+    beat = m.WorkerBeat(1, (), 2, 3, 4, 5, number, Streaming(read, 0.5, 7, 6))
+    return SimpleNamespace(number=number, ready=None, beat=m.for_router.decode(m.encode(beat)))
+
+
+def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:
+    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 4)))
+    router._count_past(beating(1, 100))  # type: ignore[arg-type]
+    router._count_past(beating(2, 200))  # type: ignore[arg-type]
+    router.peers[3] = beating(3, 4000)  # type: ignore[assignment]
+    port = RouterPort.__new__(RouterPort)
+    port.__dict__.update(
+        _first=set(),
+        _running=set(),
+        _router=router,
+        _processes=SimpleNamespace(seats=[]),
+        _service=SimpleNamespace(task=SimpleNamespace(served=SimpleNamespace(stream=True))),
+    )
+    load = port.load()
+    assert (load.drafted, load.accepted) == (15, 6)
+    assert load.streaming == Streaming(4300, 1.5, 21, 18)
+    assert (load.counts["pulled"], load.counts["not_pulled"]) == (9, 12)
+    port._service.task.served.stream = False  # type: ignore[misc]
+    assert port.load().streaming is None

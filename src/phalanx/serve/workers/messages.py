@@ -6,11 +6,13 @@ has to know of it, or ``Unable`` with the reason. Numbers of log-probabilities t
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
+from phalanx.serve.gateway.worker import Streaming
 from phalanx.traffic import events as e
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
 
@@ -105,6 +107,16 @@ class WorkerBeat(_Message, frozen=True):
     """Pages that came from others."""
     not_pulled: Count
     """Pages that were to come, did not, and were computed."""
+    drafted: Count = 0
+    accepted: Count = 0
+    streaming: Streaming | None = None
+    """Where its weights are streamed."""
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """All that is counted of it, by name."""
+        found = {name: getattr(self, name) for name in ("pulled", "not_pulled", "drafted", "accepted")}
+        return found | (asdict(self.streaming) if self.streaming is not None else {})
 
 
 class Leaving(_Message, frozen=True):

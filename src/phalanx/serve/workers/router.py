@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,8 +60,8 @@ class Router:
     watcher: Watcher
     peers: dict[int, Peer] = field(default_factory=dict)
     """Those that are ready, by number."""
-    past: Counter[str] = field(default_factory=Counter)
-    """Pages pulled and not, of workers that have left."""
+    past: dict[str, float] = field(default_factory=dict)
+    """What was counted of workers that have left (``WorkerBeat.counts``)."""
 
     def __post_init__(self) -> None:
         self._root, self._failed, self._ending = b"", "", False
@@ -192,8 +191,8 @@ class Router:
 
     def _count_past(self, peer: Peer) -> None:
         if peer.beat is not None:
-            self.past["pulled"] += peer.beat.pulled
-            self.past["not_pulled"] += peer.beat.not_pulled
+            for name, count in peer.beat.counts.items():
+                self.past[name] = self.past.get(name, 0) + count
 
     def _names(self, text: Sequence[int]) -> Sequence[bytes]:
         return page_names(text, self._root)

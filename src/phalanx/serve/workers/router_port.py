@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.worker import Identity, WorkerFacts, WorkerLoad
+from phalanx.serve.gateway.worker import Identity, Streaming, WorkerFacts, WorkerLoad
 from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.processes import Happened, Processes
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
@@ -117,14 +117,18 @@ class RouterPort:
 
     def load(self) -> WorkerLoad:
         peers = list(self._router.peers.values())
-        waiting = len(self._first)
+        waiting, counted = len(self._first), self._counted(peers)
+        counts = {name: int(counted.get(name, 0)) for name in ("pulled", "not_pulled")}
         return WorkerLoad(
             len(self._running) - waiting,
             waiting,
             sum(peer.beat.pages_used for peer in peers if peer.beat is not None),
             sum(peer.ready.pages for peer in peers if peer.ready is not None),
             self._workers(),
-            self._counts(peers),
+            dict(self._router.traffic.counts) | counts,
+            drafted=int(counted.get("drafted", 0)),
+            accepted=int(counted.get("accepted", 0)),
+            streaming=_streaming(counted) if self._service.task.served.stream else None,
         )
 
     def trouble(self) -> str:
@@ -160,12 +164,13 @@ class RouterPort:
             )
         return tuple(facts)
 
-    def _counts(self, peers: Sequence[Peer]) -> dict[str, int]:
-        counts, past = dict(self._router.traffic.counts), self._router.past
-        beats = [peer.beat for peer in peers if peer.beat is not None]
-        counts["pulled"] = past["pulled"] + sum(beat.pulled for beat in beats)
-        counts["not_pulled"] = past["not_pulled"] + sum(beat.not_pulled for beat in beats)
-        return counts
+    def _counted(self, peers: Sequence[Peer]) -> dict[str, float]:
+        """What all workers count, those that have left too."""
+        counted = dict(self._router.past)
+        for peer in peers:
+            for name, count in peer.beat.counts.items() if peer.beat is not None else ():
+                counted[name] = counted.get(name, 0) + count
+        return counted
 
     # The router's thread.
 
@@ -270,3 +275,8 @@ class RouterPort:
                 continue
             with suppress(OSError):
                 tell(notice)
+
+
+def _streaming(counted: Mapping[str, float]) -> Streaming:
+    read, needed, held = (int(counted.get(n, 0)) for n in ("bytes_read", "experts_needed", "experts_held"))
+    return Streaming(read, counted.get("wait_s", 0.0), needed, held)

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -20,7 +20,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import PartLostError
-from phalanx.serve.gateway.worker import explained
+from phalanx.serve.gateway.worker import Streaming, explained
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import Pulled, pull
 from phalanx.serve.workers.page_server import OfferedPages
@@ -67,10 +67,16 @@ class ServingWorker:
     """See the module; ``run`` returns when the worker is sent away or its link ends."""
 
     def __init__(
-        self, engine: Engine, identity: Identity, page_bytes: int, token: str, link: SealedWire
+        self,
+        engine: Engine,
+        identity: Identity,
+        page_bytes: int,
+        token: str,
+        link: SealedWire,
+        streaming: Callable[[], Streaming] | None = None,
     ) -> None:
         self._engine, self._identity, self._page_bytes = engine, identity, page_bytes
-        self._token, self._link = token, link
+        self._token, self._link, self._streaming = token, link, streaming
         self.offered = OfferedPages(look_up=self._look_up)
         self._inbox: queue.SimpleQueue[m.ToWorker | m.Leaving | _Came | _Asked | _Over] = queue.SimpleQueue()
         self._orders: dict[int, m.RunJob] = {}
@@ -238,7 +244,15 @@ class ServingWorker:
         while not self._over.wait(BEAT_S):
             self.offered.expire()
             used, _ = self._engine.pages()
-            beat = m.WorkerBeat(self._steps, tuple(self._orders), used, self._pulled, self._not_pulled)
+            beat = m.WorkerBeat(
+                self._steps,
+                tuple(self._orders),
+                used,
+                self._pulled,
+                self._not_pulled,
+                *self._engine.drafts(),
+                self._streaming() if self._streaming is not None else None,
+            )
             try:
                 self._link.send(m.encode(beat))
             except (CheckpointError, OSError) as error:
