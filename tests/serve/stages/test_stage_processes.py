@@ -105,6 +105,11 @@ def test_texts_of_a_worker_whose_stage_is_killed_go_on_elsewhere_to_the_bit(run_
         assert told(disturbed) == reference
         assert served.count("phalanx_requests_moved_total") >= 1
         until(served.whole)  # the worker and its stage were started again
+        (stage,) = stages_of(served.pids[0])
+        os.kill(stage, signal.SIGKILL)  # while nothing is asked
+        until(lambda: served.count("phalanx_worker_ends_total") >= 2)
+        until(served.whole)
+        assert told(list(ask(served))) == reference
 
 
 def test_a_stage_joins_from_elsewhere_and_ends_with_the_server(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +21,16 @@ from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.door import read_token
+from phalanx.serve.stages.far_stages import FarStage, FarStages
+from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import divided, restored_part
 from phalanx.serve.stages.stage_main import StageTask, join
 from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Request, Sampling, Told
 from serve.packed_runs import DENSE, MIXTURE, make_run
+from serve.workers.services import until
 
 TOKEN = "a token that nobody else has"
 KINDS: dict[str, ModelSpec] = {
@@ -168,6 +173,23 @@ def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(
     engine._far.close()  # type: ignore[attr-defined]
     with pytest.raises(PartLostError, match=r"stage 1 \(layers 3 to 4, 127.0.0.1:\d+\) of the model is gone"):
         engine.step()
+
+
+def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
+    links: list[StageLink] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far_end = socket.create_connection(listener.getsockname())
+        proving = threading.Thread(target=lambda: links.append(StageLink(far_end, TOKEN, "client", "there")))
+        proving.start()
+        here = StageLink(listener.accept()[0], TOKEN, "server", "here")
+        proving.join()
+    far = FarStages([FarStage(1, range(3, 5), here)], 3, 10)
+    links[0].say(m.Here(1, 2))  # what waits to be read is no end
+    assert far.trouble() == ""
+    here.hear()
+    assert far.trouble() == ""
+    links[0].close()
+    assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
 
 
 def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> None:

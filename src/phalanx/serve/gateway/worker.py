@@ -149,14 +149,15 @@ class EngineWorker:
         identity: Identity,
         streaming: Callable[[], Streaming] | None = None,
         step: int | None = None,
+        trouble: Callable[[], str] | None = None,
     ) -> None:
-        """``step`` is told where those of other steps may take over."""
+        """``step`` is told where those of other steps may take over; ``trouble`` tells why the engine can compute nothing any more."""
         self.identity, self._streaming = identity, streaming
         self._engine = engine
         self._asked: queue.SimpleQueue[Request | str | Swap | None] = queue.SimpleQueue()
         self._step = step
         self._swaps = 0
-        self._lost = ""
+        self._lost, self._trouble = "", trouble
         self._told: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Told]]] = {}
         self._first: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -205,7 +206,9 @@ class EngineWorker:
 
     def trouble(self) -> str:
         """See ``WorkerPort``."""
-        return self._lost or ("" if self._thread.is_alive() else "the engine has ended")
+        if not self._thread.is_alive():
+            return self._lost or "the engine has ended"
+        return self._lost or (self._trouble() if self._trouble is not None else "")
 
     def close(self) -> None:
         self._asked.put(None)

@@ -101,6 +101,12 @@ class FarStages:
             )
             begin += nbytes
 
+    def trouble(self) -> str:
+        """Which stage is gone; empty if none is. From any thread."""
+        return next(
+            (_gone(stage, "its connection has ended") for stage in self._far if stage.link.ended()), ""
+        )
+
     def close(self) -> None:
         """Ends all connections, with which the stages end."""
         for stage in self._far:
@@ -135,7 +141,11 @@ class FarStages:
 
     def _lost(self, stage: FarStage, error: Exception) -> PartLostError:
         self.close()
-        return PartLostError(f"{stage} of the model is gone, so nothing can be computed: {error}")
+        return PartLostError(_gone(stage, str(error)))
+
+
+def _gone(stage: FarStage, why: str) -> str:
+    return f"{stage} of the model is gone, so nothing can be computed: {why}"
 
 
 def _bytes(states: Tensor) -> memoryview:

@@ -19,7 +19,7 @@ _ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_U
 
 
 class StageLink:
-    """One end of a connection after the proof; of one thread. Methods raise WireError where it breaks."""
+    """One end of a connection after the proof; of one thread, but for ``ended``. Methods raise WireError where it breaks."""
 
     def __init__(self, connection: socket.socket, token: str, role: Role, peer: str) -> None:
         """Proves to each other that both know ``token``. Raises RefusedError and WireError."""
@@ -32,6 +32,7 @@ class StageLink:
         )
         wire = Wire(secured, peer)
         wire.set_deadline(PROOF_S)
+        self._connection = secured
         self._sealed = SealedWire(wire, token, role, m.PURPOSE)
         wire.set_timeout(None)  # a step may take long, and between two there may be hours
 
@@ -57,6 +58,15 @@ class StageLink:
         while len(found) < nbytes:
             found += self._sealed.receive()
         return found
+
+    def ended(self) -> bool:
+        """Whether the other side is gone, also while nobody says anything; from any thread."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Ends the connection."""

@@ -74,9 +74,11 @@ class ServingWorker:
         token: str,
         link: SealedWire,
         streaming: Callable[[], Streaming] | None = None,
+        trouble: Callable[[], str] | None = None,
     ) -> None:
         self._engine, self._identity, self._page_bytes = engine, identity, page_bytes
         self._token, self._link, self._streaming = token, link, streaming
+        self._trouble = trouble
         self.offered = OfferedPages(look_up=self._look_up)
         self._inbox: queue.SimpleQueue[m.ToWorker | m.Leaving | _Came | _Asked | _Over] = queue.SimpleQueue()
         self._orders: dict[int, m.RunJob] = {}
@@ -243,6 +245,9 @@ class ServingWorker:
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
             self.offered.expire()
+            if self._trouble is not None and (why := self._trouble()):
+                self._inbox.put(_Over(why))
+                return
             used, _ = self._engine.pages()
             beat = m.WorkerBeat(
                 self._steps,

@@ -117,7 +117,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     identity = Identity(
         opened.identity.weights_sha, opened.identity.numerics_id, f"{engine.root.hex()[:16]}-{nbytes}"
     )
-    worker = ServingWorker(engine, identity, nbytes, task.token, link, opened.streaming)
+    worker = ServingWorker(engine, identity, nbytes, task.token, link, opened.streaming, opened.trouble)
     signal.signal(signal.SIGTERM, _Leaving(worker))
     server = PageServer(worker.offered, identity, task.token, task.page_host)
     try:

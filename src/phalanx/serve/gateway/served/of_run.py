@@ -41,7 +41,7 @@ def open_run(
         words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size)
     if opened.note:
         tell(opened.note)
-    return words, EngineWorker(opened.engine, opened.identity, opened.streaming)
+    return words, EngineWorker(opened.engine, opened.identity, opened.streaming, trouble=opened.trouble)
 
 
 def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:

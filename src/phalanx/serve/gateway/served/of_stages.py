@@ -104,6 +104,7 @@ def _opened(served: ServedRun, door: Door, layers: list[range], step: int, seque
         spec,
         step=step,
         note=f"{len(layers)} stages: {parts}",
+        trouble=far.trouble,
     )
 
 

@@ -22,3 +22,5 @@ class OpenedEngine:
     """What whoever started the server is told."""
     streaming: Callable[[], Streaming] | None = None
     """What streaming has done so far, where weights are streamed."""
+    trouble: Callable[[], str] | None = None
+    """Why nothing can be computed any more, empty if it can, where that depends on other processes; from any thread."""
