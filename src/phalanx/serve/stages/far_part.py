@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.kept import kept_as
@@ -20,7 +22,7 @@ from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.stages import messages as m
-from phalanx.serve.stages.far_stages import tensor_of
+from phalanx.serve.stages.far_stages import bytes_of, tensor_of
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import checkpoint_name, restored_part
 from phalanx.traffic.pages import PAGE
@@ -99,7 +101,7 @@ class FarPart:
         passed = self._part.compute(states, spans, step.length, step.asks)
         if passed.readings is not None:
             return m.Passed(0, tuple(passed.readings[n] for n in range(len(step.asks)))), memoryview(b"")
-        sent: memoryview = passed.states.contiguous().flatten().view(torch.uint8).numpy().data
+        sent = bytes_of(passed.states)
         return m.Passed(len(sent)), sent
 
     def _run(self, errands: Sequence[m.Errand]) -> None:
@@ -123,10 +125,6 @@ class FarPart:
 def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
     """Serves as one stage until the service ends; why it could not, empty if it could. ``run_dir`` is where the run is here, by default where it is
     there. Raises WireError where the connection breaks before the layers are open."""
-    from phalanx.checkpoint.format.errors import CheckpointError
-    from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx.run.portable import NotPortableError
-
     link.say(m.Here(number, pid))
     opened = m.to_stage.decode(link.hear())
     if not isinstance(opened, m.Open):

@@ -63,7 +63,7 @@ class FarStages:
         """See ``FarLayers``."""
         readings: Readings = ()
         for stage in self._far:
-            body = _bytes(states)
+            body = bytes_of(states)
             wanted = tuple(asks) if stage is self._far[-1] else ()
             self._say(stage, m.Compute(stage.due(), tuple(spans), length, wanted, len(body)), body)
             passed = self._hear(stage, m.Passed)
@@ -148,7 +148,8 @@ def _gone(stage: FarStage, why: str) -> str:
     return f"{stage} of the model is gone, so nothing can be computed: {why}"
 
 
-def _bytes(states: Tensor) -> memoryview:
+def bytes_of(states: Tensor) -> memoryview:
+    """The bytes of states, straight from their memory."""
     data: memoryview = states.contiguous().flatten().view(torch.uint8).numpy().data
     return data
 
