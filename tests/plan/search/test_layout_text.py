@@ -10,7 +10,7 @@ from phalanx.hardware.catalog import cluster
 from phalanx.plan.search.layout_text import read_layout
 from phalanx.plan.search.query import Aim, RequestError, job_of, run_of_model, with_modes_asked
 from phalanx.plan.search.search import search
-from phalanx.plan.search.space import Options, requirement
+from phalanx.plan.search.space.options import Options, requirement
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.workload.candidates import Candidates
 from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, PlannedLayout, layout_field
@@ -74,6 +74,7 @@ def test_a_switch_is_on_or_off(switch: str) -> None:
 @pytest.mark.parametrize(
     ("conditions", "says"),
     [
+        (("zero=9",), r"condition zero=9 leaves no layout: .* has 2, 3$"),
         (("tp=3",), r"condition tp=3 leaves no layout: .* 1, 2, 4, 8"),
         (("tp<2", "tp>2"), r"condition tp>2, together with tp<2, leaves no layout: .* has 1$"),
         (

@@ -16,7 +16,8 @@ from phalanx.hardware.catalog import cluster
 from phalanx.plan.search.advice import parallel_of, run_of_layout
 from phalanx.plan.search.layout_text import written_layout
 from phalanx.plan.search.query import job_of
-from phalanx.plan.search.space import Options, exclusions, space
+from phalanx.plan.search.space.axes import exclusions, space
+from phalanx.plan.search.space.options import Options
 from phalanx.plan.workload.candidates import divisors
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job

@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.hardware.overrides import with_value
 from phalanx.plan.search.query import OWN, RequestError, problems_of, steps_for
 from phalanx.plan.search.search import search
-from phalanx.plan.search.space import Options
+from phalanx.plan.search.space.options import Options
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.spec import MemorySpec, ParallelSpec, PrecisionSpec, RunSpec

@@ -140,13 +140,14 @@ def _value(name: str, value: str, job: Job) -> int | str | bool:
             raise RequestError(f"--layout: {name}={value}: take one of {', '.join(words[name])}")
         return value
     stages = job.stack.zero_stages
-    if name == "zero" and value.isdigit() and int(value) not in stages:
+    whole = value.isascii() and value.isdigit()
+    if name == "zero" and whole and int(value) not in stages:
         raise RequestError(
             f"--layout: zero={value}: the stack {job.stack.name!r} has {', '.join(map(str, stages))}"
         )
     if name in _FROM_ZERO[1:] and value not in ("0", "1"):
         raise RequestError(f"--layout: {name}={value}: write 1 for yes or 0 for no")
-    if not value.isdigit() or (int(value) < 1 and name not in _FROM_ZERO):
+    if not whole or (int(value) < 1 and name not in _FROM_ZERO):
         raise RequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
     return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)
 

@@ -30,7 +30,7 @@ from phalanx.plan.search.query import (
     with_modes_asked,
 )
 from phalanx.plan.search.search import NothingFitsError, SearchResult, search
-from phalanx.plan.search.space import Options
+from phalanx.plan.search.space.options import Options
 from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
 from phalanx.plan.whole_run.data_reading import DataNeed, stored_sample_bytes

@@ -21,7 +21,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.plan.evidence.learned import Evidence, evidence_for, generation_of, learned
 from phalanx.plan.run_fields import SEARCHED
 from phalanx.plan.search.search import Objective
-from phalanx.plan.search.space import Options
+from phalanx.plan.search.space.options import Options
 from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.foreign_stacks import STACKS, stack_on
 from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of

@@ -18,7 +18,8 @@ import numpy as np
 
 from phalanx.plan.search.front import Front, Point, unbeaten
 from phalanx.plan.search.room import LEAST_ROOM, free_share, with_room_first
-from phalanx.plan.search.space import AXES, Options, exclusions, finer_space, space
+from phalanx.plan.search.space.axes import AXES, exclusions, finer_space, space
+from phalanx.plan.search.space.options import Options
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, estimated, prepare
 from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints, candidates_of
 from phalanx.plan.workload.planned_layout import PlannedLayout
