@@ -11,23 +11,23 @@ no independent evidence of another: with an intraclass correlation r (Donner, In
 count as n / (1 + (n - 1) r). A software with runs on the accelerator has a band of its own, of what was left over of its models and
 of the pool, in which the pool counts as ``PRIOR`` models.
 
+A band learned from few is too narrow for one more: of n independent runs, the k-th smallest is above the next one with probability
+k / (n + 1), whatever their distribution (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005; Lei et al., JASA
+113, 2018). So a band's quantiles are taken at positions of n + 1, where n is the number of independent runs that a sample is worth.
+
 How honest a band is, ``coverage`` tells: for each software, bands are learned from all others (and, for ``here``, from its other models,
 with factors that do not know the model), and its runs are counted that they hold.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-
-import msgspec
+from statistics import fmean, median
 
 from phalanx.plan.evidence.band import LEVELS, Band
 from phalanx.plan.evidence.learned import (
@@ -39,45 +39,12 @@ from phalanx.plan.evidence.learned import (
     SoftwareRecord,
     evidence_for,
 )
-from validation.compare import Outcome
-from validation.factors import PRIOR, CalibrationPoint, fitted
+from validation.factors import PRIOR, fitted
+from validation.judged import Judged
 from validation.runs import TABLE
 
-RESIDUALS = Path(__file__).parent / "data" / "residuals.csv"
-"""Ratios of every row that was judged, so that what is learned from them can be checked without judging them again."""
 COMMAND = "python -m validation --learn"
 KINDS: tuple[Kind, ...] = ("here", "elsewhere", "never")
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One published run: measured over predicted time with the facts of its software and without, and its utilization."""
-
-    run: str
-    origin: str
-    software: str
-    accelerator: str
-    model: str
-    mixture: bool
-    precision: str
-    ratio: float
-    """Measured over predicted time, with the facts of the software and no factor."""
-    unseen_ratio: float
-    """The same, predicted as if the planner had not seen the software."""
-    mfu: float
-    """Measured model FLOP, attention causal, over the dense peak of the format."""
-
-    @property
-    def subject(self) -> tuple[str, str]:
-        """Runs that share it are no independent evidence of each other."""
-        return self.model, self.accelerator
-
-    @cached_property
-    def point(self) -> CalibrationPoint:
-        """The run as a point for the fit of factors."""
-        return CalibrationPoint(
-            self.software, self.accelerator, self.model, self.run, self.ratio, self.mixture
-        )
 
 
 @dataclass(frozen=True)
@@ -94,53 +61,6 @@ class LeftOut:
     def error(self) -> float:
         """Predicted over measured, less one."""
         return 1 / self.ratio - 1
-
-
-def judged_rows(outcomes: Sequence[Outcome], unseen: Sequence[Outcome]) -> tuple[Judged, ...]:
-    """Rows that have a time, each as its software and as one that the planner has not seen."""
-    return tuple(
-        _judged(known, other)
-        for known, other in zip(outcomes, unseen, strict=True)
-        if known.time and known.estimate and other.time
-    )
-
-
-def _judged(known: Outcome, other: Outcome) -> Judged:
-    setup, time, point = known.setup, known.time, known.point
-    assert setup is not None, "a row with a time has a setup"
-    assert time is not None, "the caller chose rows with a time"
-    assert point is not None, "a row with a time is a point"
-    assert known.estimate is not None, "a row with a time has an estimate"
-    assert other.time is not None, "the caller chose rows with a time"
-    precision = known.estimate.layout.precision
-    accelerator = setup.job.cluster.accelerator
-    flops = setup.job.workload.counts.flops_per_token_causal * known.estimate.tokens / known.estimate.ranks
-    return Judged(
-        run=known.run.id,
-        origin=known.run.origin,
-        software=point.software,
-        accelerator=accelerator.key,
-        model=point.model,
-        mixture=point.mixture,
-        precision=precision,
-        ratio=round(point.ratio, 5),
-        unseen_ratio=round(other.time.measured_s / other.time.predicted_s, 5),
-        mfu=round(flops / time.measured_s / accelerator.flops[precision].value, 5),
-    )
-
-
-def write_judged(rows: Iterable[Judged], path: Path = RESIDUALS) -> None:
-    """Writes rows to a CSV file whose columns are the fields of ``Judged``."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(field.name for field in fields(Judged))
-        writer.writerows([getattr(row, field.name) for field in fields(Judged)] for row in rows)
-
-
-def read_judged(path: Path = RESIDUALS) -> tuple[Judged, ...]:
-    """Reads what ``write_judged`` wrote."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return tuple(msgspec.convert(cells, Judged, strict=False) for cells in csv.DictReader(file))
 
 
 def _log_factor(kind: Kind, row: Judged, software: Sequence[Judged]) -> float | None:
@@ -186,13 +106,28 @@ Weighted = list[tuple[float, float]]
 """Logarithms of ratios, each with its weight."""
 
 
-def _pooled(left: Sequence[_Left]) -> Weighted:
-    """Runs weighted so that each software counts as as many as its intraclass correlation leaves; the weights sum to one."""
-    sizes = Counter(one.row.software for one in left)
-    correlation = intraclass([[x.log for x in left if x.row.software == name] for name in sizes])
-    weights = [1 / (1 + (sizes[one.row.software] - 1) * correlation) for one in left]
+@dataclass(frozen=True)
+class Sample:
+    """What is left over of some runs, weighted."""
+
+    values: Weighted
+    """The weights sum to one."""
+    worth: float
+    """Number of independent runs that say as much."""
+
+
+def _pooled(left: Sequence[_Left]) -> Sample:
+    """Runs weighted so that each software counts as as many as its intraclass correlation leaves."""
+    return _grouped([(one.row.software, one.log) for one in left])
+
+
+def _grouped(left: Sequence[tuple[Hashable, float]]) -> Sample:
+    """Logarithms by group, weighted so that each group counts as as many runs as its intraclass correlation leaves."""
+    sizes = Counter(group for group, _ in left)
+    correlation = intraclass([[log for group, log in left if group == name] for name in sizes])
+    weights = [1 / (1 + (sizes[group] - 1) * correlation) for group, _ in left]
     total = sum(weights)
-    return [(one.log, weight / total) for one, weight in zip(left, weights, strict=True)]
+    return Sample([(log, weight / total) for (_, log), weight in zip(left, weights, strict=True)], total)
 
 
 def intraclass(groups: Sequence[Sequence[float]]) -> float:
@@ -210,14 +145,19 @@ def intraclass(groups: Sequence[Sequence[float]]) -> float:
     return min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
 
 
-def _with_own(pool: Weighted, own: Sequence[_Left]) -> Weighted:
-    """The pool, which counts as ``PRIOR`` models, and what is left over of a software's own models."""
+def _with_own(pool: Sample, own: Sequence[_Left]) -> Sample:
+    """The pool, which counts as ``PRIOR`` models, and what is left over of a software's own models.
+
+    Worth of unequal weights as Kish has it (Survey Sampling, 1965): the square of their sum over the sum of their squares.
+    """
     models = len({one.row.subject for one in own})
     share = models / (models + PRIOR)
-    return [
-        *((log, weight * (1 - share)) for log, weight in pool),
+    values = [
+        *((log, weight * (1 - share)) for log, weight in pool.values),
         *((one.log, share / len(own)) for one in own),
     ]
+    mine = _grouped([(one.row.subject, one.log) for one in own])
+    return Sample(values, 1 / ((1 - share) ** 2 / pool.worth + share**2 / mine.worth))
 
 
 def quantile(values: Weighted, level: float) -> float:
@@ -234,13 +174,22 @@ def quantile(values: Weighted, level: float) -> float:
     return last_value
 
 
-def _band(values: Weighted, factor: float = 1.0) -> Band:
-    return Band(tuple(round(math.exp(quantile(values, level)) / factor, 4) for level in LEVELS))
+def position(level: float, worth: float) -> float:
+    """Quantile of a sample, counted in the middles of its runs, that one more run is below with probability ``level``.
+
+    It is beyond 0 or 1 where the sample is too small to say: there its least or largest value stands.
+    """
+    return (level * (worth + 1) - 0.5) / worth
 
 
-def _factor(kind: Kind, values: Weighted) -> float:
+def _band(sample: Sample, factor: float = 1.0) -> Band:
+    found = (quantile(sample.values, position(level, sample.worth)) for level in LEVELS)
+    return Band(tuple(round(math.exp(log) / factor, 4) for log in found))
+
+
+def _factor(kind: Kind, sample: Sample) -> float:
     """The bias of unseen software is applied, but none is credited with being faster than predicted."""
-    return max(1.0, round(math.exp(quantile(values, 0.5)), 4)) if kind == "never" else 1.0
+    return max(1.0, round(math.exp(quantile(sample.values, 0.5)), 4)) if kind == "never" else 1.0
 
 
 def learn(rows: Sequence[Judged], table: Path = TABLE) -> Learned:
@@ -335,7 +284,7 @@ def left_out(rows: Sequence[Judged]) -> tuple[LeftOut, ...]:
     return tuple(found)
 
 
-def _judge(kind: Kind, mine: Sequence[_Left], pool: Weighted, software: Sequence[Judged]) -> list[LeftOut]:
+def _judge(kind: Kind, mine: Sequence[_Left], pool: Sample, software: Sequence[Judged]) -> list[LeftOut]:
     """Runs of one software, with a band from the ``pool`` of others and, unless it is ``never``, from its own models elsewhere."""
     if kind == "never":
         factor = _factor(kind, pool)
@@ -357,6 +306,14 @@ def _judge(kind: Kind, mine: Sequence[_Left], pool: Weighted, software: Sequence
 def coverage(found: Sequence[LeftOut], level: float) -> float:
     """Share of left-out runs within the central band that leaves ``level`` on each side."""
     return sum(one.band.holds(one.ratio, level) for one in found) / len(found)
+
+
+def program_coverage(found: Sequence[LeftOut], level: float) -> float:
+    """The mean of ``coverage`` over programs, dense models and mixtures apart: what new software may expect, whoever published most."""
+    programs: dict[tuple[str, bool], list[LeftOut]] = {}
+    for one in found:
+        programs.setdefault((one.judged.software, one.judged.mixture), []).append(one)
+    return fmean(coverage(mine, level) for mine in programs.values())
 
 
 def with_coverage(table: Learned, found: Sequence[LeftOut]) -> Learned:

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.plan.evidence.learned import TABLE as LEARNED
-from validation.bands import RESIDUALS, judged_rows, learn, left_out, read_judged, with_coverage, write_judged
-from validation.compare import Outcome, Validation, errors, outcome_of, validate
+from validation.bands import learn, left_out, with_coverage
+from validation.compare import Outcome, Validation, errors, unseen_outcome_of, validate
 from validation.document import document
+from validation.judged import RESIDUALS, judged_rows, read_judged, write_judged
 from validation.runs import PublishedRun, PublishedRunError, read_published
-from validation.software import unseen_software_of_run
 
 
 @click.command()
@@ -70,7 +70,7 @@ def command(table: Path | None, as_json: bool, report: Path | None, learning: bo
 
 def _learn(found: Validation) -> None:
     """Writes what is left over of every row, and the table of factors and bands that comes with the package."""
-    unseen = [outcome_of(outcome.run, unseen_software_of_run(outcome.run)) for outcome in found.outcomes]
+    unseen = [unseen_outcome_of(outcome.run) for outcome in found.outcomes]
     rows = judged_rows(found.outcomes, unseen)
     write_judged(rows)
     learned = with_coverage(learn(rows), left_out(rows))

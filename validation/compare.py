@@ -23,7 +23,7 @@ from phalanx.plan.workload.planned_layout import PlannedLayout
 from validation.factors import NO_SCALAR, CalibrationPoint, Scalar, scalar_for, scalars
 from validation.runs import Excluded, PublishedRun, measured_step, read_published
 from validation.setup import Setup, counts_of, setup_of
-from validation.software import RunSoftware
+from validation.software import RunSoftware, unseen_software_of_run
 
 MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what"]
 
@@ -227,6 +227,11 @@ def outcome_of(run: PublishedRun, trained: RunSoftware | None = None) -> Outcome
     return Outcome(run, "", setup, estimate, time, memory)
 
 
+def unseen_outcome_of(run: PublishedRun) -> Outcome:
+    """``outcome_of`` with the row's software as one that the planner has not seen."""
+    return outcome_of(run, unseen_software_of_run(run))
+
+
 def _estimate(setup: Setup) -> Estimate:
     """Estimate of the fastest choice that fits; if none does, of the one that needs least memory."""
     if len(setup.choices) > 1:
@@ -278,14 +283,20 @@ def errors(values: Iterable[float]) -> Errors | None:
     return Errors(len(found), median(map(abs, found)), max(found, key=abs), median(found))
 
 
-def sweeps(outcomes: Sequence[Outcome]) -> list[Sweep]:
-    """Rows that differ in nothing but their layout, where there are several layouts."""
+def sweeps(outcomes: Sequence[Outcome], predicted_s: Mapping[str, float] | None = None) -> list[Sweep]:
+    """Rows that differ in nothing but their layout, where there are several layouts.
+
+    The choice is by the times that were predicted, or by ``predicted_s``, other predictions by the row's name. A factor of the
+    software changes no choice, since it is the same for all layouts of one model on the same machines.
+    """
     groups: dict[tuple[object, ...], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.time is not None:
             groups.setdefault(_question(outcome), []).append(outcome)
     return [
-        _sweep(members) for members in groups.values() if len({_answer(member) for member in members}) > 1
+        _sweep(members, predicted_s or {})
+        for members in groups.values()
+        if len({_answer(member) for member in members}) > 1
     ]
 
 
@@ -303,13 +314,14 @@ def _answer(outcome: Outcome) -> PlannedLayout:
     return outcome.estimate.layout
 
 
-def _sweep(members: Sequence[Outcome]) -> Sweep:
-    measured: dict[PlannedLayout, list[Time]] = {}
+def _sweep(members: Sequence[Outcome], predicted_s: Mapping[str, float]) -> Sweep:
+    measured: dict[PlannedLayout, list[tuple[float, float]]] = {}
     for member in members:
         if member.time is not None:
-            measured.setdefault(_answer(member), []).append(member.time)
+            predicted = predicted_s.get(member.run.id, member.time.predicted_s)
+            measured.setdefault(_answer(member), []).append((member.time.measured_s, predicted))
     # A layout that was measured more than once is one layout, and its best time is what it can do.
-    pairs = [(min(t.measured_s for t in times), times[0].predicted_s) for times in measured.values()]
+    pairs = [(min(time for time, _ in times), times[0][1]) for times in measured.values()]
     best = min(time for time, _ in pairs)
     chosen = min(pairs, key=lambda pair: pair[1])[0]
     run = members[0].run

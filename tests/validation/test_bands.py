@@ -13,20 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.evidence.learned import learned
-from validation.bands import (
-    KINDS,
-    Judged,
-    LeftOut,
-    coverage,
-    intraclass,
-    judged_rows,
-    learn,
-    left_out,
-    quantile,
-    read_judged,
-    write_judged,
-)
+from validation.bands import KINDS, LeftOut, coverage, intraclass, learn, left_out, position, quantile
 from validation.compare import outcome_of
+from validation.judged import Judged, judged_rows, read_judged, write_judged
 from validation.runs import TABLE, read_published
 from validation.software import unseen_software_of_run
 
@@ -41,11 +30,13 @@ def left() -> tuple[LeftOut, ...]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bands_for_eighty_of_a_hundred_hold_as_many_runs_of_software_that_was_left_out(kind: str) -> None:
+    # Where software was never seen, bands of few programs are wide rather than narrow.
+    more = 0.05 if kind == "never" else 0.0
     for mixture in (False, True):
         found = [one for one in left() if (one.kind, one.judged.mixture) == (kind, mixture)]
         if len({one.judged.software for one in found}) >= FEWEST_PROGRAMS:
-            assert 0.73 <= coverage(found, 0.1) <= 0.87
-    assert 0.75 <= coverage([one for one in left() if one.kind == kind], 0.1) <= 0.85
+            assert 0.75 <= coverage(found, 0.1) <= 0.85 + more
+    assert 0.75 <= coverage([one for one in left() if one.kind == kind], 0.1) <= 0.85 + more
 
 
 def test_the_packages_table_is_what_the_runs_that_were_judged_say() -> None:
@@ -97,6 +88,16 @@ def test_what_a_left_out_software_did_changes_nothing_of_the_band_that_it_is_jud
 def test_a_quantile_is_between_the_least_and_the_largest_value(values: list[float], level: float) -> None:
     found = quantile([(value, 1.0) for value in values], level)
     assert min(values) - 1e-9 <= found <= max(values) + 1e-9
+
+
+@given(values=st.lists(st.integers(-9, 9), min_size=1, max_size=12, unique=True), data=st.data())
+def test_of_n_runs_the_kth_smallest_stands_where_one_more_is_below_with_k_in_n_plus_1(
+    values: list[int], data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(1, len(values)))
+    level = position(rank / (len(values) + 1), len(values))
+    found = quantile([(float(value), 1.0) for value in values], level)
+    assert found == pytest.approx(sorted(values)[rank - 1])
 
 
 @pytest.mark.parametrize(

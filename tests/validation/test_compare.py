@@ -194,6 +194,17 @@ def test_regret_is_the_measured_price_of_the_planners_choice() -> None:
     assert found[0].regret == pytest.approx(chosen.measured_s / best - 1)
 
 
+def test_other_predictions_choose_other_layouts() -> None:
+    outcomes = validated().outcomes
+    timed = [outcome for outcome in outcomes if outcome.time is not None][:2]
+    regrets = []
+    for favored in timed:
+        predicted = {outcome.run.id: 1.0 if outcome is favored else 2.0 for outcome in timed}
+        regrets.append(sweeps(outcomes, predicted)[0].regret)
+    assert min(regrets) == 0.0
+    assert max(regrets) == pytest.approx(2 * sweeps(outcomes)[0].mean_regret)
+
+
 def test_layouts_that_recompute_different_parts_are_different_layouts() -> None:
     rows = tuple(
         row(GPT3, id=part, recompute=f"selective({part})", tokens_per_s_per_gpu=rate)

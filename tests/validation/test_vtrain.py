@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from validation.compare import outcome_of
+from validation.compare import outcome_of, sweeps
 from validation.setup import model_of
-from validation.vtrain import micro_batch_work, runs_of, summary
+from validation.vtrain import choices, micro_batch_work, runs_of, summary
 
 _COLUMNS = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
@@ -38,6 +38,13 @@ def test_a_row_is_predicted_in_its_own_layout_and_its_time_is_in_seconds() -> No
     ((name, count, middle, mean, bias, _),) = summary([outcome], micro_batch_work)
     assert (name, count) == ("15 to 60 G", 1)
     assert middle == mean == abs(bias) == abs(outcome.time.error)
+
+
+def test_rows_of_one_model_in_several_layouts_are_a_choice() -> None:
+    slower = _ROW.replace("2,2,2,250.5", "4,2,1,501.0")
+    outcomes = [outcome_of(run) for run in runs_of([_COLUMNS, _ROW, slower], "one-node")]
+    assert "1 choices: mean regret" in choices(sweeps(outcomes))
+    assert choices([]) == "no model was measured in several layouts"
 
 
 def test_a_missing_column_is_named() -> None:

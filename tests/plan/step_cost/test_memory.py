@@ -32,8 +32,9 @@ def test_a_small_gpt_holds_what_is_worked_out_by_hand() -> None:
     parameters = 2 * vocab * width + depth * (12 * width**2 + 2 * width) + width
     # Weights and gradients of Adam in mixed precision: 2 + 4 + 4 + 8 bytes.
     state = 18 * parameters
-    # Korthikanti et al., arXiv 2205.05198, equation 1, for each layer; beside them the input and the output of the last norm.
-    kept = seq * width * (depth * (34 + 5 * heads * seq / width) + 2 + 2)
+    # Korthikanti et al., arXiv 2205.05198, equation 1, for each layer; beside them the input and the output of the last norm, and
+    # the mask of the embedding's dropout (section 4.3).
+    kept = seq * width * (depth * (34 + 5 * heads * seq / width) + 2 + 2 + 1)
     # Backward needs the gradients of attention's scores, softmax, mask and values at once; the logits are smaller.
     moment = seq * width * (5 * heads * seq / width + 2)
     assert vocab * seq * 8 < moment

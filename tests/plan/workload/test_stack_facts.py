@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from phalanx.plan.step_cost import kernels
 from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.workload.candidates import Recompute
-from phalanx.plan.workload.foreign_stacks import MEGATRON
+from phalanx.plan.workload.foreign_stacks import MEGATRON, MEGATRON_2022
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import AttentionPath, Overlap
 from phalanx.run.layout import Layout
-from plan.jobs import LAYOUTS, job, planned
+from plan.jobs import LAYOUTS, job, planned, small_gpt
 
 MIXTURE = planned(Layout(shard=64, expert=16), zero=1)
 """Experts on two nodes, so that tokens cross the network."""
@@ -92,6 +92,33 @@ def test_what_a_graph_replays_costs_the_host_nothing() -> None:
     ]
     assert waits[0] > waits[1] > waits[2]
     assert with_facts(MIXTURE, "qwen3-30b-a3b", kernels={"launch_s": 0.0}).time["host"] == 0
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 15 + 4 + 12)])
+def test_the_host_of_a_layer_of_2022_makes_as_many_calls_as_its_source_says(
+    recompute: str, again: int
+) -> None:
+    """Megatron-LM 55ba1f7b, megatron/model/transformer.py and megatron/mpu, by hand.
+
+    Forward, 15 kernels: two norms, four products, the bias of queries, keys and values, attention's five (scores, softmax, dropout,
+    product, copy), the activation, and two sums of bias, dropout and residual; and four calls for the state of random numbers.
+    Backward, 42: of both norms three each and four sums; two of each product; of four biases a sum over rows and one over
+    micro-batches; attention's ten; two of the activation; four of the sums. A checkpoint's states are twelve calls.
+    """
+    stack = dataclasses.replace(
+        MEGATRON_2022, kernels=dataclasses.replace(MEGATRON_2022.kernels, launch_s=1.0), tax_per_doubling=0
+    )
+    few, many = (
+        estimate(
+            dataclasses.replace(
+                small_gpt(), stack=stack, workload=dataclasses.replace(small_gpt().workload, model=model)
+            ),
+            planned(Layout(), zero=0, recompute=recompute),
+        ).step_s
+        for model in (dataclasses.replace(small_gpt().workload.model, layers=depth) for depth in (4, 8))
+    )
+    micro_batches = 2
+    assert (many - few) / (4 * micro_batches) == pytest.approx(15 + 4 + 42 + again, rel=1e-3)
 
 
 def test_the_last_of_n_contiguous_pieces_attends_almost_twice_the_mean() -> None:

@@ -199,10 +199,16 @@ class _RankShare:
         hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
         found[:, CATEGORIES.index("context_comm")] -= hidden
         parts[PARTS.index("core")] -= hidden[0]
-        device = found.sum(axis=1)
+        device, facts = found.sum(axis=1), self.job.stack.kernels
+        launches[0] += facts.random_states * (core[0] > 0)
         found[:, CATEGORIES.index("host")] = self._host(launches, device)
         # Part by part the host is as far behind as in the whole.
-        return found, parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30)), paired
+        again = parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30))
+        further = launches[:1] + facts.checkpoint_states * (core[:1] > 0)
+        again[PARTS.index("residual")] += (
+            self._host(further, device[:1]) - self._host(launches[:1], device[:1])
+        )[0]
+        return found, again, paired
 
     def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
         """Seconds of the transfer of keys and values that attention with the previous blocks hides, by phase."""
@@ -238,8 +244,8 @@ class _RankShare:
         if isinstance(operation, AttentionCore):
             return np.stack([ones, 2 * ones, 0 * ones]) * self.keys.context
         if isinstance(operation, Pointwise):
-            each = self._kernels(operation)
-            return np.stack([each, 2 * each, 0 * each])
+            forward, backward = self._kernels(operation)
+            return np.stack([forward, backward, 0 * forward])
         size = self._members(operation)
         return np.stack([ones, ones, 0 * ones]) * np.where(size > 1, _EXCHANGE_LAUNCHES, 0)
 
@@ -326,8 +332,10 @@ class _RankShare:
         """Experts of a rank out of ``experts``; one for operations that are not repeated for each expert."""
         return experts / self.keys.expert if experts else np.ones(len(self.keys.tensor))
 
-    def _kernels(self, operation: Pointwise) -> Floats:
-        return operation.kernels * self._passes * self._local(operation.experts)
+    def _kernels(self, operation: Pointwise) -> tuple[Floats, Floats]:
+        """Kernels forward and backward."""
+        each = self._passes * self._local(operation.experts)
+        return operation.kernels * each, (operation.backward_kernels or 2 * operation.kernels) * each
 
     @property
     def _passes(self) -> int:
@@ -337,9 +345,11 @@ class _RankShare:
     def _pointwise(self, operation: Pointwise) -> Floats:
         passes = self._passes
         elements = self.rows(operation.rows) / self.over(operation.over) * self.precision.activation_bytes
+        each = self._kernels(operation)[0]
+        starts = each, self._kernels(operation)[1] if operation.backward_kernels else each
         forward, backward = (
-            kernels.memory_bound_s(self.job.profile, elements * passes * count, self._kernels(operation))
-            for count in (operation.forward, operation.backward)
+            kernels.memory_bound_s(self.job.profile, elements * passes * count, number)
+            for count, number in zip((operation.forward, operation.backward), starts, strict=True)
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 

@@ -205,6 +205,9 @@ def activation_bytes(
     kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
     if job.stack.activations.stage_outputs:
         kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
+    if job.stack.activations.dropout:
+        # The embedding's dropout is part of no layer that is computed again (arXiv 2205.05198, section 4.3).
+        kept = kept + place.counts[2] * costs.of(costs.kept_bytes, 2, 0)
     kept = kept * in_flight(pipes, place.rank)
     # The end of the model is computed backward as soon as it was computed forward.
     kept = kept + place.counts[3] * per_layer[3]

@@ -90,6 +90,8 @@ def _priced(operation: Operation, workload: Workload, stack: Stack) -> Layer:
                 2 * operation.width,
                 4 * operation.width,
                 kernels=operation.kernels,
+                # The input's gradient, both sums over rows in two steps, and both added to sums over micro-batches.
+                backward_kernels=5 * operation.kernels * stack.kernels.small_gradients,
             )
             return Layer((moved,), (KeptTensor(operation.part, "gathered", operation.width, operand=True),))
         case Rotation():
@@ -115,18 +117,37 @@ def _priced(operation: Operation, workload: Workload, stack: Stack) -> Layer:
 
 
 def _product(product: MatrixProduct, stack: Stack) -> Layer:
+    biases = _biases(product) if stack.kernels.small_gradients and not product.wide else ()
     if not product.kept:
-        return Layer((product,))
+        return Layer((product, *biases))
     narrow = product.experts > 0 and stack.experts.narrow_gates
     own = product.columns - product.key_columns
     kept = [KeptTensor(product.part, product.rows, own, product.columns_over, operand=narrow)]
     if product.key_columns:
         kept.append(KeptTensor(product.part, product.rows, product.key_columns, "key_heads"))
-    return Layer((product,), tuple(kept))
+    return Layer((product, *biases), tuple(kept))
+
+
+def _biases(product: MatrixProduct) -> tuple[Pointwise, ...]:
+    """The bias of a product: backward it is summed over rows, and added to its sum; forward the next kernel adds it, if it is pointwise."""
+    apart = product.part == "projection"
+    return (
+        Pointwise(
+            product.part,
+            product.rows,
+            2 * product.columns * apart,
+            product.columns,
+            product.columns_over,
+            kernels=int(apart),
+            backward_kernels=2,
+        ),
+    )
 
 
 def _rotation(rotation: Rotation, stack: Stack) -> Layer:
     # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
+    if not stack.attention.rotary:
+        return Layer()
     forward, backward, kernels = (12, 13, 12) if stack.attention.turns_apart else (2, 2, 2)
     normed = bool(rotation.norms)
     moved = Pointwise(
@@ -229,8 +250,10 @@ def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
 def _dropout(dropout: Dropout, stack: Stack) -> Layer:
     if not stack.activations.dropout:
         return Layer()
-    masks = KeptTensor("out", "local", 2 * dropout.width, bytes=1)
-    return Layer((Pointwise("out", "local", 4, 4),), (masks,))
+    results = dropout.results
+    masks = KeptTensor("out", "local", results * dropout.width, bytes=1)
+    # One kernel adds bias, dropout and residual: those of the sum are counted.
+    return Layer((Pointwise("out", "local", 2 * results, 2 * results, kernels=0),), (masks,))
 
 
 def _loss_passes(stack: Stack) -> tuple[float, float]:

@@ -5,7 +5,11 @@ Transformer Engine's grouped products run on four streams. Megatron Core weights
 and the weights' gradient from these (deepseek-ai/TileKernels, tests/quant/test_swiglu_backward_and_per_token_cast.py);
 torchao's float8 products, which FSDP2's users take, keep their operand in bf16 (float8_linear.py). "megatron-2022" and "deepspeed"
 are without flash attention, with dropout, as published then. Megatron-LM's sends then block: p2p_communication.py waits for
-every request and then for the device (torch.cuda.synchronize). PyTorch, which FSDP is of, runs one kernel for each pointwise
+every request and then for the device (torch.cuda.synchronize). Their layers, and Megatron-DeepSpeed's, which are the same, have biases,
+dropout and learned positions (megatron/model/transformer.py, 55ba1f7b of May 2022): of a bias, and of a norm's weight and bias, backward takes
+a sum over rows, and a kernel adds each to main_grad (megatron/model/distributed.py); apex's norm takes three kernels backward; the bias of
+queries, keys and values is added apart. Dropout of attention forks the state of random numbers by four calls, and a checkpointed layer gets and sets
+three states four times (megatron/mpu/random.py). PyTorch, which FSDP is of, runs one kernel for each pointwise
 operation unless a model is compiled. DeepSpeed's buckets for reducing and gathering are of 5e8 elements of
 two bytes, and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
 (bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of
@@ -38,6 +42,8 @@ _MEGATRON_STATES = (
 )
 _MEGATRON_SCHEDULES = ("1f1b", "interleaved")
 _ACCUMULATING = Kernels(accumulating_bytes=8)
+_OF_2022 = replace(_ACCUMULATING, small_gradients=True, random_states=4, checkpoint_states=12)
+_ATTENTION_OF_2022 = AttentionPath(flash=False, rotary=False)
 
 MEGATRON = Stack(
     "megatron",
@@ -74,8 +80,8 @@ DEEPSPEED = Stack(
     schedules=("1f1b",),
     split="even",
     overlap=Overlap(data=0.0, blocking_sends=True),
-    kernels=_ACCUMULATING,
-    attention=AttentionPath(flash=False),
+    kernels=_OF_2022,
+    attention=_ATTENTION_OF_2022,
     activations=KeptActivations(stage_outputs=True, dropout=True),
     allocator=Allocator(context_bytes=1.65e9, further_communicators=5, buffer_bytes=2e9),
 )
@@ -92,8 +98,8 @@ MEGATRON_2022 = Stack(
     schedules=_MEGATRON_SCHEDULES,
     split="even",
     overlap=Overlap(data=0.0, blocking_sends=True, scattered_sends=True),
-    kernels=_ACCUMULATING,
-    attention=AttentionPath(flash=False),
+    kernels=_OF_2022,
+    attention=_ATTENTION_OF_2022,
     activations=KeptActivations(dropout=True),
 )
 DEEPSEEK = Stack(

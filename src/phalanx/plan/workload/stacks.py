@@ -130,6 +130,13 @@ class Kernels:
     graphs) or compiled into one program. Fitted on published runs of small mixtures, which wait for the host."""
     graphed: frozenset[str] = frozenset()
     """Parts of a layer (``phalanx.plan.workload.candidates.PARTS``) that CUDA graphs replay: the host launches them at no cost."""
+    small_gradients: bool = False
+    """True if products have biases, and norms weights and biases, whose gradients kernels of their own sum over rows and add to
+    sums over micro-batches."""
+    random_states: int = 0
+    """Calls of the host in a layer's forward pass that get or set the state of random numbers; each is taken for a launch."""
+    checkpoint_states: int = 0
+    """The same calls when a whole layer is computed again, beside those of its forward pass."""
     blocking_launches: bool = False
     """True if the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
     product_rate: float = 1.0
@@ -143,6 +150,8 @@ class AttentionPath:
     flash: bool = True
     narrow: bool = False
     """True if attention multiplies in fp8 where other products are narrow."""
+    rotary: bool = True
+    """False if nothing is rotated, since positions are learned or biases of the scores, as in GPT-3 and BLOOM."""
     turns_apart: bool = False
     """True if queries and keys are rotated to their positions by several small kernels rather than by one."""
     exchange: Literal["ring", "gather"] = "ring"

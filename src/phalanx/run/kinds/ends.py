@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.run.kinds.operations import (
+    Dropout,
     KeptTensor,
     LayerExchange,
     LossOfScores,
@@ -53,6 +54,7 @@ def embedding_operations(model: ModelSpec) -> tuple[Operation, ...]:
     return (
         Pointwise("norm", "tokens", 2 * model.dim, 3 * model.dim),
         LayerExchange("norm", "scatter", model.dim),
+        Dropout(model.dim, results=1),
     )
 
 

@@ -173,9 +173,10 @@ class AroundExperts:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of both results that a block adds to the residual stream, ``width`` wide, where the stack has it."""
+    """Dropout of results ``width`` wide where the stack has it: of both that a block adds to the residual stream, or of the embedding."""
 
     width: int
+    results: int = 2
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,8 @@ class Pointwise:
     backward: float
     over: Axis = "none"
     kernels: int = 1
+    """Kernels of forward; the host launches twice as many backward, unless ``backward_kernels`` says how many."""
+    backward_kernels: int = 0
     experts: int = 0
     """Experts of the model, where every expert on a rank launches so many kernels for itself."""
 
