@@ -66,6 +66,12 @@ def test_what_the_planner_says_a_run_costs_is_the_budget(budget: str, amount: fl
     assert one["plan"]["parameters"] == one["parameters"]
 
 
+def test_a_budget_between_two_of_the_coarse_sizes_of_small_models_has_an_answer() -> None:
+    """Each of the two sizes makes the other one wanted: planned again in turn, neither settled, for ever."""
+    (one,) = facts("--budget", "1$", "--cluster", "h100:8", "--kind", "dense")["found"]
+    assert one["plan"]["whole_run"]["cost"]["total_usd"] == pytest.approx(1.0, rel=0.01)
+
+
 def test_more_dollars_buy_a_larger_model_and_a_lower_loss() -> None:
     (poor,), (rich,) = (facts("--budget", budget, *SMALL)["found"] for budget in ("300$", "3000$"))
     assert rich["active_parameters"] > poor["active_parameters"]

@@ -282,7 +282,9 @@ def _cost_of(
         sizes = [shape.active for shape in plans]
         wanted = _wanted(question, law, straight(sizes, costs, at))
         nearest = min(plans, key=lambda shape: abs(math.log(shape.active / wanted)))
-        if abs(math.log(nearest.active / wanted)) < _SETTLED or len(plans) >= _MOST_PLANS:
+        settled = abs(math.log(nearest.active / wanted)) < _SETTLED
+        # Small models come in coarse steps: the shape that is wanted may be further off, and be planned already.
+        if settled or shape_of(kind, wanted) in plans or len(plans) >= _MOST_PLANS:
             # The cost of the size that is answered with is its own plan's.
             return straight(sizes, costs, nearest.active), plans, nearest
         _add_plan(question, kind, wanted, plans, say)
