@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, POWER, Unit, unit_for, written
+from phalanx.plan.report.units import (
+    BETWEEN,
+    CO2,
+    DAYS,
+    DOLLARS,
+    ENERGY,
+    POWER,
+    Unit,
+    counted,
+    unit_for,
+    written,
+)
 
 ALL = {
     "days": DAYS,
@@ -37,6 +48,9 @@ def test_a_toy_run_takes_seconds_and_cents_and_a_large_one_days_and_millions() -
     assert written(54.0, DAYS) == "54 days"
     assert written(0.0148, DOLLARS) == "0.0148 $"
     assert written(6.2e7, DOLLARS) == "62 M$"
+    assert written(12_243.7, DOLLARS) == "12,240 $"
+    assert Unit("M$", 1e6)(1.4526e9, digits=3) == "1,450"
+    assert counted(1.0237e14) == "102.4 T"
     assert written(6.178e-3, ENERGY) == "6.178 Wh"
 
 

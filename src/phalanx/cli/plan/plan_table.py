@@ -17,6 +17,7 @@ from phalanx.plan.report.units import (
     ENERGY,
     POWER,
     Unit,
+    counted,
     mfu_text,
     unit_for,
     written,
@@ -54,8 +55,8 @@ def _print_head(console: Console, plan: Plan) -> None:
     console.print(f"[{'yellow' if plan.evidence.kind == 'never' else 'dim'}]{escape(str(plan.evidence))}[/]")
     announced = " (announced, not yet measured by anyone)" if cluster.accelerator.announced_only else ""
     console.print(
-        f"[bold]{plan.name}[/bold]: {_count(counts.parameters)} parameters ({_count(counts.active_parameters)} active), "
-        f"{job.workload.batch:,} x {job.workload.seq_len:,} tokens a step, {_count(plan.tokens)} tokens"
+        f"[bold]{plan.name}[/bold]: {counted(counts.parameters)} parameters ({counted(counts.active_parameters)} active), "
+        f"{job.workload.batch:,} x {job.workload.seq_len:,} tokens a step, {counted(plan.tokens)} tokens"
     )
     console.print(
         f"{cluster.key}: {cluster.accelerators:,} x {cluster.accelerator.name}{announced}; stack {job.stack.name}, "
@@ -241,7 +242,7 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     time = unit_for([run.days], DAYS)
     yield (
         time.name,
-        f"{time(run.days)} ({time(run.failure_free_days)} without failures), {_count(run.tokens_per_day)} tokens a day",
+        f"{time(run.days)} ({time(run.failure_free_days)} without failures), {counted(run.tokens_per_day)} tokens a day",
     )
     yield "finish", f"P5 {time(finish.p5)}, P50 {time(finish.p50)}, P95 {time(finish.p95)} {time.name}"
     yield "goodput", f"{run.goodput:.1%} (failure rates low {levels['low']:.1%}, high {levels['high']:.1%})"
@@ -277,10 +278,3 @@ def _failures(run: RunEstimate) -> str:
         return "none are expected"
     in_all = f"{run.failures:,.0f}" if run.failures >= 1 else f"{run.failures:.2g}"
     return f"one every {written(run.mtti_s, BETWEEN)}, {in_all} in all"
-
-
-def _count(number: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:,.4g} {unit}"
-    return f"{number:,.4g}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from html import escape
 
 from phalanx.plan.report.html_table import html_table
-from phalanx.plan.report.units import DAYS, DOLLARS, ENERGY, mfu_text, unit_for, written
+from phalanx.plan.report.units import DAYS, DOLLARS, ENERGY, counted, mfu_text, unit_for, written
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.whole_run.estimate import Percentiles
@@ -37,17 +37,13 @@ def answer(plan: Plan) -> str:
     """The answer in one sentence."""
     run, chosen = plan.run, plan.chosen
     name = plan.job.cluster.accelerator.name
-    sort = f"{plan.job.workload.counts.parameters / 1e9:,.5g} B parameters on {_tokens(plan.tokens)} tokens"
+    sort = f"{counted(plan.job.workload.counts.parameters)} parameters on {counted(plan.tokens)} tokens"
     if not math.isfinite(run.days):
         return f"Training {sort} on {chosen.ranks:,} x {name} would not finish: failures come faster than it recovers."
     return (
         f"Training {sort} takes {written(run.days, DAYS)} on {chosen.ranks:,} x {name} and costs "
         f"{written(run.cost.total_usd, DOLLARS)}."
     )
-
-
-def _tokens(tokens: float) -> str:
-    return f"{tokens / 1e12:,.4g} T" if tokens >= 1e11 else f"{tokens / 1e9:,.4g} B"
 
 
 def verdict(plan: Plan) -> tuple[str, tuple[str, ...]]:

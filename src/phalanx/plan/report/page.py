@@ -43,7 +43,7 @@ td:first-child, th:first-child, .left td, .left th { text-align: left } th { bor
 @media print {
   body { font-size: 9pt; line-height: 1.35; max-width: none; margin: 0; padding: 0 } h1 { font-size: 14pt; margin: 0 } h2 { margin-top: 0.6em }
   .answer { font-size: 13pt } .verdict { font-size: 12pt } table { margin: 0.4em 0 } .plans { font-size: 8pt }
-  section:first-of-type { break-after: page } svg, tr { break-inside: avoid }
+  section:first-of-type { break-after: page } svg, tr { break-inside: avoid } h2, h3 { break-after: avoid }
 }
 """
 

@@ -17,8 +17,9 @@ class Unit:
     size: float
 
     def __call__(self, value: float, digits: int = 4) -> str:
-        """``value``, in the base unit, as a number of this unit, without its name."""
-        return f"{value / self.size:,.{digits}g}"
+        """``value``, in the base unit, as a number of this unit, without its name; large ones written out, as people write money."""
+        short = f"{value / self.size:.{digits}g}"
+        return f"{float(short):,.15g}" if abs(value) >= self.size else short
 
 
 DAYS = (Unit("days", 1.0), Unit("hours", 1 / 24), Unit("minutes", 1 / 1440), Unit("s", 1 / 86_400))
@@ -33,6 +34,14 @@ CO2 = (Unit("kt", 1e6), Unit("t", 1e3), Unit("kg", 1.0), Unit("g", 1e-3))
 """Units of kg."""
 DOLLARS = (Unit("M$", 1e6), Unit("$", 1.0))
 """Units of US dollars."""
+
+
+def counted(number: float) -> str:
+    """A count of parameters or tokens, as in ``8.03 B``."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:,.4g} {unit}"
+    return f"{number:,.4g}"
 
 
 def mfu_text(found: Estimate) -> str:
