@@ -144,6 +144,31 @@ def test_mistakes_are_named_with_what_would_be_right(arguments: list[str], says:
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--cluster", "h100:8"], "--cluster is given more than once"),
+        (
+            ["--set", "model.layers=4", "--set", "model.layers =5"],
+            "--set model.layers is given more than once",
+        ),
+        (["--out", "nowhere/run.toml"], "--out nowhere/run.toml: there is no folder nowhere"),
+        (["--report", ""], "--report .: . is a folder"),
+        (["--step-error", "nan"], "--step-error nan: write a number from 0 to 1"),
+        (["--assume", "repair_s"], "--assume repair_s: write a value, as in repair_s=..."),
+        (["--require", "tp<=\u00b2"], "a whole number can be required"),
+        (["--layout", "tp=\uff18"], "must be a whole number, at least 1"),
+    ],
+)
+def test_what_would_be_ignored_misread_or_found_out_too_late_is_refused(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, ["--model", "llama3-8b", "--cluster", "h100:64", *arguments])
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+
+
 def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_do() -> None:
     result = plan("--model", "dense-1t", "--cluster", "h100:8", "--batch", "8", "--seq-len", "2048")
     assert result.exit_code != 0
@@ -294,11 +319,9 @@ def test_an_answer_that_nobody_can_act_upon_is_marked_in_the_first_lines(
 
 
 def test_other_software_is_planned_on_other_accelerators_without_that_mark() -> None:
-    arguments = ["--model", "llama3-8b", "--batch", "128", "--seq-len", "4096", "--layout", "tp=2,zero=1"]
-    assert facts(*arguments, "--cluster", "mi300x:64", "--stack", "megatron")["caveats"] == []
-    assert facts(*arguments, "--cluster", "mi300x:64", "--stack", "phalanx", "--layout", "tp=2,zero=3")[
-        "caveats"
-    ]
+    arguments = ["--model", "llama3-8b", "--batch", "128", "--seq-len", "4096", "--cluster", "mi300x:64"]
+    assert facts(*arguments, "--stack", "megatron", "--layout", "tp=2,zero=1")["caveats"] == []
+    assert facts(*arguments, "--stack", "phalanx", "--layout", "tp=2,zero=3")["caveats"]
 
 
 def test_a_cluster_without_a_number_is_said_to_be_one_domain() -> None:
@@ -406,6 +429,9 @@ def test_what_is_wrong_with_a_network_is_said(tmp_path: Path) -> None:
         (("--topology", str(tmp_path / "none.toml")), "cannot read the topology"),
         (("--topology", fabric, "--cluster", "h100:128"), "are 16 nodes of 8, and 8 of the 8 nodes of"),
     ):
-        result = plan(*SMALL, *arguments)
+        small = [
+            word for word in SMALL if "--cluster" not in arguments or word not in ("--cluster", "h100:64")
+        ]
+        result = plan(*small, *arguments)
         assert result.exit_code == 2
         assert words in result.output.replace("\n", " ")

@@ -278,7 +278,7 @@ def test_an_assumption_that_is_given_twice_is_refused() -> None:
         ("recovery=hope", "spare or shrink or restart"),
         ("repair=3", "did you mean repair_s"),
         ("repair_s=soon", "float"),
-        ("repair_s", "float"),
+        ("repair_s", "write a value, as in repair_s="),
         ("repair_s=-1", "must not be negative"),
         ("failure_classes=3", "is not an assumption"),
         ("failures_per_1000_node_days=0", "must be positive"),

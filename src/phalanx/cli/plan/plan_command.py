@@ -6,6 +6,7 @@ The heavy parts (arrays, catalogs) are imported when they are needed, so that ``
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import click
 
 from phalanx.cli.plan.plan_files import Written, write_files
 from phalanx.cli.plan.plan_request import (
+    GivenOnce,
     cluster_asked,
     given_options,
     is_given,
@@ -21,6 +23,8 @@ from phalanx.cli.plan.plan_request import (
     one_run_file,
     placer_asked,
     question_asked,
+    refuse_nowhere,
+    refuse_repeated,
     require_service,
     spec_asked,
     without_cluster,
@@ -42,7 +46,7 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
         context.exit()
 
 
-@click.command("plan")
+@click.command("plan", cls=GivenOnce)
 @click.argument("files", nargs=-1, metavar="[RUN_FILE | RUN_DIR...]", type=click.Path(path_type=Path))
 @click.option("--model", help="A known model instead of a run file, such as llama3-405b.")
 @click.option(
@@ -214,6 +218,10 @@ def command(
     with mistakes():
         from phalanx.plan.search.query import Aim
 
+        refuse_repeated(overrides)
+        refuse_nowhere(report=report, trace=trace, out=out)
+        if step_error is not None and math.isnan(step_error):
+            raise click.UsageError("--step-error nan: write a number from 0 to 1")
         if serve:
             require_service(files, traffic)
             from phalanx.cli.plan.serving_table import answer_service

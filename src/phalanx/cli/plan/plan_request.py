@@ -25,6 +25,36 @@ if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
 
 
+class GivenOnce(click.Command):
+    """A command that refuses an option which is given twice, rather than to take the last, unless it may be repeated."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        given = [one for one in order if isinstance(one, click.Option) and not (one.multiple or one.is_flag)]
+        for option in given:
+            if given.count(option) > 1:
+                raise click.UsageError(f"{option.opts[0]} is given more than once: give it once", ctx)
+        return super().parse_args(ctx, args)
+
+
+def refuse_repeated(overrides: tuple[str, ...]) -> None:
+    """Raises UsageError for a field that is set twice."""
+    names = [text.partition("=")[0].strip() for text in overrides]
+    for name in names:
+        if names.count(name) > 1:
+            raise click.UsageError(f"--set {name} is given more than once: give it once")
+
+
+def refuse_nowhere(**paths: Path | None) -> None:
+    """Raises UsageError for a file to write that has no folder, before anything is searched."""
+    for name, path in paths.items():
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise click.UsageError(
+                f"--{name} {path}: {what}: give the path of a file in a folder that exists"
+            )
+
+
 def placer_asked(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Placer | None:
     """What places layouts on the network that was given; none without one."""
     if network is None:

@@ -169,7 +169,10 @@ def assumed(
     names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_band"}
     given: dict[str, Any] = {}
     for text in texts:
-        name, _, value = text.partition("=")
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if name in names | {NODE_RATE} and not equals:
+            raise RunEstimateError(f"--assume {text}: write a value, as in {name}=...")
         if name not in names | {NODE_RATE}:
             near = difflib.get_close_matches(name, [*names, NODE_RATE], n=1)
             hint = (
