@@ -196,7 +196,12 @@ def _goals_part(validation: Validation, judged: Sequence[Judged]) -> str:
         )
         for goal in goals(validation, judged)
     ]
-    return "## Goals\n\n" + _table(("goal", "at most", "reached", "met"), rows)
+    table = _table(("goal", "at most", "reached", "met"), rows)
+    return f"## Goals\n\n{table}\n\n{_BESIDE_GOALS}"
+
+
+_BESIDE_GOALS = """Goals that are missed are bold. How the planner does on rows that nothing was fitted to, and on flagship runs in their own layouts, is in
+[planning.md](planning.md#rows-that-nothing-was-fitted-to)."""
 
 
 def _split_part(validation: Validation) -> str:
