@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 NODES, LEAF, GPUS = 8, 4, 2
 GRACE_S = 60
+_FIRST_PORT = 23_000
 _DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 _SETTINGS = """
 ClusterName=test
@@ -29,7 +31,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/sock,cred_expire=5
+AuthInfo=socket={munge}/sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
@@ -47,6 +49,7 @@ SlurmdTimeout=10
 MessageTimeout=5
 TreeWidth=65533
 InactiveLimit=0
+FirstJobId={first_job}
 KillWait=5
 JobRequeue=1
 SchedulerType=sched/backfill
@@ -70,12 +73,12 @@ _ACCOUNTING = """
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port}
-AccountingStoragePass={folder}/munge/sock
+AccountingStoragePass={munge}/sock
 AccountingStorageEnforce=associations,limits,qos
 """
 _DATABASE = """
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/sock
+AuthInfo=socket={munge}/sock
 DbdHost=localhost
 DbdAddr=127.0.0.1
 DbdPort={port}
@@ -129,7 +132,7 @@ class SlurmCluster:
             env={**os.environ, **self.environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0 or not check, f"{words}: {done.stderr}"
@@ -179,7 +182,7 @@ class SlurmCluster:
                     found.append(int(entry.name))
         return found
 
-    def wait_for_nodes(self, timeout_s: float = 30.0) -> None:
+    def wait_for_nodes(self, timeout_s: float = 300.0) -> None:
         """Waits until every node is idle."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -189,7 +192,7 @@ class SlurmCluster:
             time.sleep(0.1)
         raise TimeoutError(f"nodes are {self.tool('sinfo', '-h', '-N', '-o', '%N %T %E', check=False)}")
 
-    def wait_until(self, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_until(self, true: Callable[[], bool], timeout_s: float = 300.0) -> None:
         """Waits until ``true`` says so."""
         deadline_s = time.monotonic() + timeout_s
         while not true():
@@ -202,7 +205,7 @@ class SlurmCluster:
         numbers = self.tool("squeue", "-h", "-o", "%A", check=False).split()
         if numbers:
             self.tool("scancel", *numbers, check=False)
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120
         while self.tool("squeue", "-h", check=False).strip() and time.monotonic() < deadline_s:
             time.sleep(0.1)
 
@@ -216,8 +219,10 @@ def _step_daemon_of(pid: int) -> int:
 
 
 def _free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on."""
-    for first in range(23_000, 30_000, count):
+    """The first of ``count`` ports in a row that nobody listens on; another process looks elsewhere first, since two may look at the same time."""
+    rows = range(_FIRST_PORT, 30_000, count)
+    begin = os.getpid() % len(rows)
+    for first in (*rows[begin:], *rows[:begin]):
         with suppress(OSError):
             probes = []
             try:
@@ -240,22 +245,30 @@ def slurm_cluster(
 
     With ``accounting`` it enforces the limits of its accounts, which a slurmdbd keeps in a MariaDB of its own.
     """
+    with TemporaryDirectory(prefix="phalanx-slurm-") as others:
+        yield from _running(folder, Path(others), accounting, topology)
+
+
+def _running(folder: Path, others: Path, accounting: bool, topology: str) -> Iterator[SlurmCluster]:
+    """The cluster; what belongs to daemons of other users lies in ``others``: pytest closes its own folder to them whenever it starts somewhere."""
     first = _free_ports(NODES + 2)
-    for name in ("state", "munge", "dev"):
+    # The port of a coordinator follows from its job's number, and clusters share this host.
+    first_job = 1 + 20 * (first - _FIRST_PORT)
+    for name in ("state", "dev"):
         (folder / name).mkdir(mode=0o755)
-    (folder / "munge").chmod(0o711)
-    key = folder / "munge" / "key"
+    others.chmod(0o711)
+    munge = others / "munge"
+    munge.mkdir(mode=0o711)
+    key = munge / "key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    subprocess.run(["chown", "-R", "munge", str(folder / "munge")], check=True)
-    for parent in (folder, *folder.parents):  # munged refuses a path that others cannot enter
-        if parent.stat().st_uid == 0 and parent != Path("/"):
-            parent.chmod(parent.stat().st_mode | 0o011)
+    subprocess.run(["chown", "-R", "munge", str(munge)], check=True)
     for number in range(GPUS):
         os.mknod(folder / "dev" / f"gpu{number}", 0o20666, os.makedev(1, 3))
     (folder / "slurm.conf").write_text(
         _SETTINGS.format(
             folder=folder,
+            munge=munge,
             port=first,
             nodes=NODES,
             first=first + 1,
@@ -263,8 +276,9 @@ def slurm_cluster(
             gpus=GPUS,
             grace=GRACE_S,
             topology=topology,
+            first_job=first_job,
         )
-        + (_ACCOUNTING.format(folder=folder, port=first + NODES + 1) if accounting else "")
+        + (_ACCOUNTING.format(munge=munge, port=first + NODES + 1) if accounting else "")
     )
     (folder / "gres.conf").write_text(f"NodeName=n[1-{NODES}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
     disabled = "CgroupPlugin=disabled\n" if slurm_version() >= (23,) else ""
@@ -277,41 +291,47 @@ def slurm_cluster(
     path = f"{os.environ['PATH']}:/usr/sbin"
     cluster = SlurmCluster(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path})
     try:
-        munge = [f"--socket={folder}/munge/sock", f"--key-file={key}", f"--pid-file={folder}/munge/pid"]
-        munge += [f"--log-file={folder}/munge/log", f"--seed-file={folder}/munge/seed"]
-        cluster.start_daemon("munged", "runuser", "-u", "munge", "--", "munged", "-F", *munge)
-        _wait_for(folder / "munge" / "sock")
+        words = [f"--socket={munge}/sock", f"--key-file={key}", f"--pid-file={munge}/pid"]
+        words += [f"--log-file={munge}/log", f"--seed-file={munge}/seed"]
+        cluster.start_daemon("munged", "runuser", "-u", "munge", "--", "munged", "-F", *words)
+        _wait_for(munge / "sock")
         if accounting:
-            _keep_accounts(cluster, first + NODES + 1)
+            _keep_accounts(cluster, others, first + NODES + 1)
         cluster.start_daemon("slurmctld", "slurmctld", "-D", "-c")
         for number in range(1, NODES + 1):
             cluster.start_node(number)
         cluster.wait_for_nodes()
         yield cluster
     finally:
-        cluster.end_jobs()
-        for number in range(1, NODES + 1):
-            for pid in cluster.processes_of(f"n{number}"):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        for daemon in reversed(cluster.daemons.values()):
+        with suppress(subprocess.TimeoutExpired):  # a controller that does not answer any more
+            cluster.end_jobs()
+        _end(cluster)
+
+
+def _end(cluster: SlurmCluster) -> None:
+    """Ends all processes of jobs, then the daemons."""
+    for number in range(1, NODES + 1):
+        for pid in cluster.processes_of(f"n{number}"):
             with suppress(ProcessLookupError):
-                os.killpg(daemon.pid, signal.SIGTERM)
-        for daemon in cluster.daemons.values():
-            try:
-                daemon.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                os.killpg(daemon.pid, signal.SIGKILL)
-                daemon.wait()
+                os.kill(pid, signal.SIGKILL)
+    for daemon in reversed(cluster.daemons.values()):
+        with suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGTERM)
+    for daemon in cluster.daemons.values():
+        try:
+            daemon.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(daemon.pid, signal.SIGKILL)
+            daemon.wait()
 
 
-def _keep_accounts(cluster: SlurmCluster, port: int) -> None:
+def _keep_accounts(cluster: SlurmCluster, others: Path, port: int) -> None:
     """Starts a MariaDB that listens on a socket alone, and the slurmdbd that keeps accounts in it."""
-    folder, data = cluster.folder, cluster.folder / "db"
+    folder, data = cluster.folder, others / "db"
     data.mkdir()
     shutil.chown(data, "mysql")
     settings = folder / "slurmdbd.conf"
-    settings.write_text(_DATABASE.format(folder=folder, port=port))
+    settings.write_text(_DATABASE.format(folder=folder, munge=others / "munge", port=port))
     settings.chmod(0o600)
     socket_only = ["--no-defaults", "--user=mysql", f"--datadir={data}/data"]
     root = ["--auth-root-authentication-method=socket", "--auth-root-socket-user=root", "--skip-test-db"]
@@ -338,7 +358,7 @@ def _ask_until_answered(cluster: SlurmCluster, *words: str) -> None:
 
 
 def _wait_for(path: Path) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not path.exists():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{path} has not come")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,10 +40,21 @@ class Phalanx:
         self.folder = folder
         self.environment = {**ENVIRONMENT, **cluster.environment}
 
-    def __call__(self, *words: str, fails: bool = False) -> str:
-        done = run(words, self.folder, self.environment)
+    def __call__(self, *words: str, fails: bool = False, **environment: str) -> str:
+        done = run(words, self.folder, {**self.environment, **environment})
         assert bool(done.returncode) == fails, done.stdout + done.stderr
         return done.stdout + done.stderr
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """The same, and does not wait for its end."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "phalanx", *words],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def submit(self, name: str, *words: str) -> Path:
         """Submits the tiny run into a directory of its own."""
@@ -81,3 +95,20 @@ def members(run_dir: Path, role: str) -> list[str]:
     found = fleet_of(run_dir)["members"]
     assert isinstance(found, list)
     return sorted(one["name"] for one in found if one["role"] == role)
+
+
+def domains(run_dir: Path) -> dict[str, tuple[str, ...]]:
+    """Where the nodes of a fleet lie, as they say."""
+    found = fleet_of(run_dir)["members"]
+    assert isinstance(found, list)
+    return {one["name"]: tuple(one["domain"]) for one in found}
+
+
+def whole_pairs(run_dir: Path) -> tuple[int, int]:
+    """How many pairs of nodes that follow each other in the order of ranks lie in one domain, and how many of these nodes could."""
+    found, domain = fleet_of(run_dir)["members"], domains(run_dir)
+    assert isinstance(found, list)
+    seats = [one["name"] for one in sorted(found, key=lambda one: one["ranks"]) if one["role"] == "member"]
+    pairs = zip(seats[::2], seats[1::2], strict=True)
+    most = sum(count // 2 for count in Counter(domain[name] for name in seats).values())
+    return sum(domain[one] == domain[other] for one, other in pairs), most

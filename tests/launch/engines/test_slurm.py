@@ -21,6 +21,7 @@ from launch.engines.slurm_runs import (
     trains,
     wait_until,
     weights,
+    whole_pairs,
     write_run_file,
 )
 from phalanx.launch.engines.submission import read_record
@@ -147,8 +148,11 @@ def test_a_preempted_run_saves_queues_again_and_goes_on(
 def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_smaller(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:
-    run_dir = phalanx.submit("several", "--nodes", "4", "--spares", "1", "--set", "fleet.min_nodes=1")
+    pairs = ["--set", "launch.unit=2", "--set", "fleet.min_nodes=1"]
+    run_dir = phalanx.submit("several", "--nodes", "4", "--spares", "1", *pairs)
     wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    whole, most = whole_pairs(run_dir)
+    assert whole == most, "ranks follow the tree"
     leader = str(fleet_of(run_dir)["leader"])
     victims = [name for name in members(run_dir, "member") if name != leader][:2]
     for name in victims:
@@ -166,29 +170,27 @@ def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_sma
 
 @pytest.mark.slow
 @LONG
-def test_a_run_whose_time_is_up_saves_queues_itself_again_and_goes_on(phalanx: Phalanx) -> None:
-    # Slurm counts time limits in minutes. That such a requeue keeps the bits, the test of preemption shows.
-    limits = ["--time", "2m", "--set", "launch.grace_s=30", "--set", "checkpoint.every_steps=100000"]
+def test_a_run_whose_time_is_up_saves_queues_itself_again_and_goes_on(
+    phalanx: Phalanx, cluster: SlurmCluster
+) -> None:
+    # The limit is drawn near once the run trains, so that nothing depends on how long Python's start takes. That such a requeue keeps the bits, the test of
+    # preemption shows.
+    limits = ["--time", "1h", "--set", "launch.grace_s=120", "--set", "checkpoint.every_steps=100000"]
     run_dir = phalanx.submit("time-is-up", "--nodes", "2", *limits, "--set", "train.steps=100000")
-    log = run_dir / "launch" / f"job-{read_record(run_dir).job}.log"  # type: ignore[union-attr]
-    saved: list[Path] = []
-
-    def queued_again_with_a_checkpoint() -> bool:
-        # On a machine that others use too, the first jobs may be over before the first step, and queue themselves again too.
-        saved[:] = (run_dir / "checkpoints").glob("step-*")
-        return bool(saved) and "it is queued again" in log.read_text()
+    job = read_record(run_dir).job  # type: ignore[union-attr]
+    log = run_dir / "launch" / f"job-{job}.log"
 
     def attempts() -> int:
         return int(json.loads((run_dir / "record.json").read_bytes())["attempts"])
 
-    wait_until(queued_again_with_a_checkpoint, "it has not saved", run_dir / "launch")
-    before = attempts()
-    wait_until(lambda: attempts() > before, "it has not begun again", run_dir / "launch")
-    wait_until(
-        trains(run_dir, after=max(int(path.name[5:]) for path in saved) + 1),
-        "it does not go on",
-        run_dir / "launch",
-    )
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    used = cluster.tool("squeue", "-h", "-j", job, "-o", "%M").split(":")
+    cluster.tool("scontrol", "update", f"JobId={job}", f"TimeLimit={int(used[-2]) + 3}")
+    wait_until(lambda: "it is queued again" in log.read_text(), "it is not queued again", log.parent)
+    (saved,) = (run_dir / "checkpoints").glob("step-*")
+    cluster.tool("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    wait_until(lambda: attempts() == 2, "it has not begun again", log.parent)
+    wait_until(trains(run_dir, after=int(saved.name[5:]) + 1), "it does not go on", log.parent)
     phalanx("cancel", str(run_dir))
 
 
@@ -212,9 +214,9 @@ def test_a_cancelled_run_saves_and_is_continued_by_the_same_command(
 
 
 def test_a_job_that_could_never_start_is_refused_with_every_reason(phalanx: Phalanx) -> None:
-    def refused(*words: str) -> str:
-        sets = ["--set", 'run_dir="never"']
-        return phalanx("submit", "tiny.toml", "--on", "slurm", *sets, *words, fails=True)
+    def refused(*words: str, **environment: str) -> str:
+        sets = ["--set", 'run_dir="never"', "--set", "fleet.nodes=1"]
+        return phalanx("submit", "tiny.toml", "--on", "slurm", *sets, *words, fails=True, **environment)
 
     told = refused(
         "--nodes",
@@ -237,8 +239,61 @@ def test_a_job_that_could_never_start_is_refused_with_every_reason(phalanx: Phal
     assert "shut takes no jobs now" in refused("--nodes", "1", "--partition", "shut")
     assert "main has 8 nodes, 8 of them usable" in refused("--nodes", "8", "--spares", "1")
     assert not (phalanx.folder / "never").exists()
+    assert "shut takes no jobs now" in refused("--nodes", "1", SBATCH_PARTITION="shut")
+    assert "SBATCH_ARRAY_INX=1-4 in the environment: a run is one job" in refused(SBATCH_ARRAY_INX="1-4")
     # What only Slurm knows it says itself.
     assert "sbatch: " in refused("--nodes", "1", "--qos", "gold", "--reservation", "nothing")
+
+
+def test_a_run_is_queued_once_whoever_submits_it_and_nothing_starts_before_all_nodes_are_free(
+    phalanx: Phalanx, cluster: SlurmCluster
+) -> None:
+    cluster.tool("sbatch", "-N", "6", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1000")
+    run_dir = phalanx.folder / "once"
+    words = ["submit", "tiny.toml", "--on", "slurm", "--nodes", "3", "--set", f'run_dir="{run_dir}"']
+    told = sorted(
+        (at_once.communicate()[0], at_once.returncode)
+        for at_once in [phalanx.start(*words), phalanx.start(*words)]
+    )
+    assert sorted(code for _, code in told) == [0, 1], told
+    refused = next(text for text, code in told if code)
+    assert "is being submitted by process" in refused or "already (waits for 3 nodes" in refused
+    job = read_record(run_dir).job  # type: ignore[union-attr]
+    assert "already (waits for 3 nodes" in phalanx(*words, fails=True)
+    assert cluster.tool("squeue", "-h", "-o", "%T", "-j", job).split() == ["PENDING"]
+    assert not (run_dir / "launch" / f"job-{job}.log").exists()
+    # A job of somebody else is none of one's own; the record of the run has its number.
+    phalanx("cancel", str(run_dir))
+    other = ["--uid=nobody", "-o", "/dev/null", "-D", "/", "--parsable", f"--comment=phalanx:{run_dir}"]
+    number = cluster.tool("sbatch", "--hold", *other, "--wrap", "true").strip()
+    record = run_dir / "launch" / "submitted.json"
+    record.write_text(json.dumps({**json.loads(record.read_bytes()), "job": number}))
+    assert f"is job {number} already (waits for 1 nodes: JobHeldUser" in phalanx(*words, fails=True)
+
+
+def test_what_the_run_file_exports_reaches_the_agents_where_sbatch_is_told_to_export_nothing(
+    phalanx: Phalanx, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    sets = [
+        f'run_dir="{tmp_path}"',
+        'launch.options=["--export=NONE"]',
+        'launch.environment=["SEEN=by agents"]',
+    ]
+    script = phalanx(
+        *("submit", "tiny.toml", "--on", "slurm", "--nodes", "2", "--dry-run"),
+        *(word for one in sets for word in ("--set", one)),
+    )
+    (tmp_path / "show").write_text('#!/bin/sh\necho "it is seen $SEEN"\n')
+    (tmp_path / "show").chmod(0o755)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "job.sh").write_text(script.replace(sys.executable, str(tmp_path / "show")))
+    number = cluster.tool("sbatch", "--parsable", str(tmp_path / "job.sh")).strip()
+    log = tmp_path / "launch" / f"job-{number}.log"
+    wait_until(
+        lambda: log.exists() and log.read_text().count(": it is seen by agents") == 2,
+        "it is not seen",
+        log.parent,
+    )
 
 
 def test_nodes_that_lose_more_of_a_step_than_they_may_are_not_trained_on(phalanx: Phalanx) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +11,14 @@ import pytest
 from launch.engines.slurm_cluster import SlurmCluster, missing, slurm_cluster, slurm_version
 from launch.engines.slurm_runs import (
     Phalanx,
+    domains,
     fleet_of,
     hash_without_slurm,
     members,
     trains,
     wait_until,
     weights,
+    whole_pairs,
     write_run_file,
 )
 
@@ -52,14 +53,12 @@ def test_units_lie_in_one_block_and_the_bits_stay_when_a_node_is_lost(
     run_dir = phalanx.submit("blocks", *wanted)
     wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
     wait_until(lambda: len(members(run_dir, "spare")) == 1, "there is no spare", run_dir / "launch")
-    found = fleet_of(run_dir)["members"]
-    assert isinstance(found, list)
-    block = {one["name"]: tuple(one["domain"]) for one in found}
-    assert all(domain == (f"block{1 if int(name[1:]) <= 4 else 2}",) for name, domain in block.items())
-    seats = [one["name"] for one in sorted(found, key=lambda one: one["ranks"]) if one["role"] == "member"]
+    assert all(
+        domain == (f"block{1 if int(name[1:]) <= 4 else 2}",) for name, domain in domains(run_dir).items()
+    )
     # Which nodes Slurm gave and which were ready first is not ours: of those that are seated, as many units are whole as can be.
-    whole = sum(block[one] == block[other] for one, other in zip(seats[::2], seats[1::2], strict=True))
-    assert whole == sum(count // 2 for count in Counter(block[name] for name in seats).values())
+    whole, most = whole_pairs(run_dir)
+    assert whole == most
     victim = next(name for name in members(run_dir, "member") if name != fleet_of(run_dir)["leader"])
     blocks.kill_node(victim)
     wait_until(lambda: victim in members(run_dir, "lost"), "it is not missed", run_dir / "launch")

@@ -131,24 +131,7 @@ def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> N
     ("launch", "message"),
     [
         ({"options": ("--array=1-4",)}, "launch.options: --array=1-4: a run is one job"),
-        ({"options": ("--no-requeue",)}, "queues itself again"),
-        ({"options": ("--nodes 4",)}, "give --nodes to phalanx submit"),
-        ({"options": ("hetjob",)}, "launch.options: hetjob: a heterogeneous job is several groups of nodes"),
-        ({"options": ("--gpus=16",)}, "launch.options: --gpus=16: launch.gpus_per_node says how many"),
-        ({"options": ("--exclusive=user",)}, "launch.exclusive says whether nodes are shared"),
         ({"prologue": ("#SBATCH --gpus=2",)}, "Slurm reads such lines at the top alone: launch.options"),
-        ({"options": ("echo",)}, "is no option of sbatch"),
-        # As sbatch reads them: values without a space, beginnings of names, several in a line.
-        ({"options": ("-N9",)}, "launch.options: -N9: give --nodes to phalanx submit"),
-        ({"options": ("-a1-4",)}, "launch.options: -a1-4: a run is one job"),
-        ({"options": ("--arr=1-4",)}, "launch.options: --arr=1-4: a run is one job"),
-        (
-            {"options": ("--licenses=a --array 1-9",)},
-            "launch.options: --licenses=a --array 1-9: a run is one job",
-        ),
-        # It would be said twice, and only the field is checked before the job is queued.
-        ({"options": ("--time=5",)}, "launch.options: --time=5: launch.time_limit"),
-        ({"options": ("--output=/tmp/x",)}, "the job's log lies in the run directory"),
         ({"environment": ("1X=2",)}, "launch.environment: '1X=2' is not NAME=VALUE"),
         ({"environment": ("X",)}, "is not NAME=VALUE"),
         ({"partition": 'a"b'}, "holds a line break or a quote"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +180,7 @@ def _grow_on_hosts(
 def _joining_script(run_dir: Path, by: int, made: Submitted) -> Path:
     """Writes the script of a job whose nodes join the fleet of a run. Raises ``EngineError`` if that job could never start."""
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.slurm_options import from_environment
     from phalanx.launch.engines.slurm_script import joining_script
     from phalanx.launch.engines.submission import order_of
     from phalanx.launch.engines.tools import EngineError
@@ -187,7 +189,10 @@ def _joining_script(run_dir: Path, by: int, made: Submitted) -> Path:
 
     with explained(RunDirectoryError):
         spec = read_resolved(RunDirectory(run_dir))
-    order = order_of(replace(spec, run_dir=str(run_dir.resolve())), Path(made.working_dir))
+    launch, said = from_environment(spec.launch, os.environ)
+    for line in said:
+        click.echo(line, err=True)
+    order = order_of(replace(spec, run_dir=str(run_dir.resolve()), launch=launch), Path(made.working_dir))
     impossible = slurm.preflight(replace(order, nodes=by, spares=0))
     if impossible:
         raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))

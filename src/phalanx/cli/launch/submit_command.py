@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from phalanx.cli.errors import explained
 if TYPE_CHECKING:
     from phalanx.launch.engines.order import LaunchOrder
     from phalanx.launch.placing.choose import Choice
-    from phalanx.run.spec import RunSpec
+    from phalanx.run.spec import LaunchSpec, RunSpec
 
 
 @click.command("submit")
@@ -127,6 +128,8 @@ def command(
             )
         if out is not None and engine != "kubernetes":
             raise click.UsageError("--out is for the manifests of Kubernetes")
+        if engine == "slurm":
+            spec = replace(spec, launch=_with_variables(spec.launch))
         spec = with_pod_run_dir(spec) if engine == "kubernetes" else with_run_dir(spec, working_dir)
         problems = problems_of(spec, engine)
         if problems:
@@ -159,6 +162,16 @@ def _overrides(fields: dict[str, str | int | None]) -> list[str]:
     return [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
 
 
+def _with_variables(launch: LaunchSpec) -> LaunchSpec:
+    """What is asked of Slurm, with what the variables of sbatch say of it, which is told."""
+    from phalanx.launch.engines.slurm_options import from_environment
+
+    launch, said = from_environment(launch, os.environ)
+    for line in said:
+        click.echo(line, err=True)
+    return launch
+
+
 def _refuse_impossible(order: LaunchOrder) -> None:
     """Raises ``EngineError`` if the run is finished, queued or running already, or could never start."""
     from phalanx.launch.engines import slurm
@@ -166,10 +179,21 @@ def _refuse_impossible(order: LaunchOrder) -> None:
     from phalanx.launch.engines.tools import EngineError
 
     refuse_finished(order)
-    slurm.refuse_second(order.run_dir)
+    _refuse_second(order)
     impossible = slurm.preflight(order)
     if impossible:
         raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
+
+
+def _refuse_second(order: LaunchOrder) -> None:
+    """Raises ``EngineError`` if the run is queued or running already, by whichever engine."""
+    from phalanx.launch.engines import slurm, standing
+    from phalanx.launch.engines.submission import read_record
+
+    made = read_record(order.run_dir)
+    if made is not None and made.engine != "slurm":
+        standing.refuse_second(order.run_dir, made)
+    slurm.refuse_second(order.run_dir, made.job if made is not None and made.engine == "slurm" else "")
 
 
 def _borrowed(order: LaunchOrder, lender: Path) -> LaunchOrder:
@@ -191,16 +215,19 @@ def _submit(
 ) -> None:
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.slurm_script import batch_script
-    from phalanx.launch.engines.submission import order_of, record, write_files
+    from phalanx.launch.engines.submission import only_submission, order_of, record, write_files
 
     order = order_of(spec, working_dir)
-    if lender is not None:
-        order = _borrowed(order, lender)
-    script = batch_script(order)
-    path = write_files(order, spec, script)
-    expected = slurm.test_submit(path)
-    job = slurm.submit(path)
-    made = record(order, "slurm", job)
+    script = batch_script(order)  # what no job can have is refused before anything is written, or borrowed
+    with only_submission(order):
+        _refuse_second(order)
+        if lender is not None:
+            order = _borrowed(order, lender)
+            script = batch_script(order)
+        path = write_files(order, spec, script)
+        expected = slurm.test_submit(path)
+        job = slurm.submit(path)
+        made = record(order, "slurm", job)
     if as_json:
         price = (
             None if best is None else {"slowest_s": best.price.slowest_s, "certified": best.price.certified}

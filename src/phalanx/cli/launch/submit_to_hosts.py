@@ -13,7 +13,14 @@ from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.standing import refuse_second
-from phalanx.launch.engines.submission import order_of, read_record, record, refuse_finished, write_files
+from phalanx.launch.engines.submission import (
+    only_submission,
+    order_of,
+    read_record,
+    record,
+    refuse_finished,
+    write_files,
+)
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.given_nodes import network_of, too_slow, verdict_on
 from phalanx.launch.placing.topology import TopologyError
@@ -39,7 +46,27 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
             json.dumps({"scripts": scripts, "run_dir": spec.run_dir}) if as_json else shown, nl=as_json
         )
         return
+    where = "this machine" if engine == "local" else f"{len(hosts)} hosts"
     refuse_finished(order)
+    with only_submission(order):
+        verdict = _started(order, spec, engine, listed, hosts, scripts[hosts[0].name])
+        made = record(order, engine, where, hosts[0].name)
+    if as_json:
+        lost = {} if verdict is None else {"lost_s": verdict.lost_s, "good": verdict.good}
+        click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir), **lost}))
+        return
+    click.echo(f"started on {where}, and needs this terminal no more; run directory {order.run_dir}")
+    if verdict is not None:
+        click.echo(f"  placement: {verdict.sentence}")
+    click.echo(
+        f"follow it with  phalanx status {order.run_dir}  |  phalanx logs {order.run_dir} --follow  |  phalanx cancel {order.run_dir}"
+    )
+
+
+def _started(
+    order: LaunchOrder, spec: RunSpec, engine: str, listed: list[Host], hosts: list[Host], script: str
+) -> Verdict | None:
+    """Starts a run on the first ``hosts`` of those that are ``listed``; what they are worth to it, where that is known. Raises ``EngineError``."""
     refuse_second(order.run_dir, read_record(order.run_dir))
     wrong = bare.preflight(order, hosts)
     verdict, why_not = _verdict(spec, listed, hosts) if engine == "ssh" and not wrong else (None, "")
@@ -53,20 +80,9 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
     if engine == "ssh":
         told = verdict.sentence if verdict else f"not verified: {why_not}"
         write_atomically(order.given, f"{told}\n".encode())
-    write_files(order, spec, scripts[hosts[0].name])
+    write_files(order, spec, script)
     bare.start(order, hosts)
-    where = "this machine" if engine == "local" else f"{len(hosts)} hosts"
-    made = record(order, engine, where, hosts[0].name)
-    if as_json:
-        lost = {} if verdict is None else {"lost_s": verdict.lost_s, "good": verdict.good}
-        click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir), **lost}))
-        return
-    click.echo(f"started on {where}, and needs this terminal no more; run directory {order.run_dir}")
-    if verdict is not None:
-        click.echo(f"  placement: {verdict.sentence}")
-    click.echo(
-        f"follow it with  phalanx status {order.run_dir}  |  phalanx logs {order.run_dir} --follow  |  phalanx cancel {order.run_dir}"
-    )
+    return verdict
 
 
 def _verdict(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[Verdict | None, str]:

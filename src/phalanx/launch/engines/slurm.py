@@ -6,6 +6,7 @@ partitions, and ``squeue`` then shows one reason of several.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
 from phalanx.launch.engines.slurm_limits import limit_problems, limits_of
+from phalanx.launch.engines.slurm_options import without_overrulers
 from phalanx.launch.engines.slurm_script import COMMENT, JOINING_COMMENT
 from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.launch.placing.host_list import expanded
@@ -115,9 +117,16 @@ def parse_jobs(text: str) -> list[SlurmJob]:
     return found
 
 
-def job_of(run_dir: Path) -> SlurmJob | None:
-    """The queued or running job of a run; ``None`` if there is none."""
-    return next((job for job in jobs_of(run_dir) if not job.joins), None)
+def job_of(run_dir: Path, last: str = "") -> SlurmJob | None:
+    """The queued or running job of a run; ``None`` if there is none among your own, and its ``last`` job, which may be another user's, is over."""
+    own = next((job for job in jobs_of(run_dir) if not job.joins), None)
+    if own is not None or not last.isdecimal():
+        return own
+    try:
+        found = parse_jobs(run_tool(["squeue", "-h", "-j", last, "-o", _FORMAT]))
+    except EngineError:  # Slurm knows it no more
+        return None
+    return next((job for job in found if job.run_dir == str(run_dir.resolve())), None)
 
 
 def jobs_of(run_dir: Path) -> list[SlurmJob]:
@@ -171,12 +180,13 @@ def _nodes_of(partition: str) -> list[NodeFacts]:
 
 def submit(script: Path) -> str:
     """Queues a batch script; returns the job's number. Raises ``EngineError`` with Slurm's words."""
-    return run_tool(["sbatch", "--parsable", str(script)]).strip().split(";")[0]
+    words = ["sbatch", "--parsable", str(script)]
+    return run_tool(words, environment=without_overrulers(os.environ)).strip().split(";")[0]
 
 
 def test_submit(script: Path) -> str:
     """What Slurm says of a script without queueing it: when it would start. Raises ``EngineError`` with its words if it never would."""
-    return run_tool(["sbatch", "--test-only", str(script)])
+    return run_tool(["sbatch", "--test-only", str(script)], environment=without_overrulers(os.environ))
 
 
 def cancel(job: str) -> None:
@@ -313,11 +323,16 @@ def parse_nodes(text: str) -> list[NodeFacts]:
     return list(found.values())
 
 
-def refuse_second(run_dir: Path) -> None:
-    """Raises ``EngineError`` if the run is queued or running already."""
-    running = job_of(run_dir)
+def refuse_second(run_dir: Path, last: str = "") -> None:
+    """Raises ``EngineError`` if the run is queued or running already, by ``job_of``."""
+    running = job_of(run_dir, last)
     if running is not None:
-        raise EngineError(
-            f"the run in {run_dir} is job {running.id} already ({running.sentence}): follow it with phalanx status {run_dir}, or end it with "
-            f"phalanx cancel {run_dir}"
-        )
+        raise second(run_dir, running)
+
+
+def second(run_dir: Path, running: SlurmJob) -> EngineError:
+    """The error of who submits a run that has a job."""
+    return EngineError(
+        f"the run in {run_dir} is job {running.id} already ({running.sentence}): follow it with phalanx status {run_dir}, or end it with "
+        f"phalanx cancel {run_dir}"
+    )

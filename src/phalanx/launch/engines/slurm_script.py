@@ -10,6 +10,7 @@ What each line is for was measured on real clusters (Slurm 22.05 and 24.11):
 * A job with ``--no-kill`` lives on without its first node too, though the batch shell and srun are lost with it (slurmctld's
   ``kill_running_job_by_node_name``; tried with 22.05): another node leads the fleet, and the last wrapper of an agent ends the job or queues it again,
   as the batch shell would have. Slurm itself would keep its nodes until the time limit.
+* ``--export=ALL`` for the step: where sbatch was told to export nothing (a habit of some sites), srun would keep from the agents what the script exports.
 * ``--requeue``: if a first node that was lost comes back before Slurm has missed it, Slurm starts the whole job again, from the newest checkpoint.
 * The job's comment names the run directory, so that a second submission of the run is noticed, and ``phalanx runs`` finds it.
 """
@@ -21,55 +22,11 @@ import shlex
 from collections.abc import Iterator
 
 from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
+from phalanx.launch.engines.slurm_options import options_in, refuse
 from phalanx.launch.engines.tools import EngineError
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
 """Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""
-_ALIKE = (
-    "a heterogeneous job is several groups of nodes with a step of its own each, and a run is one fleet of nodes that are alike: its ranks would wait for the "
-    'slowest. Partitions of which any will do are launch.partition = "big,small"; nodes of another kind can join by phalanx fleet grow'
-)
-_OWN_LOG = "the job's log lies in the run directory, where phalanx logs reads it"
-_GPUS = "launch.gpus_per_node says how many GPUs of each node; of one type: --gres=gpu:TYPE:NUMBER, or launch.constraint"
-_NOT_TAKEN = {
-    "--array": "a run is one job: an array would start it several times. For seeds or sweeps submit one run file for each",
-    "-a": "a run is one job: an array would start it several times",
-    "--no-requeue": "the job queues itself again after its time limit; leave it out",
-    "--nodes": "give --nodes to phalanx submit, or fleet.nodes",
-    "-N": "give --nodes to phalanx submit, or fleet.nodes",
-    "--ntasks": "every node runs one agent, which starts the workers: fleet.workers_per_node",
-    "-n": "every node runs one agent, which starts the workers: fleet.workers_per_node",
-    "--ntasks-per-node": "every node runs one agent, which starts the workers: fleet.workers_per_node",
-    "hetjob": _ALIKE,
-    "packjob": _ALIKE,
-    "--het-group": _ALIKE,
-    "--gpus": _GPUS,
-    "-G": _GPUS,
-    "--gpus-per-node": _GPUS,
-    "--gpus-per-task": _GPUS,
-    "--gpus-per-socket": _GPUS,
-    "--exclusive": "launch.exclusive says whether nodes are shared",
-    "--partition": "launch.partition, several as big,small: the job starts in the first that can",
-    "-p": "launch.partition, several as big,small: the job starts in the first that can",
-    "--comment": "the job's comment names the run directory",
-    "--signal": "launch.grace_s says when the run saves",
-    "--time": "launch.time_limit, of which it is known when the run saves",
-    "-t": "launch.time_limit, of which it is known when the run saves",
-    "--output": _OWN_LOG,
-    "-o": _OWN_LOG,
-    "--error": _OWN_LOG,
-    "-e": _OWN_LOG,
-    "--chdir": "the job runs where it was submitted: relative paths of the run file begin there",
-    "-D": "the job runs where it was submitted: relative paths of the run file begin there",
-    "--account": "launch.account",
-    "-A": "launch.account",
-    "--qos": "launch.qos",
-    "-q": "launch.qos",
-    "--constraint": "launch.constraint",
-    "-C": "launch.constraint",
-    "--exclude": "launch.exclude",
-    "-x": "launch.exclude",
-}
 _STOPPED = 75
 """Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
 _REFUSED = 3
@@ -106,8 +63,14 @@ def joining_script(order: LaunchOrder, nodes: int) -> str:
         "comment": f"{JOINING_COMMENT}{order.run_dir}",
         "signal": f"TERM@{math.ceil(order.launch.grace_s)}",
     }
+    for option in order.launch.options:
+        if named := {"nodelist", "nodefile"} & set(options_in(option)):
+            raise EngineError(
+                f"launch.options: {option}: the run's own job has these nodes, and a second one would wait for them (--{min(named)}): start "
+                f"phalanx agent --run {order.run_dir} on those that are to join"
+            )
     agent = f"{shlex.join(order.program)} agent --run {shlex.quote(str(order.run_dir))}"
-    step = f"exec srun --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label{_container(order)} {agent}"
+    step = f"exec srun --export=ALL --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label{_container(order)} {agent}"
     verified = _joining_verified(order, shlex.join(order.program))
     return "\n".join([*_header(order, own), "", *_environment(order), *verified, step, ""])
 
@@ -136,27 +99,8 @@ def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
     if launch.exclusive:
         yield "#SBATCH --exclusive"
     for option in launch.options:
-        if (why := _not_taken(option)) is not None:
-            raise EngineError(f"launch.options: {option}: {why}")
-        if not option.startswith("-") or "\n" in option:
-            raise EngineError(f"launch.options: {option!r} is no option of sbatch, as --licenses=lustre is")
+        refuse(option)
         yield f"#SBATCH {option}"
-
-
-def _not_taken(option: str) -> str | None:
-    """Why an option of sbatch is refused, however it is written: ``-N9`` and ``--arr 1-9`` are options too, and a line may hold several."""
-    for word in option.split():
-        if word in _NOT_TAKEN:
-            return _NOT_TAKEN[word]
-        if word.startswith("--"):
-            # sbatch takes every beginning of a name that no other name has (getopt_long).
-            name = word.split("=")[0]
-            full = next((known for known in _NOT_TAKEN if len(name) > 2 and known.startswith(name)), None)
-        else:
-            full = word[:2] if word.startswith("-") and word[:2] in _NOT_TAKEN else None
-        if full is not None:
-            return _NOT_TAKEN[full]
-    return None
 
 
 def _log(order: LaunchOrder, name: str) -> str:
@@ -221,7 +165,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
         '--coordinator "$head"',
     ]
     yield (
-        "srun --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label"
+        "srun --export=ALL --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label"
         f'{_container(order)} bash -c "$on_node" "$nonce" {" ".join(agent)} &'
     )
     yield "step=$!"

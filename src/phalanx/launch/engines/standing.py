@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -60,9 +61,22 @@ def log_of(run_dir: Path, made: Submitted) -> Path:
 
 
 def refuse_second(run_dir: Path, made: Submitted | None) -> None:
-    """Raises ``EngineError`` if a run is queued or running already."""
-    if made is None or made.engine == "slurm":
-        return  # the queue knows better than the record
+    """Raises ``EngineError`` if a run is queued or running already, whichever engine has started it."""
+    if made is None:
+        return
+    if made.engine == "slurm":
+        if shutil.which("squeue") is None:  # the run was taken to a machine that belongs to no cluster
+            return
+        try:
+            job = slurm.job_of(run_dir, made.job)
+        except EngineError as error:
+            raise EngineError(
+                f"whether {title(made)} of the run in {run_dir} still runs is not known: {error}. If it does not, remove "
+                f"{run_dir / FOLDER / 'submitted.json'}"
+            ) from error
+        if job is not None:
+            raise slurm.second(run_dir, job)
+        return
     if (doing := bare.sentence(run_dir)) is not None:
         raise EngineError(
             f"the run in {run_dir} is {doing} already: follow it with phalanx status {run_dir}, or end it with phalanx cancel {run_dir}"

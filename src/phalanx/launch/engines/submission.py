@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -117,6 +121,35 @@ def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
         python=sys.executable,
         launch=launch,
     )
+
+
+@contextmanager
+def only_submission(order: LaunchOrder) -> Iterator[None]:
+    """Keeps out whoever else would submit the run meanwhile: two that both find nothing queued would both queue it.
+
+    Raises ``EngineError`` naming who holds the lock, or if it cannot be had; its file stays, since who removes one that another waits for lets in a third.
+    """
+    path = order.folder / "submitting"
+    try:
+        order.folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            raise EngineError(
+                f"the run in {order.run_dir} is being submitted by {holder}: wait for it, then phalanx status {order.run_dir}"
+            ) from error
+        except OSError as error:
+            raise EngineError(f"cannot lock {path}: {error.strerror}; give another run_dir") from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
 
 
 def refuse_finished(order: LaunchOrder) -> None:

@@ -1,0 +1,216 @@
+"""Options of sbatch that a user passes on, in a run file or in the environment: read as sbatch reads them, and refused where they contradict the launcher.
+
+A line of a batch script is words as of a shell, read by getopt_long: letters may be joined (``-HN9`` holds a job of nine nodes), values may follow at once,
+after a space or after ``=``, and any beginning of a name will do that no other name has. Variables such as ``SBATCH_PARTITION`` overrule what stands
+in a script (man sbatch, "INPUT ENVIRONMENT VARIABLES"), so they would overrule the run file without a word: those that a field of ``[launch]`` stands
+for fill it where it is empty; those that contradict the launcher are refused; neither reaches sbatch. The tables are those of Slurm 22.05 to 24.11.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.launch.engines.tools import EngineError
+from phalanx.run.spec import LaunchSpec
+
+FIELDS = {
+    "account": "account",
+    "constraint": "constraint",
+    "exclude": "exclude",
+    "partition": "partition",
+    "qos": "qos",
+    "reservation": "reservation",
+    "time": "time_limit",
+}
+"""Options -> the fields of ``[launch]`` that stand for them."""
+_ALIKE = (
+    "a heterogeneous job is several groups of nodes with a step of its own each, and a run is one fleet of nodes that are alike: its ranks would wait for the "
+    'slowest. Partitions of which any will do are launch.partition = "big,small"; nodes of another kind can join by phalanx fleet grow'
+)
+_ONE_AGENT = "every node runs one agent, which starts the workers: fleet.workers_per_node"
+_GPUS = "launch.gpus_per_node says how many GPUs of each node; of one type: launch.constraint"
+_OWN_LOG = "the job's log lies in the run directory, where phalanx logs reads it"
+_HERE = (
+    "the job is looked for, and ended, in the cluster of this machine: give the command on a login node of the other one, or set "
+    "SLURM_CONF or SLURM_CLUSTERS to it"
+)
+_NO_JOB = "sbatch would submit nothing, or not return: phalanx submit --dry-run shows the script, phalanx status follows the job"
+_OWN = "the job shows up among your own, where phalanx runs and phalanx cancel look for it"
+REFUSED = {
+    "array": "a run is one job: an array would start it several times. For seeds or sweeps submit one run file for each",
+    "chdir": "the job runs where it was submitted: relative paths of the run file begin there",
+    "cluster-constraint": _HERE,
+    "clusters": _HERE,
+    "comment": "the job's comment names the run directory",
+    "container-image": "launch.container_image: the agents run in it, the script does not",
+    "error": _OWN_LOG,
+    "exclusive": "launch.exclusive says whether nodes are shared",
+    "gid": _OWN,
+    "gpus": _GPUS,
+    "gpus-per-node": _GPUS,
+    "gpus-per-socket": _GPUS,
+    "gpus-per-task": _GPUS,
+    "help": _NO_JOB,
+    "het-group": _ALIKE,
+    "hetjob": _ALIKE,
+    "no-kill": "the job says it: a lost node never ends the others",
+    "no-requeue": "the job queues itself again after its time limit; leave it out",
+    "nodes": "give --nodes to phalanx submit, or fleet.nodes",
+    "ntasks": _ONE_AGENT,
+    "ntasks-per-core": _ONE_AGENT,
+    "ntasks-per-gpu": _ONE_AGENT,
+    "ntasks-per-node": _ONE_AGENT,
+    "ntasks-per-socket": _ONE_AGENT,
+    "open-mode": "the log of a run that queues itself again holds all of its starts",
+    "output": _OWN_LOG,
+    "oversubscribe": "launch.exclusive says whether nodes are shared",
+    "packjob": _ALIKE,
+    "signal": "launch.grace_s says when the run saves",
+    "test-only": _NO_JOB,
+    "uid": _OWN,
+    "usage": _NO_JOB,
+    "version": _NO_JOB,
+    "wait": _NO_JOB,
+    "wrap": "the script is Phalanx's; lines of your own before the agents start are launch.prologue",
+    "account": "launch.account",
+    "constraint": "launch.constraint",
+    "exclude": "launch.exclude",
+    "partition": "launch.partition, several as big,small: the job starts in the first that can",
+    "qos": "launch.qos",
+    "reservation": "launch.reservation",
+    "time": "launch.time_limit, of which it is known when the run saves",
+}
+"""Options that contradict what the launcher decides -> what decides it."""
+
+
+def _words(*lines: str) -> list[str]:
+    return " ".join(lines).split()
+
+
+LETTERS = dict(
+    pair.split("=")
+    for pair in _words(
+        "A=account a=array B=extra-node-info b=begin C=constraint c=cpus-per-task D=chdir d=dependency e=error F=nodefile G=gpus H=hold h=help i=input",
+        "J=job-name k=no-kill L=licenses M=clusters m=distribution N=nodes n=ntasks O=overcommit o=output p=partition Q=quiet q=qos S=core-spec",
+        "s=oversubscribe t=time V=version v=verbose W=wait w=nodelist x=exclude",
+    )
+)
+"""Letters of options -> their names."""
+WITHOUT_VALUE = frozenset(
+    _words(
+        "contiguous help hold ignore-pbs no-requeue overcommit oversubscribe parsable quiet reboot requeue spread-job test-only usage use-min-nodes",
+        "verbose version wait",
+    )
+)
+VALUE_AT_ONCE = frozenset(_words("exclusive export get-user-env nice no-kill propagate"))
+"""Options whose value may be missing, so that no other word is one."""
+WITH_VALUE = (
+    frozenset(
+        _words(
+            "acctg-freq batch bb bbf begin container container-id core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot",
+            "dependency distribution export-file extra extra-node-info gpu-bind gpu-freq gres gres-flags hint input job-name kill-on-invalid-dep",
+            "licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile nodelist ntasks-per-tres power",
+            "prefer priority profile resv-ports segment sockets-per-node stepmgr switches thread-spec threads-per-core time-min tmp tres-bind",
+            "tres-per-task wait-all-nodes wckey x11",
+        )
+    )
+    | REFUSED.keys()
+) - {"hetjob", "packjob", *WITHOUT_VALUE, *VALUE_AT_ONCE}
+_NAMES = WITH_VALUE | VALUE_AT_ONCE | WITHOUT_VALUE
+_VARIABLES = {
+    "ACCOUNT": "account",
+    "ARRAY_INX": "array",
+    "CLUSTERS": "clusters",
+    "CLUSTER_CONSTRAINT": "cluster-constraint",
+    "CONSTRAINT": "constraint",
+    "ERROR": "error",
+    "EXCLUSIVE": "exclusive",
+    "GPUS": "gpus",
+    "GPUS_PER_NODE": "gpus-per-node",
+    "GPUS_PER_SOCKET": "gpus-per-socket",
+    "GPUS_PER_TASK": "gpus-per-task",
+    "NO_KILL": "no-kill",
+    "NO_REQUEUE": "no-requeue",
+    "OPEN_MODE": "open-mode",
+    "OUTPUT": "output",
+    "PARTITION": "partition",
+    "QOS": "qos",
+    "RESERVATION": "reservation",
+    "SIGNAL": "signal",
+    "TIMELIMIT": "time",
+    "WAIT": "wait",
+}
+VARIABLES = {f"SBATCH_{name}": option for name, option in _VARIABLES.items()}
+"""Variables that sbatch reads -> the options that they stand for, of those that contradict the launcher."""
+
+
+def options_in(line: str) -> Iterator[str]:
+    """The full names of the options in a line as sbatch reads it; of a beginning that several names have, all of them. Raises ``EngineError``."""
+    try:
+        words = iter(shlex.split(line, comments=True))
+    except ValueError as error:
+        raise EngineError(f"launch.options: {line!r}: a quote in it has no end") from error
+    for word in words:
+        if word in ("hetjob", "packjob"):
+            yield word
+        elif word.startswith("--"):
+            name, sign, _ = word[2:].partition("=")
+            full = [name] if name in _NAMES else [known for known in sorted(_NAMES) if known.startswith(name)]
+            yield from full
+            if not sign and len(full) == 1 and full[0] in WITH_VALUE:
+                next(words, None)
+        elif word.startswith("-"):
+            for place, letter in enumerate(word[1:], 2):
+                option = LETTERS.get(letter, "")
+                yield option
+                if option in VALUE_AT_ONCE:
+                    break
+                if option in WITH_VALUE:
+                    if place == len(word):
+                        next(words, None)
+                    break
+
+
+def refuse(line: str) -> None:
+    """Raises ``EngineError`` if a line of options is none of sbatch's, or holds one that contradicts the launcher."""
+    if "\n" in line:
+        raise EngineError(f"launch.options: {line!r} is no option of sbatch, as --licenses=lustre is")
+    for option in options_in(line):
+        if option in REFUSED:
+            raise EngineError(f"launch.options: {line}: {REFUSED[option]}")
+    if not line.startswith("-"):
+        raise EngineError(f"launch.options: {line!r} is no option of sbatch, as --licenses=lustre is")
+
+
+def from_environment(launch: LaunchSpec, environ: Mapping[str, str]) -> tuple[LaunchSpec, list[str]]:
+    """What is asked of Slurm, with what variables of sbatch's say of fields that are empty; and a line about each of these variables.
+
+    Raises ``EngineError`` for variables that contradict the launcher, all of them.
+    """
+    said, wrong = [], []
+    for variable, option in VARIABLES.items():
+        value, field = environ.get(variable, ""), FIELDS.get(option)
+        if variable in environ and field is None:
+            wrong.append(f"{variable}={value} in the environment: {REFUSED[option]}")
+        elif value and field is not None:
+            own = str(getattr(launch, field))
+            if not own:
+                filled: dict[str, Any] = {field: value}
+                launch = replace(launch, **filled)
+            said.append(
+                f"launch.{field} = {own or value}"
+                + (f", and not {variable}={value}" if own else f", from {variable}")
+            )
+    if "," in (several := environ.get("SLURM_CLUSTERS", "")) or several == "all":
+        wrong.append(f"SLURM_CLUSTERS={several} in the environment: {_HERE}, and to one alone")
+    if wrong:
+        raise EngineError("sbatch would take these before the run file; unset them:\n  " + "\n  ".join(wrong))
+    return launch, said
+
+
+def without_overrulers(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables that sbatch would take before what stands in the script."""
+    return {name: value for name, value in environ.items() if name not in VARIABLES}

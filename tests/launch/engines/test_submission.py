@@ -1,0 +1,56 @@
+"""One submission of a run at a time, whoever makes it and wherever it is to start."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.engines.slurm_cluster import missing
+from phalanx.launch.engines import standing
+from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.submission import Submitted, only_submission
+from phalanx.launch.engines.tools import EngineError
+from phalanx.run.spec import LaunchSpec
+
+
+def order(run_dir: Path) -> LaunchOrder:
+    return LaunchOrder("tiny", run_dir, run_dir.parent, 2, 0, 0, 0, sys.executable, LaunchSpec())
+
+
+def test_a_second_submission_is_refused_while_the_first_prepares_and_taken_when_that_has_ended(
+    tmp_path: Path,
+) -> None:
+    with (
+        only_submission(order(tmp_path)),
+        pytest.raises(EngineError, match=r"is being submitted by process \d+ on "),
+        only_submission(order(tmp_path)),
+    ):
+        pass
+    with pytest.raises(ZeroDivisionError), only_submission(order(tmp_path)):
+        raise ZeroDivisionError
+    with only_submission(order(tmp_path)), only_submission(order(tmp_path / "another")):
+        pass
+
+
+def test_a_run_directory_that_cannot_be_written_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match="give another run_dir"), only_submission(order(tmp_path / "file")):
+        pass
+
+
+@pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")
+def test_a_run_whose_cluster_does_not_answer_is_not_started_elsewhere_before_somebody_says_that_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Submitted("slurm", "7", "tiny", 2, 0, 0.0, str(tmp_path))
+    (tmp_path / "slurm.conf").write_text(
+        "nonsense\n"
+    )  # with none at all, or of a dead controller, squeue tries for a minute
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    with pytest.raises(EngineError, match=r"job 7 \(slurm\) .* still runs is not known.*submitted\.json"):
+        standing.refuse_second(tmp_path, made)
+    # The run was taken to a machine of no cluster.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    standing.refuse_second(tmp_path, made)
