@@ -7,14 +7,19 @@ from click.testing import CliRunner
 
 from phalanx.cli.fleet.simulate_command import command
 from phalanx.simulate.large import Scenario, simulate
-from phalanx.simulate.spares import SpareStudy
+from phalanx.simulate.spares import NetworkUse, SpareStudy
 
 DOMAINS = {name: (name[0], name[:2]) for name in ("a1x", "a1y", "a1z", "a2x", "b1x", "b1y")}
 SPREAD = Scenario(nodes=640, spares=64, days=40.0, seed=3, unit=4, spares_together=4, hall_nodes=176)
 
 
 def test_units_are_torn_from_the_moment_a_far_node_takes_a_seat_until_it_leaves_again() -> None:
-    study = SpareStudy(DOMAINS, unit=2, seed=0, step_cost=lambda seats: float("b1y" in seats))
+    study = SpareStudy(
+        DOMAINS,
+        unit=2,
+        seed=0,
+        step_cost=lambda seats: NetworkUse(float("b1y" in seats), (8.0, 4.0 * ("a2x" in seats))),
+    )
     study.seated(0.0, ["a1x", "a1y", "b1x", "b1y"], {"a1z", "a2x"})
     study.seated(10.0, ["a1x", "a2x", "b1x", "b1y"], {"a1z"})
     study.seated(30.0, ["a1x", "a2x", "b1x", "a1z"], set())
@@ -23,7 +28,8 @@ def test_units_are_torn_from_the_moment_a_far_node_takes_a_seat_until_it_leaves_
     assert kept.torn_units == (0.25, 1.0)
     assert kept.most_torn_units == (1, 2)
     assert (kept.replaced, kept.replaced_near) == (2, (0.5, 0.0))
-    assert kept.step_cost_s == pytest.approx(0.75)
+    assert kept.network.step_s == pytest.approx(0.75)
+    assert kept.network.left_bytes == pytest.approx((8.0, 3.0))
 
 
 def test_a_fleet_that_takes_any_spare_has_the_same_nodes_to_take() -> None:

@@ -14,8 +14,20 @@ from dataclasses import dataclass
 from phalanx.fleet.core.epochs.seating import common_levels
 
 Domains = tuple[str, ...]
-StepCost = Callable[[Sequence[str]], float]
-"""Seconds of a step that a network needs for given seats."""
+
+
+@dataclass(frozen=True)
+class NetworkUse:
+    """What a network has to do in a step, for given seats; or that on average over time."""
+
+    step_s: float
+    """Seconds that it needs."""
+    left_bytes: tuple[float, ...] = ()
+    """For each level, widest first: what leaves its domains."""
+
+
+StepCost = Callable[[Sequence[str]], NetworkUse]
+"""Prices given seats."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,8 @@ class SeatsKept:
     """For each level, widest first: units that were in more than one domain, on average over time."""
     most_torn_units: tuple[int, ...]
     """The same at the worst moment."""
-    step_cost_s: float
-    """What the network needs for a step, on average over time; 0 if that was not asked for."""
+    network: NetworkUse
+    """What the network had to do in a step, on average over time; nothing if that was not asked for."""
 
 
 class Seating:
@@ -41,7 +53,9 @@ class Seating:
         self.domains, self.unit, self.step_cost = domains, unit, step_cost
         self.levels = len(next(iter(domains.values())))
         self.seats: list[str] = []
-        self.since_s = self.elapsed_s = self.cost_s = self.cost_now_s = 0.0
+        self.since_s = self.elapsed_s = 0.0
+        self.use, self.total_s, self.total_bytes = NetworkUse(0.0), 0.0, list[float]()
+        """What the network does now, and the sum of that over seconds."""
         self.replaced = 0
         self.near = [0] * self.levels
         self.depths: list[int] = []
@@ -57,7 +71,11 @@ class Seating:
         passed_s, self.since_s = now_s - self.since_s, now_s
         if self.seats:
             self.elapsed_s += passed_s
-            self.cost_s += passed_s * self.cost_now_s
+            self.total_s += passed_s * self.use.step_s
+            before = self.total_bytes or [0.0] * len(self.use.left_bytes)
+            self.total_bytes = [
+                total + passed_s * left for total, left in zip(before, self.use.left_bytes, strict=True)
+            ]
             self.torn_s = [
                 total + passed_s * torn for total, torn in zip(self.torn_s, self._torn(), strict=True)
             ]
@@ -79,7 +97,7 @@ class Seating:
         ]
         self.most = list(map(max, self.most, self._torn()))
         if self.step_cost is not None:
-            self.cost_now_s = self.step_cost(self.seats)
+            self.use = self.step_cost(self.seats)
 
     def result(self) -> SeatsKept:
         """What was counted."""
@@ -89,7 +107,7 @@ class Seating:
             replaced_near=tuple(count / replaced for count in self.near),
             torn_units=tuple(total / time_s for total in self.torn_s),
             most_torn_units=tuple(self.most),
-            step_cost_s=self.cost_s / time_s,
+            network=NetworkUse(self.total_s / time_s, tuple(total / time_s for total in self.total_bytes)),
         )
 
 

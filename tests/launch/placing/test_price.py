@@ -60,6 +60,7 @@ def test_a_price_is_the_sum_of_messages_between_nodes_however_ranks_divide_into_
     expected = max(sent / sizes[leaf] for leaf, sent in out_of_leaf.items())
     assert found.uplink_s["leaf"] == pytest.approx(expected)
     assert found.nic_s == pytest.approx(max(over_nic.values()) / 2)
+    assert found.left_bytes == pytest.approx({"leaf": sum(out_of_leaf.values())})
 
 
 DATA = Flow("shard", "ring", 4, 1, 8.0)
