@@ -2,7 +2,8 @@
 
 A pod has its own process tree (its command is process 1, as in a container), host name, mounts, and an address that its replacement does not have; the
 name of the pod that leads is in a hosts file, as it would be in DNS. What becomes of a pod that ends is decided by the Job's own fields: its
-podFailurePolicy, backoffLimitPerIndex and successPolicy. What this is not: containers, limits, a network between machines.
+podFailurePolicy, backoffLimitPerIndex and successPolicy. What this is not: limits, a network between machines. The pods see the file system of this machine, or
+with PHALANX_IMAGE_ROOT that of an image that is mounted there (``build_image.sh``), as its user.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any
 from phalanx_process import ENVIRONMENT
 
 _POLL_S = 0.05
+IMAGE_USER = "1000:1000"
+IMAGE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _UNSHARE = ("unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child")
 
 
@@ -181,26 +184,40 @@ class SmallJob:
         }
         words = [_expanded(word, variables) for word in agent["command"]]
         words = [word.replace("/tmp/", f"{self.folder}/{index}-") for word in words]
-        mounts = [
-            f"mount --bind {self.folder}/etc /etc",
-            "mount -t tmpfs none /dev/shm",
-            "mount -t tmpfs none /mnt",
-            f"mkdir {self.manifest_mount} && mount --bind {self.folder}/volume {self.manifest_mount}",
-            "mount -t proc proc /proc",
+        image = os.environ.get("PHALANX_IMAGE_ROOT", "")
+        in_place = f"cd {agent['workingDir']} && exec {shlex.join(words)}"
+        steps = [
+            *(self._mounts_in(image) if image else [f"mount --bind {self.folder}/etc /etc"]),
+            f"mount -t tmpfs none {image}/dev/shm",
+            f"mount -t tmpfs none {image}/mnt",
+            f"mkdir {image}{self.manifest_mount} && mount --bind {self.folder}/volume {image}{self.manifest_mount}",
+            f"mount -t proc proc {image}/proc",
             f"hostname {host}",
-            f"cd {agent['workingDir']}",
-            f"exec {shlex.join(words)}",
+            f"exec chroot --userspec={IMAGE_USER} {image} /bin/sh -c {shlex.quote(in_place)}"
+            if image
+            else in_place,
         ]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = IMAGE_PATH if image else f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        inherited = {} if image else ENVIRONMENT
         log = (self.folder / f"{index}-{self.started[index]}.log").open("wb")
         with log:
             process = subprocess.Popen(
-                [*_UNSHARE, "bash", "-c", " && ".join(mounts)],
-                env={**ENVIRONMENT, **variables, "PATH": path, "PYTHONUNBUFFERED": "1"},
+                [*_UNSHARE, "bash", "-c", " && ".join(steps)],
+                env={**inherited, **variables, "PATH": path, "PYTHONUNBUFFERED": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         self.pods[index] = SmallPod(index, address, process)
+
+    def _mounts_in(self, image: str) -> Iterator[str]:
+        """What a pod of an image sees of this machine: devices, the names of pods, the run file, and where the test keeps its data."""
+        shared = self.folder.parent
+        shared.chmod(0o755)
+        for folder in (self.folder, self.folder / "volume"):
+            folder.chmod(0o777)
+        yield f"mount --rbind /dev {image}/dev && touch {image}/etc/hosts && mount --bind {self.folder}/etc/hosts {image}/etc/hosts"
+        for path, seen in ((self.folder / "etc" / "phalanx", Path("/etc/phalanx")), (shared, shared)):
+            yield f"mkdir -p {image}{seen} && mount --bind {path} {image}{seen}"
 
     @property
     def manifest_mount(self) -> str:
