@@ -73,3 +73,7 @@ def test_a_processor_that_multiplies_slowly_is_measured_on_matrices_that_it_can_
     monkeypatch.setattr(matmul_peak, "_best_s", seconds)
     assert measure_matmul_flops(torch.device("cpu"), torch.bfloat16) == pytest.approx(flops_per_s)
     assert max(sizes) == largest
+    for budget_s in (0.05, 0.4):
+        sizes.clear()
+        measure_matmul_flops(torch.device("cpu"), torch.bfloat16, budget_s)
+        assert all(2 * size**3 / flops_per_s < budget_s for size in sizes if size > 256)

@@ -45,6 +45,8 @@ from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
 from phalanx.train.step.step import StepFlags
 
+_PEAK_BUDGET_S = 0.05
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -267,5 +269,5 @@ def _peak(spec: RunSpec, device: torch.device) -> Peak:
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001  a part of the key
-    """Measured once in a process: it takes longer than many a small run."""
-    return measure_matmul_flops(device, dtype)
+    """Measured once in a process, and no longer than a start may wait: the best of few products is that of many."""
+    return measure_matmul_flops(device, dtype, _PEAK_BUDGET_S)
