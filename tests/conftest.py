@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -16,6 +17,48 @@ from store.servers import Server, ministack
 # A loaded machine is no reason to fail: examples are bounded in number, never in time.
 settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("phalanx")
+
+TESTS = Path(__file__).parent
+
+
+# Files that take longest, the longest first: begun last, one of them would be alone at the end.
+LONGEST = (
+    "chaos/test_kill.py",
+    "chaos/test_fleet.py",
+    "fleet/node/test_worker.py",
+    "train/test_layouts.py",
+    "launch/engines/test_slurm.py",
+    "launch/engines/test_bare.py",
+    "train/test_reproducibility.py",
+    "fleet/node/test_lost_head.py",
+    "fleet/node/test_agent_processes.py",
+    "hardware/test_gpu_bench.py",
+    "train/test_mixtures.py",
+    "train/test_lanes_and_context_tiles.py",
+    "train/test_context_tiles.py",
+    "train/lifecycle/test_loss_spikes.py",
+    "fleet/control/test_coordinator.py",
+    "fleet/health/test_live_audit.py",
+    "checkpoint/tiers/test_object_tier.py",
+    "watch/page/test_browser.py",
+    "train/optimizers/test_runs.py",
+    "cli/test_data_commands.py",
+    "cli/test_commands.py",
+    "api/test_interface.py",
+    "train/profile/test_recording.py",
+    "train/compare/test_replay.py",
+    "train/test_lanes.py",
+    "train/lifecycle/test_store.py",
+    "parallel/pipeline/test_runner.py",
+    "train/step/test_rank_times.py",
+    "watch/profile/test_planted.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first; ``--no-loadscope-reorder`` keeps that order."""
+    turn = {TESTS / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turn.get(item.path, len(turn)))
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
