@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from forked_workers import Forked, Zygote
+import forked_python
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
@@ -57,9 +57,7 @@ PROGRAM = (str(Path(__file__).with_name("worker_without_pickle.py")),)
 class Node:
     """One worker, the memory for its snapshots, and what it has said."""
 
-    process: subprocess.Popen[bytes] | Forked
-
-    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] | Zygote = PROGRAM) -> None:
+    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] = PROGRAM) -> None:
         self.number, self.spec, self.program = number, spec, program
         self.run_dir = Path(spec.run_dir)
         self.token = make_token(self.run_dir)
@@ -81,19 +79,16 @@ class Node:
         arguments = ["--run-dir", str(self.run_dir), "--worker", "0", "--node", f"node-{self.number}"]
         arguments += ["--run-file", digest]
         with (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab") as log, theirs:
-            if isinstance(self.program, Zygote):
-                self.process = self.program.fork(arguments, [log.fileno(), theirs.fileno(), *segments])
-            else:
-                self.process = subprocess.Popen(
-                    [
-                        *(sys.executable, *self.program, "--link", str(theirs.fileno())),
-                        *("--segments", *map(str, segments), *arguments),
-                    ],
-                    pass_fds=[theirs.fileno(), *segments],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
+            self.process = forked_python.Popen(
+                [
+                    *(sys.executable, *self.program, "--link", str(theirs.fileno())),
+                    *("--segments", *map(str, segments), *arguments),
+                ],
+                pass_fds=[theirs.fileno(), *segments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         self.pids.append(self.process.pid)
         self._link = ours
         threading.Thread(target=self._read, args=(ours,), daemon=True).start()
@@ -153,7 +148,7 @@ class Node:
 class Driver:
     """The least that a coordinator does: binds, parks, and finds the step to go back to."""
 
-    def __init__(self, spec: RunSpec, nodes: int, program: tuple[str, ...] | Zygote = PROGRAM) -> None:
+    def __init__(self, spec: RunSpec, nodes: int, program: tuple[str, ...] = PROGRAM) -> None:
         self.spec = spec
         places = open_places(spec.data)
         run = open_run(spec, index_of_places(places).fingerprint, tokenizer_folder(places))

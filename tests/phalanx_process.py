@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forks import FORKS
-from phalanx.cli.main import main
+import forked_python
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
 
@@ -58,16 +56,19 @@ device = "cpu"
 
 ENVIRONMENT = {
     name: value
-    for name, value in os.environ.items()
+    for name, value in forked_python.ENVIRONMENT.items()
     if not name.startswith(("PHALANX_", "SLURM_")) and name not in ("RANK", "WORLD_SIZE")
 }
 
 
 def start(
-    arguments: Sequence[str], folder: Path, environment: dict[str, str] = ENVIRONMENT
+    arguments: Sequence[str],
+    folder: Path,
+    environment: dict[str, str] = ENVIRONMENT,
+    kind: type[subprocess.Popen[Any]] = forked_python.Popen,
 ) -> subprocess.Popen[str]:
-    """Starts ``phalanx ARGUMENTS`` in ``folder``."""
-    return subprocess.Popen(
+    """Starts ``phalanx ARGUMENTS`` in ``folder``; it and what it starts are forked, or executed with ``subprocess.Popen``."""
+    return kind(
         [sys.executable, "-m", "phalanx", *arguments],
         cwd=folder,
         env=environment,
@@ -86,30 +87,22 @@ def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 def run(
     arguments: Sequence[str], folder: Path, environment: dict[str, str] = ENVIRONMENT
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end, in a forked process: most of a short command is imports."""
+    """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end; it and what it starts are forked: most of a short command is imports."""
+    command = [sys.executable, "-m", "phalanx", *arguments]
     with tempfile.TemporaryDirectory() as place:
-        out, err = Path(place) / "out", Path(place) / "err"
-        process = FORKS.Process(target=_command, args=(arguments, folder, environment, out, err))
-        process.start()
-        process.join(TIMEOUT_S)
-        if process.exitcode is None:
+        files = Path(place) / "out", Path(place) / "err"
+        with files[0].open("w") as out, files[1].open("w") as err:
+            process = forked_python.Popen(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
+        try:
+            code = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
             process.kill()
-            raise TimeoutError(f"phalanx {' '.join(arguments)}:\n{out.read_text()}\n{err.read_text()}")
-        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
-
-
-def _command(
-    arguments: Sequence[str], folder: Path, environment: dict[str, str], out: Path, err: Path
-) -> None:
-    """Does what ``python -m phalanx ARGUMENTS`` does, with its output in files."""
-    for stream, file in ((1, out), (2, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path.insert(0, "")
-    sys.argv = ["phalanx", *arguments]
-    main()
+            raise TimeoutError(
+                "\n".join([" ".join(command), *(file.read_text() for file in files)])
+            ) from error
+        return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -142,12 +135,6 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
             process.kill()
             raise TimeoutError("the condition did not come true")
         time.sleep(0.01)
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of the direct children of a process."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
 
 
 def alive(pid: int) -> bool:

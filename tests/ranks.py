@@ -9,20 +9,24 @@ import faulthandler
 import gc
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from forks import FORKS
+import forked_python
 
 TIMEOUT_S = 180.0
 
 
 def _serve(connection: Connection) -> None:
+    sys.path[:] = connection.recv()
     os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
@@ -55,7 +59,7 @@ class Ranks:
     """A pool of processes; ``run`` lets the first few of them be the ranks of a process group."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[tuple[subprocess.Popen[Any], Connection]] = []
         self._timeout_s = timeout_s
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -86,15 +90,17 @@ class Ranks:
         try:
             good, value = connection.recv()
         except EOFError:
-            process.join(1.0)
-            raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            raise RuntimeError(f"rank {rank} died with exit code {process.returncode}") from None
         return bool(good), value
 
     def _start_one(self) -> None:
-        ours, theirs = FORKS.Pipe()
-        process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
+        ours, theirs = Pipe()
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        process = forked_python.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
+        ours.send(sys.path)
         self._workers.append((process, ours))
 
     def close(self) -> None:
@@ -102,5 +108,9 @@ class Ranks:
         for process, connection in self._workers:
             connection.close()
             process.kill()
-            process.join()
+            process.wait()
         self._workers.clear()
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -31,6 +31,7 @@ def spiking_run(dataset: Path, noise: Path, run_dir: Path) -> RunSpec:
     )
     return dataclasses.replace(
         base,
+        train=dataclasses.replace(base.train, micro_batch_size=2),
         data=DataSpec(stages=(0, SPIKE - 1, SPIKE), sources=sources),
         checkpoint=CheckpointSpec(every_steps=2, keep_last=1),
         evaluation=EvalSpec(every_steps=0),

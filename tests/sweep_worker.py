@@ -2,7 +2,7 @@
 
 They are ``phalanx.fleet.node.rank.worker`` itself, in which a dispatch mode counts the operations that talk to other ranks. Which of
 them is to break is written in the run directory; each break happens once in a run, so a step that is computed again after it
-does not break again. A sweep over all collectives of a step needs hundreds of workers: they are forked (``forked_workers``).
+does not break again. A sweep over all collectives of a step needs hundreds of workers: they are forked (``forked_python``).
 """
 
 from __future__ import annotations
@@ -198,3 +198,7 @@ def main() -> None:
     """As the worker's own ``main``, with epochs that break."""
     worker.Worker = SweptWorker  # type: ignore[misc]
     worker_main.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +22,7 @@ import torch
 from examples.mixer import Mixer
 
 import phalanx
+from forked_python import Popen, children, in_place_of_execution
 from phalanx.api.training import _launch, _result
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Event, Message, Restored, RunStarted, Step
@@ -32,7 +33,7 @@ from phalanx.run.read import to_table
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.open_run import OpenRun
-from phalanx_process import ENVIRONMENT, children, last_json, run
+from phalanx_process import ENVIRONMENT, TIMEOUT_S, last_json, run
 from tiny_runs import tiny_run
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,13 @@ def own_run(dataset: Path, run_dir: Path, ranks: int = 1) -> RunSpec:
     return dataclasses.replace(
         spec, checkpoint=CheckpointSpec(every_steps=1), parallel=ParallelSpec(ranks=ranks)
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    """Ranks that this process starts are forked."""
+    with in_place_of_execution():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -253,18 +261,20 @@ def test_the_example_of_the_readme_runs_as_printed(dataset: Path, tmp_path: Path
     small = own_run(dataset, tmp_path / "run")  # on which the example's overrides work too
     (tmp_path / "configs" / "quickstart.toml").write_text(tomli_w.dumps(to_table(small)))
     (tmp_path / "example.py").write_text(block)
-    done = subprocess.run(
+    process = Popen(
         [sys.executable, "example.py"],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         env=ENVIRONMENT,
-        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        starts_others=True,
     )
-    assert done.returncode == 0, done.stderr
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
     result = phalanx.open_run(tmp_path / "run").result
     assert result is not None
-    assert done.stdout.startswith(f"{result.loss} {result.weights_sha256}\n")
+    assert out.startswith(f"{result.loss} {result.weights_sha256}\n")
 
 
 def copy_the_example(folder: Path) -> None:

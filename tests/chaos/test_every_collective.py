@@ -15,7 +15,7 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 import driven_workers
+import sweep_worker
 from driven_workers import PATIENCE_S, Driver, Node
-from forked_workers import Zygote
 from phalanx.fleet.node.worker_link import (
     EpochBroken,
     JoinedEpoch,
@@ -59,7 +59,7 @@ class Gone:
 class SweptNode(Node):
     """A node whose worker may break at any moment."""
 
-    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] | Zygote) -> None:
+    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...]) -> None:
         self.stuck = 0
         super().__init__(spec, number, program)
 
@@ -96,9 +96,9 @@ class SweptNode(Node):
 class Sweep(Driver):
     """Lives through all breaks of a run."""
 
-    def __init__(self, spec: RunSpec, nodes: int, zygote: Zygote, breaks: list[Break]) -> None:
+    def __init__(self, spec: RunSpec, nodes: int, breaks: list[Break]) -> None:
         write_breaks(Path(spec.run_dir), breaks)
-        super().__init__(spec, nodes, zygote)
+        super().__init__(spec, nodes, (sweep_worker.__file__,))
 
     def live(self, ranks: int) -> str:
         """Binds anew after each break, until the run has ended; the hash at the end."""
@@ -175,14 +175,13 @@ class Fleet:
     spec: RunSpec
     ranks: int
     folder: Path
-    zygote: Zygote
 
     def run(self, name: str, steps: int, breaks: list[Break]) -> Outcome:
         """Trains for ``steps`` through ``breaks``."""
         run_dir = self.folder / name
         train = dataclasses.replace(self.spec.train, steps=steps)
         spec = dataclasses.replace(self.spec, train=train, run_dir=str(run_dir))
-        sweep = Sweep(spec, self.ranks + 1, self.zygote, breaks)
+        sweep = Sweep(spec, self.ranks + 1, breaks)
         try:
             found = sweep.live(self.ranks)
             return Outcome(found, run_dir, sum(node.stuck for node in sweep.nodes))
@@ -200,16 +199,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "bytes")
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote("sweep_worker")
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def make_fleet(
-    dataset: Path, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[ParallelSpec, int], Fleet]:
     monkeypatch.setattr(driven_workers, "Node", SweptNode)
 
@@ -226,7 +218,7 @@ def make_fleet(
             observe=ObserveSpec(log_every_steps=1, memory_at_step=0),
             checkpoint=CheckpointSpec(every_steps=3, keep_last=2),
         )
-        return Fleet(spec, ranks, tmp_path, zygote)
+        return Fleet(spec, ranks, tmp_path)
 
     return make
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from forked_python import children
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored
-from phalanx_process import ENVIRONMENT, alive, children, last_json, run, start, steps_done, wait_until
+from phalanx_process import ENVIRONMENT, alive, last_json, run, start, steps_done, wait_until
 
 FLEETS = [
     ["--ranks", "1"],
@@ -30,7 +31,7 @@ def hash_after_kill(run_file: Path, folder: Path, seed: int, victim: str) -> str
     """The final hash of a run whose launcher or one of whose ranks got SIGKILL at a random step."""
     chance = random.Random(seed)
     command = ["train", str(run_file), "--run-dir", str(folder / "run")]
-    process = start([*command, *chance.choice(FLEETS)], folder)
+    process = start([*command, *chance.choice(FLEETS)], folder, kind=subprocess.Popen)
     at_step = chance.randint(4, 18)  # after the first checkpoint is due
     wait_until(lambda: steps_done(folder / "run") >= at_step, process)
     ranks = children(process.pid)

@@ -11,11 +11,12 @@ from typing import Any
 import click
 import pytest
 
+from forked_python import Popen
 from phalanx.cli.launch.log_lines import moment, ranks_of
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.logs.read import LogQuery, read_lines, told_failure
-from phalanx_process import ENVIRONMENT, last_json, run
+from phalanx_process import ENVIRONMENT, TIMEOUT_S, last_json, run
 
 MODEL = """
 import os
@@ -39,6 +40,8 @@ def build(spec):
     return model
 """
 PROGRAM = """
+import sys
+sys.path.insert(0, ROOT)
 import phalanx
 spec = phalanx.read_run_file("tiny.toml", "parallel.ranks=3", "run_dir=failed")
 try:
@@ -52,18 +55,19 @@ except RuntimeError as error:
 def failed(folder: Path) -> tuple[RunDirectory, str]:
     """A run of three ranks of which rank 1 has raised, and what its user was told."""
     (folder / "failing.py").write_text(MODEL)
-    path = ":".join([str(folder), str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+    (folder / "program.py").write_text(f"ROOT = {str(Path(__file__).parents[2])!r}\n{PROGRAM}")
+    process = Popen(
+        [sys.executable, "program.py"],
         cwd=folder,
-        env={**ENVIRONMENT, "PYTHONPATH": path},
-        capture_output=True,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
-        check=False,
+        starts_others=True,
     )
-    assert done.returncode == 0, done.stderr
-    return RunDirectory(folder / "failed"), done.stdout
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    return RunDirectory(folder / "failed"), out
 
 
 def test_the_rank_that_raised_is_told_from_those_that_failed_because_of_it(

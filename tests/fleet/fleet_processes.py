@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tomli_w
 
+import forked_python
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import make_token
 from phalanx.run.directory.paths import RunDirectory
@@ -51,7 +52,7 @@ class Fleet:
     """Coordinator and agents of one run."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+        self.run_dir, self._modules = run_dir, run_dir / "modules"
         self.environment = {**os.environ, "STAND_IN_STEP_S": "0.01", "OMP_NUM_THREADS": "1"}
         self.environment.pop("PHALANX_LAUNCHER", None)
         self.coordinator: subprocess.Popen[bytes] | None = None
@@ -66,16 +67,19 @@ class Fleet:
 
     def modules_of(self, node: str) -> Path:
         """Modules in this folder are found first by this node's processes."""
-        folder = self.run_dir / "modules" / node
+        folder = self._modules / node
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _start(self, module: str, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        path = [str(self.modules_of(name)), self.environment.get("PYTHONPATH", "")]
+        environment, own = self.environment, self._modules / name
+        if own.exists():
+            path = os.pathsep.join(filter(None, (str(own), environment.get("PYTHONPATH", ""))))
+            environment = {**environment, "PYTHONPATH": path}
         with (self.run_dir / "logs" / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
+            return forked_python.Popen(
                 [sys.executable, "-m", module, "--run-dir", str(self.run_dir), *arguments],
-                env={**self.environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -119,10 +123,7 @@ class Fleet:
 
     def workers(self, node: str) -> list[int]:
         """Process ids of a node's workers."""
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.agents[node].pid)], capture_output=True, text=True, check=False
-        )
-        return [int(line) for line in found.stdout.split()]
+        return forked_python.children(self.agents[node].pid)
 
     def seen(self) -> FleetFile | None:
         """fleet.json, if there is one."""

@@ -180,7 +180,7 @@ def test_tensor_ranks_that_share_a_key_head_compute_what_one_process_computes(
     # Without biases of keys, whose gradients cancel but for rounding.
     model = dataclasses.replace(DENSE, kv_heads=key_heads, qkv_bias=False)
     one, four = (
-        merged(ranks.run(count, steps_on_this_rank, tiny(model, layout)))
+        merged(ranks.run(count, steps_on_this_rank, tiny(model, layout), STEPS))
         for count, layout in ((1, ParallelSpec()), (4, parallel))
     )
     assert worst_error(four, one) <= GOAL

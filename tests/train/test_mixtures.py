@@ -34,7 +34,8 @@ def datasets(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def mixture(datasets: dict[str, Path], run_dir: Path, steps: int = 6) -> RunSpec:
-    return replace_at(tiny_mixture(datasets, run_dir, steps), "schedule.kind", "constant")
+    spec = replace_at(tiny_mixture(datasets, run_dir, steps), "train.micro_batch_size", 2)
+    return replace_at(spec, "schedule.kind", "constant")
 
 
 def prepared(spec: RunSpec) -> None:

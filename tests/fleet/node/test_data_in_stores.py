@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from driven_workers import PATIENCE_S, Driver, Node
-from forked_workers import Zygote
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.fleet.node.worker_link import Warm
 from store.faulty_proxy import Faults, faulty_proxy
@@ -36,8 +35,7 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
         data = dataclasses.replace(
             spec.data, path=url, cache=str(tmp_path / "cache"), cache_gib=1e-9, read_ahead_mib=0.0
         )
-        zygote = Zygote()
-        driver = Driver(dataclasses.replace(spec, data=data, run_dir=str(tmp_path / "run")), 3, zygote)
+        driver = Driver(dataclasses.replace(spec, data=data, run_dir=str(tmp_path / "run")), 3)
         try:
             first, second, spare = driver.nodes
             driver.bind([first, second])
@@ -55,7 +53,6 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
             assert first.pids == [first.process.pid], "the survivor is the same process"
         finally:
             driver.close()
-            zygote.close()
 
 
 @pytest.mark.slow
@@ -71,12 +68,11 @@ def test_a_new_worker_says_that_it_waits_for_a_store_that_does_not_give_it_the_i
         url = s3_server.url(secrets.token_hex(8))
         copy_dataset(str(dataset), url)
         data = dataclasses.replace(spec.data, path=url, cache=str(tmp_path / "cache"))
-        zygote = Zygote()
-        driver = Driver(dataclasses.replace(spec, data=data), 1, zygote)
+        driver = Driver(dataclasses.replace(spec, data=data), 1)
         try:
             shutil.rmtree(tmp_path / "cache")  # a machine that never read it
             port, proxy.upstream_port = proxy.upstream_port, 1  # nothing answers there
-            newcomer = Node(driver.spec, 1, zygote)
+            newcomer = Node(driver.spec, 1)
             driver.nodes.append(newcomer)
             until_s = time.monotonic() + PATIENCE_S
             while (
@@ -88,4 +84,3 @@ def test_a_new_worker_says_that_it_waits_for_a_store_that_does_not_give_it_the_i
             newcomer.hear(Warm)
         finally:
             driver.close()
-            zygote.close()

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forked_python import children
 from phalanx.fleet.control.fleet_file import FleetFile, Member, fleet_file, write_fleet_file
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
@@ -37,7 +38,7 @@ from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopOrders
 from phalanx.train.start.open_run import OpenRun
-from phalanx_process import alive, children
+from phalanx_process import alive
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
-from forked_workers import Zygote
 from phalanx.fleet.node.worker_link import (
     CheckpointCommitted,
     Doubted,
@@ -45,24 +44,18 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks: 
     return str(result["weights_sha256"])
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def make_driver(dataset: Path, zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
-    """Workers in processes of their own, forked where ``program`` does not say how they are started."""
+def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
+    """Workers in processes of their own."""
     made: list[Driver] = []
 
     def make(
         nodes: int,
         fleet: FleetSpec | None = None,
         every_steps: int | None = None,
-        program: tuple[str, ...] | Zygote = zygote,
+        program: tuple[str, ...] = PROGRAM,
         pieces: str = "",
+        health_checks: bool = False,
         **parallel: Any,
     ) -> Driver:
         spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
@@ -70,7 +63,8 @@ def make_driver(dataset: Path, zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
             spec = replace_at(spec, f"model.{pieces}", 2)
         if every_steps is not None:
             spec = replace_at(spec, "checkpoint.every_steps", every_steps)
-        spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet or spec.fleet)
+        fleet = dataclasses.replace(fleet or spec.fleet, health_checks=health_checks)
+        spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet)
         made.append(Driver(spec, nodes, program))
         return made[-1]
 
@@ -261,7 +255,7 @@ def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_
 def test_a_worker_whose_machine_computes_wrongly_says_so_instead_of_being_warm_and_ends(
     make_driver: Any,
 ) -> None:
-    driver = make_driver(0)
+    driver = make_driver(0, health_checks=True)
     node = Node(driver.spec, 0, (str(Path(__file__).with_name("miscomputing_worker.py")),))
     driver.nodes.append(node)
     said = node.said.get(timeout=PATIENCE_S)
@@ -287,13 +281,11 @@ def test_only_a_worker_that_was_given_faults_imports_the_saboteur(
     assert "phalanx.fleet.faults.saboteur" in faulty
 
 
-def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(
-    make_driver: Any, zygote: Zygote
-) -> None:
+def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(make_driver: Any) -> None:
     driver = make_driver(1)
     record = driver.nodes[0].run_dir / "record.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "data_fingerprint": "0" * 64}))
-    node = Node(driver.nodes[0].spec, 1, zygote)
+    node = Node(driver.nodes[0].spec, 1)
     try:
         assert "finds other data at data.path" in node.hear(Unfit).evidence
     finally:
@@ -301,14 +293,14 @@ def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(
 
 
 def test_a_worker_whose_machine_rounds_otherwise_than_the_first_one_says_so_instead_of_being_warm(
-    make_driver: Any, zygote: Zygote
+    make_driver: Any,
 ) -> None:
     driver = make_driver(1)
     (reference,) = driver.nodes[0].run_dir.glob("logs/attempt-*-numerics.json")
     first = json.loads(reference.read_text())
     first["probes"]["softmax"] = "0" * 14
     reference.write_text(json.dumps(first))
-    node = Node(driver.nodes[0].spec, 1, zygote)
+    node = Node(driver.nodes[0].spec, 1)
     try:
         evidence = node.hear(Unfit).evidence
         assert "computes softmax with other bits than the first of this start (node-0, " in evidence

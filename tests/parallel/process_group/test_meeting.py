@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import threading
@@ -15,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forks import FORKS
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, leave
@@ -24,6 +24,8 @@ from ranks import Ranks
 
 CPU = torch.device("cpu")
 TOKEN = "a token that only the ranks know"
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["phalanx.parallel.process_group.rendezvous"])
 
 
 def serve(connection: Connection) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked_python import Popen
 from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, RunStarted
@@ -53,7 +54,7 @@ def test_a_rank_that_uses_other_kernels_is_named_and_the_start_refused(dataset: 
         "PHALANX_MEETING_POINT": (tmp_path / "store").as_uri(),
     }
     of_rank = [{"PHALANX_RANK": "0"}, {"PHALANX_RANK": "1", "ATEN_CPU_CAPABILITY": "default"}]
-    processes = [subprocess.Popen(command, env=place | own, stderr=subprocess.DEVNULL) for own in of_rank]
+    processes = [Popen(command, env=place | own, stderr=subprocess.DEVNULL) for own in of_rank]
     assert [process.wait(240) for process in processes] == [1, 1]
     failures = [read_failure(run.directory.log(0, rank)) for rank in (0, 1)]
     for failure in failures:

@@ -11,6 +11,7 @@ import pytest
 from phalanx.run.spec import OptimizerSpec, RunSpec
 from quick_cases import quick
 from ranks import Ranks
+from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
 SPECS = {
@@ -24,7 +25,8 @@ SPECS = {
 
 
 def run_with(optimizer: OptimizerSpec, dataset: Path, run_dir: Path) -> RunSpec:
-    return dataclasses.replace(tiny_run(dataset, run_dir), optimizer=optimizer)
+    spec = replace_at(tiny_run(dataset, run_dir), "train.micro_batch_size", 2)
+    return dataclasses.replace(spec, optimizer=optimizer)
 
 
 @pytest.fixture(scope="module")

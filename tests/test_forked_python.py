@@ -1,0 +1,113 @@
+"""Programs that are forked from a template are to whoever starts them what executed ones are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fact_program
+import forked_python
+
+PROGRAM = fact_program.__file__
+
+
+def ended(kind: type[subprocess.Popen[Any]], ending: str, folder: Path, path: str = "") -> tuple[Any, ...]:
+    """What a program told, its last words, and how it ended."""
+    passed = os.open(os.devnull, os.O_RDONLY)
+    process = kind(
+        [sys.executable, PROGRAM, "one two", ending],
+        cwd=folder,
+        env={**forked_python.ENVIRONMENT, **({"PYTHONPATH": path} if path else {}), "OF_THE_TEST": "ü"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[passed],
+        start_new_session=ending == "code",
+        text=True,
+    )
+    os.close(passed)
+    told, *more = process.communicate(timeout=60)[0].splitlines()
+    return json.loads(told), more, process.returncode
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("return", 0),
+        ("code", 75),
+        ("text", 1),
+        ("error", 1),
+        ("interrupted", -signal.SIGINT),
+        ("killed", -signal.SIGKILL),
+        ("thread", 0),
+    ],
+)
+def test_a_forked_program_finds_and_leaves_what_an_executed_one_does(
+    ending: str, code: int, tmp_path: Path
+) -> None:
+    forked, executed = (ended(kind, ending, tmp_path) for kind in (forked_python.Popen, subprocess.Popen))
+    assert forked == executed
+    assert (forked[0]["parent"], forked[2]) == (os.getpid(), code)
+
+
+def test_it_looks_for_modules_where_its_environment_says(tmp_path: Path) -> None:
+    before = forked_python.ENVIRONMENT.get("PYTHONPATH", "elsewhere")
+    path = os.pathsep.join([before, str(tmp_path / "more"), "under", before])
+    forked, executed = (
+        ended(kind, "return", tmp_path, path) for kind in (forked_python.Popen, subprocess.Popen)
+    )
+    assert forked == executed
+
+
+def test_a_program_that_begins_with_code_of_its_environment_is_executed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.exit('here')")
+    process = forked_python.Popen(
+        [sys.executable, PROGRAM],
+        env={**forked_python.ENVIRONMENT, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+    )
+    assert b"here" in process.communicate(timeout=60)[1]
+
+
+def test_errors_are_shown_as_by_python() -> None:
+    said = [
+        kind([sys.executable, PROGRAM, word], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        .communicate()[1]
+        .splitlines()[-1]
+        for word in ("text", "error")
+        for kind in (forked_python.Popen, subprocess.Popen)
+    ]
+    assert said == ["no way on"] * 2 + ["RuntimeError: unforeseen"] * 2
+
+
+def test_a_folder_that_is_not_there_is_the_same_error(tmp_path: Path) -> None:
+    errors = []
+    for kind in (forked_python.Popen, subprocess.Popen):
+        with pytest.raises(FileNotFoundError) as caught:
+            kind([sys.executable, PROGRAM, "return"], cwd=tmp_path / "gone")
+        errors.append((caught.value.errno, str(caught.value.filename)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "changed"),
+    [
+        ([sys.executable, "-c", "pass"], {}),
+        ([sys.executable, "-X", "importtime", PROGRAM], {}),
+        ([sys.executable, "-m", "json.tool"], {}),
+        (["true"], {}),
+        ([sys.executable, PROGRAM], {"OMP_NUM_THREADS": "7"}),
+    ],
+)
+def test_what_the_template_does_not_have_is_executed(command: list[str], changed: dict[str, str]) -> None:
+    template = forked_python.own_template()
+    assert template is not None
+    assert template.has([sys.executable, PROGRAM], forked_python.ENVIRONMENT)
+    assert not template.has(command, {**forked_python.ENVIRONMENT, **changed})
