@@ -161,7 +161,7 @@ def test_a_child_run_with_a_new_source_is_the_run_that_had_it_without_weight_fro
         ),
         (["data.stages=[0, 2]"], "data.sources", "other samples would have been drawn"),
         (["data.sources.names.use=[0.0, 0.5]"], "data.sources", "other samples would have been drawn"),
-        (["train.batch_size=8"], "train.batch_size", "by which its samples were drawn"),
+        (["train.batch_size=32"], "train.batch_size", "by which its samples were drawn"),
     ],
 )
 def test_a_child_run_with_another_past_is_refused(
