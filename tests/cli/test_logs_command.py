@@ -40,8 +40,6 @@ def build(spec):
     return model
 """
 PROGRAM = """
-import sys
-sys.path.insert(0, ROOT)
 import phalanx
 spec = phalanx.read_run_file("tiny.toml", "parallel.ranks=3", "run_dir=failed")
 try:
@@ -55,11 +53,12 @@ except RuntimeError as error:
 def failed(folder: Path) -> tuple[RunDirectory, str]:
     """A run of three ranks of which rank 1 has raised, and what its user was told."""
     (folder / "failing.py").write_text(MODEL)
-    (folder / "program.py").write_text(f"ROOT = {str(Path(__file__).parents[2])!r}\n{PROGRAM}")
+    (folder / "program.py").write_text(PROGRAM)
+    path = [str(Path(__file__).parents[2]), ENVIRONMENT.get("PYTHONPATH", "")]
     process = Popen(
         [sys.executable, "program.py"],
         cwd=folder,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, "PYTHONPATH": ":".join(filter(None, path))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

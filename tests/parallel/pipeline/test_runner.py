@@ -21,6 +21,7 @@ from parallel.pipelined import (
 from parallel.sharded_pipelines import pipelined, undivided
 from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.spec import ModelSpec
+from quick_cases import quick
 from ranks import Ranks
 
 SCHEDULES: list[tuple[ScheduleName, int]] = [
@@ -91,13 +92,10 @@ def test_waiting_for_the_neighbor_is_counted(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("name", "per_rank", "narrow"),
-    [
-        pytest.param(
-            *schedule, narrow, marks=pytest.mark.slow if narrow and schedule not in SCHEDULES[-1:] else ()
-        )
-        for schedule in SCHEDULES[1:]
-        for narrow in (False, True)
-    ],
+    quick(
+        ((*schedule, narrow) for schedule in SCHEDULES[1:] for narrow in (False, True)),
+        of_the_suite=[("1f1b", 1, False), ("dualpipev", 2, False), ("dualpipev", 2, True)],
+    ),
 )
 def test_sharded_stages_reduce_once_and_give_the_sharded_models_bits(
     ranks: Ranks, name: ScheduleName, per_rank: int, narrow: bool
