@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import current_process
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ TIMEOUT_S = 180.0
 
 
 def _serve(connection: Connection) -> None:
-    sys.path[:] = connection.recv()
+    # The key, because tensors that are sent pass descriptors, which processes that do not know each other refuse.
+    sys.path[:], current_process().authkey = connection.recv()
     os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
@@ -100,7 +102,7 @@ class Ranks:
         command = [sys.executable, __file__, str(theirs.fileno())]
         process = forked_python.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        ours.send(sys.path)
+        ours.send((sys.path, bytes(current_process().authkey)))
         self._workers.append((process, ours))
 
     def close(self) -> None:
