@@ -70,9 +70,9 @@ class Ranks:
             self._start_one()
         with tempfile.TemporaryDirectory() as folder:
             meeting_point = (Path(folder) / "store").as_uri()
-            for rank in range(ranks):
-                self._workers[rank][1].send((rank, ranks, meeting_point, function, args))
             try:
+                for rank in range(ranks):
+                    self._workers[rank][1].send((rank, ranks, meeting_point, function, args))
                 results = [self._receive(rank) for rank in range(ranks)]
             except BaseException:  # also a test's time limit
                 self.close()  # what still comes would be taken for the next test's answer
@@ -91,7 +91,7 @@ class Ranks:
             raise TimeoutError(f"rank {rank} did not answer within {self._timeout_s} s")
         try:
             good, value = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             raise RuntimeError(f"rank {rank} died with exit code {process.returncode}") from None
