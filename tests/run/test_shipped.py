@@ -20,10 +20,16 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_checkouts_configs_are_those_that_are_installed() -> None:
     assert (ROOT / "configs").resolve() == Path(phalanx.__file__).parent / "configs"
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "phalanx"
-    ]
-    assert "configs/*.toml" in data
+
+
+def test_every_file_of_the_package_is_installed_with_it() -> None:
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = Path(phalanx.__file__).parent
+    installed = {path for pattern in tables["package-data"]["phalanx"] for path in package.glob(pattern)}
+    files = {
+        path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".so")
+    }
+    assert files - installed == set()
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -30,17 +30,22 @@ class NoHostKernelsError(RuntimeError):
     """The kernels could not be compiled or loaded."""
 
 
-def library_path(source: Path, options: Sequence[str] = OPTIONS) -> Path:
-    """Where the compiled library of ``source`` lies, or is to lie."""
+def library_path(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
+    """Where the compiled library of ``source``, and of the files ``beside`` it, lies, or is to lie."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(source.read_bytes() + " ".join((*options, platform.machine())).encode())
+    for other in beside:
+        key.update(other.read_bytes())
     return cache / "phalanx" / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}.so"
 
 
-def compiled(source: Path, options: Sequence[str] = OPTIONS) -> Path:
-    """The library of ``source``, compiled if it is not there yet. Raises ``NoHostKernelsError``."""
+def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
+    """The library of ``source``, compiled if it is not there yet. Raises ``NoHostKernelsError``.
+
+    ``beside`` are the other sources that the library consists of, and the headers that they include.
+    """
     try:
-        target = library_path(source, options)
+        target = library_path(source, options, beside=beside)
         if target.exists():
             return target
         compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -52,7 +57,8 @@ def compiled(source: Path, options: Sequence[str] = OPTIONS) -> Path:
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                     made = Path(folder) / target.name
-                    command = [compiler, *options, str(source), "-o", str(made), "-lm"]
+                    sources = [str(each) for each in (source, *beside) if each.suffix == ".c"]
+                    command = [compiler, *options, *sources, "-o", str(made), "-lm"]
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                     made.replace(target)
     except subprocess.CalledProcessError as error:

@@ -1,4 +1,4 @@
-"""The products and the attention of ``portable.c``, on PyTorch's tensors.
+"""The products and the attention of ``products.c`` and ``attention.c``, on PyTorch's tensors.
 
 Operands are fp32 or bf16, in any layout of memory; terms and sums are fp32 (a product of two bf16 numbers is exact in it), and a result of bf16
 operands is rounded once, at the end. Each function computes on one thread or divides rows or columns, on which no bit depends.
@@ -18,15 +18,16 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import compiled
 
-SOURCE = Path(__file__).with_name("portable.c")
+_SOURCE = Path(__file__).with_name("products.c")
+_BESIDE = tuple(_SOURCE.with_name(name) for name in ("attention.c", "functions.h", "matrix.h"))
 _LEAST_SHARE = 1 << 22
 """Multiply-adds for which it pays to start a thread: about a tenth of a millisecond."""
 _ROWS, _COLUMNS = 96, 16
-"""Rows and columns that ``portable.c`` lays side by side: threads get whole multiples."""
+"""Rows and columns that ``products.c`` lays side by side: threads get whole multiples."""
 
 
 class _Matrix(ctypes.Structure):
-    """``matrix`` of ``portable.c``: where it lies, elements from a row and from a column to the next, 1 if bf16."""
+    """``matrix`` of ``matrix.h``: where it lies, elements from a row and from a column to the next, 1 if bf16."""
 
     _fields_ = (
         ("at", ctypes.c_void_p),
@@ -38,7 +39,7 @@ class _Matrix(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(compiled(SOURCE)))
+    library = ctypes.CDLL(str(compiled(_SOURCE, beside=_BESIDE)))
     pointer: Any = ctypes.c_void_p
     count: Any = ctypes.c_int64
     flag: Any = ctypes.c_int32
