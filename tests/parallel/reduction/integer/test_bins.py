@@ -35,11 +35,15 @@ def slots(draw: st.DrawFn) -> Tensor:
     return torch.from_numpy((numbers * 2.0 ** random.choice(among, shape)).astype(np.float32))
 
 
-@pytest.fixture(autouse=True, params=[1 << 16, 16], ids=["whole", "in pieces"], scope="module")
-def _chunk(request: Any) -> Any:
-    kept, binning._CPU_CHUNK = binning._CPU_CHUNK, request.param
-    yield
-    binning._CPU_CHUNK = kept
+@pytest.fixture(autouse=True, params=["kernel", "operations", "operations on pieces"], scope="module")
+def _way(request: Any) -> Any:
+    """One pass in C, or PyTorch's operations, on all or on a few elements at a time."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param != "kernel":
+            patched.setattr(binning, "_host_kernel", lambda: None)
+        if request.param == "operations on pieces":
+            patched.setattr(binning, "_CPU_CHUNK", 16)
+        yield
 
 
 def empty(count: int, layout: SpanLayout = LAYOUT) -> Bins:

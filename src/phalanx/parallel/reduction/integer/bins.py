@@ -29,12 +29,14 @@ the wire to agree upon, for a bound in the element's own terms. ``bench/integer_
 this one and the fp32 tree.
 
 Everything here but the maximum and the sums themselves is exact in floating point (scaling by powers of two, rounding to an integer,
-subtracting what was rounded), so a fused kernel cannot give other bits. An element that is not finite in any slot makes its sum NaN:
+subtracting what was rounded), so a fused kernel cannot give other bits; on a CPU there is one (``phalanx.hardware.kernels.bin_kernel``). An element that is not finite in any slot makes its sum NaN:
 the words of its span then count, for each element, the slots in which it was not finite.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,8 +44,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.parallel.reduction.integer.spans import SpanLayout, word_bytes
+from phalanx.hardware.kernels.bin_kernel import BinKernel, SpanRun
+from phalanx.hardware.kernels.compiler import NoHostKernelsError
+from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout, word_bytes
 
+_log = logging.getLogger(__name__)
 _EMPTY, _NOT_FINITE = -128, 127
 """The tops of a span that has seen only zeros, and of one that has seen a number that is not finite."""
 # Elements worked on at once: their temporaries stay in a core's cache, or in a GPU's.
@@ -107,6 +112,14 @@ class Bins:
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds a gradient, fp32 ``(shares, elements)``."""
+        kernel = _host_kernel() if self.words.device.type == "cpu" else None
+        if kernel is not None and gradient.dtype == torch.float32 and gradient.stride(-1) == 1:
+            kernel.add(gradient, self.words, self.tops, self._runs, self.format.width)
+        else:
+            self._add_by_operations(gradient)
+
+    def _add_by_operations(self, gradient: Tensor) -> None:
+        """As ``add_gradient``, as a chain of PyTorch's operations, which any device has."""
         width = self.format.width
         self.raise_to(torch.maximum(self.tops, self._tops_of(gradient)))
         bad = self.tops == _NOT_FINITE
@@ -182,6 +195,13 @@ class Bins:
         return torch.where(special, 1, self.tops.long())
 
     @property
+    def _runs(self) -> list[SpanRun]:
+        return [
+            (segment.first_element, segment.first_span, segment.spans, segment.size)
+            for segment in self.layout.segments
+        ]
+
+    @property
     def _chunk(self) -> int:
         return _CPU_CHUNK if self.words.device.type == "cpu" else _GPU_CHUNK
 
@@ -212,3 +232,32 @@ def _any(mask: Tensor) -> bool:
 def _power(exponent: Tensor) -> Tensor:
     """Two to the power of int64 exponents, exactly: fp64."""
     return ((exponent + 1023) << 52).view(torch.float64)
+
+
+@functools.cache
+def _host_kernel() -> BinKernel | None:
+    """The kernel of one pass, checked once in a process; ``None``, with a warning, where there is none."""
+    try:
+        kernel = BinKernel()
+    except NoHostKernelsError as error:
+        reason = str(error)
+    else:
+        if _as_operations(kernel):
+            return kernel
+        reason = "it had other bits than PyTorch's operations"
+    _log.warning("sums in integers go over memory nine times instead of once, with the same bits: %s", reason)
+    return None
+
+
+def _as_operations(kernel: BinKernel) -> bool:
+    """True if two additions of numbers of all sizes give the same words and tops both ways."""
+    generator = torch.Generator().manual_seed(0)
+    layout = share_layout([(40, 24), (7,)], 1)
+    sums = [Bins.empty(1, layout, BinFormat(8), torch.device("cpu")) for _ in range(2)]
+    for low, high in ((-149.0, -100.0), (-60.0, 100.0)):
+        sizes = torch.empty(1, layout.elements, dtype=torch.float64)
+        gradient = sizes.uniform_(low, high, generator=generator).exp2().float()
+        gradient *= torch.randint(-1, 2, gradient.shape, generator=generator)
+        sums[0]._add_by_operations(gradient)
+        kernel.add(gradient, sums[1].words, sums[1].tops, sums[1]._runs, sums[1].format.width)
+    return torch.equal(sums[0].words, sums[1].words) and torch.equal(sums[0].tops, sums[1].tops)
