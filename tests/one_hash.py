@@ -67,3 +67,16 @@ def at_once(self: Any, x: Tensor) -> Tensor:
     with in_place_of(self._owners, [parameter.now()[0] for parameter in self._parameters]):
         result: Tensor = self._forward(x)
     return result
+
+
+def by_sequence(self: Any, x: Tensor) -> Tensor:
+    """``RoutedInPieces`` whose tokens lie by sequence, not by piece."""
+    tokens = x.flatten(0, 1)
+    mixed: Tensor = self._moe.exchange(tokens, self._moe.router(tokens), self._moe.experts)
+    return mixed.view_as(x)
+
+
+def scores_at_once(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """``ScoresInPieces`` that computes all pieces together."""
+    scores, logits = at_once(self._both, tokens).chunk(2, dim=1)
+    return scores, logits

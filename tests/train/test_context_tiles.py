@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from layouts import DENSE, MIXTURE, Whole, merged, steps_on_this_rank, tiny, worst_error
-from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_after_the_other, same
+from one_hash import (
+    ROUNDING,
+    Flaw,
+    at_once,
+    by_sequence,
+    flawed_step,
+    on_one_rank,
+    one_after_the_other,
+    same,
+    scores_at_once,
+)
 from phalanx.parallel.context.tiles import Tile
 from phalanx.parallel.reduction.integer.bins import BinFormat
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -189,10 +199,30 @@ MUTANTS: dict[str, tuple[int, Flaw]] = {
 """Flaws, and the number of context ranks on which they are computed."""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    quick(MUTANTS, of_the_suite=[each for each in MUTANTS if each not in ("layers of tokens", "loss")]),
+)
 def test_a_flaw_in_any_part_of_context_tiles_would_be_noticed(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], mutant: str
 ) -> None:
     (count, flaw), model = MUTANTS[mutant], MODELS["plain"]
     flawed = merged(ranks.run(count, flawed_step, spec_of(model, divided(model, count)), flaw))
     assert not same(flawed, one_rank("plain", "fp32"))
+
+
+OF_EXPERTS: dict[str, Flaw] = {
+    "tokens": (f"{LANED}.mixture", "RoutedInPieces.__call__", by_sequence),
+    "router": (f"{LANED}.mixture", "ScoresInPieces.__call__", scores_at_once),
+}
+
+
+@pytest.mark.parametrize("mutant", quick(OF_EXPERTS, of_the_suite=["tokens"]))
+def test_so_would_be_one_in_how_tiles_come_to_experts(ranks: Ranks, mutant: str) -> None:
+    found = []
+    for count in (1, 4):
+        spec = spec_of(MODELS["mixture"], divided(MODELS["mixture"], count))
+        # Of two sequences, whose tokens lie by tile first.
+        spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, micro_batch_size=2))
+        found.append(merged(ranks.run(count, flawed_step, spec, OF_EXPERTS[mutant])))
+    assert not same(*found)

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
-from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_after_the_other, same
+from one_hash import (
+    ROUNDING,
+    Flaw,
+    at_once,
+    by_sequence,
+    flawed_step,
+    on_one_rank,
+    one_after_the_other,
+    same,
+    scores_at_once,
+)
 from phalanx.parallel.tensor.lanes.layers import LanedLayer
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -220,13 +230,6 @@ def under_one_name(x: Tensor, count: int) -> Iterator[Tensor]:
     return iter([x] * count)
 
 
-def by_sequence(self: Any, x: Tensor) -> Tensor:
-    """``RoutedInPieces`` whose tokens lie by sequence, not by piece."""
-    tokens = x.flatten(0, 1)
-    mixed: Tensor = self._moe.exchange(tokens, self._moe.router(tokens), self._moe.experts)
-    return mixed.view_as(x)
-
-
 def together(count: int, _: Any) -> list[range]:
     """``_parts`` of the loss: the rows of all lanes."""
     return [range(count)]
@@ -242,12 +245,6 @@ def lanes_at_once(self: LanedLayer, inputs: tuple[Tensor, ...], context: tuple[A
         for parameter in self.parameters
     ]
     yield self.result(owners, [whole], inputs, *context)
-
-
-def scores_at_once(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """``ScoresInPieces`` that computes all pieces together."""
-    scores, logits = at_once(self._both, tokens).chunk(2, dim=1)
-    return scores, logits
 
 
 def from_the_end(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
