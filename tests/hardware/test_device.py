@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,9 +31,9 @@ def test_a_rank_makes_its_own_gpu_the_current_one(monkeypatch: pytest.MonkeyPatc
     assert chosen == [GPU]
 
 
-def test_a_batch_for_a_cpu_is_not_copied() -> None:
-    batch = np.arange(6).reshape(2, 3)
-    assert device.pinned(batch, CPU) is batch
+def test_a_tensor_for_a_cpu_is_not_copied() -> None:
+    batch = torch.arange(6)
+    assert device.brought(batch, CPU) is batch
 
 
 def test_only_a_rank_that_survives_its_groups_keeps_pytorch_from_ending_it() -> None:

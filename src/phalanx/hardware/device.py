@@ -12,14 +12,31 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
+
+_GPU = "cuda"
+"""PyTorch's name for GPUs, AMD's too."""
 
 
 def on_gpu(device: torch.device) -> bool:
     """True if work on ``device`` is queued there and runs on while the host goes on."""
-    return device.type == "cuda"
+    return device.type == _GPU
+
+
+def gpus() -> int:
+    """Number of GPUs that PyTorch sees on this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_of_rank(local_rank: int) -> torch.device:
+    """The device of the process of this number on this machine: a GPU of its own, where there are GPUs."""
+    return torch.device(_GPU, local_rank) if gpus() else torch.device("cpu")
+
+
+def current_gpu() -> torch.device:
+    """The GPU that is the current one of this thread."""
+    return torch.device(_GPU, torch.cuda.current_device())
 
 
 def make_current(device: torch.device) -> None:
@@ -60,6 +77,12 @@ def answers(device: torch.device) -> bool:
 def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory that this process's tensors have taken on a GPU; ``None`` on a CPU."""
     return torch.cuda.max_memory_allocated(device) if on_gpu(device) else None
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Lets ``peak_memory_bytes`` begin anew with what a GPU's tensors take now."""
+    if on_gpu(device):
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def held_memory_bytes(device: torch.device) -> int:
@@ -104,6 +127,10 @@ def give_back_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def pinned(array: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
-    """A copy of ``array`` in page-locked memory, from which a copy to a GPU need not be waited for; on a CPU, ``array`` itself."""
-    return torch.from_numpy(array).pin_memory().numpy() if on_gpu(device) else array
+def brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on ``device``; on a CPU, ``tensor`` itself.
+
+    By way of page-locked memory: a copy to a GPU from any other memory keeps the host until all that was queued before it is done.
+    PyTorch keeps such memory for the next time, and does not give it out again before the copy is done.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu(device) else tensor.to(device)

@@ -94,6 +94,43 @@ def test_fsdp_gathers_and_scatters_through_ours(ranks: Ranks) -> None:
         assert scatters == 1
 
 
+def waits_for_fsdp() -> list[tuple[bool, bool]]:
+    from collections.abc import Iterator
+    from contextlib import contextmanager
+
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from phalanx.parallel.mesh.torch_compat import measure_waits
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    first = module[0]
+    assert isinstance(first, FSDPModule)
+    seen = []
+
+    @contextmanager
+    def measure() -> Iterator[None]:
+        before = isinstance(first.weight, DTensor)
+        yield
+        seen.append((before, isinstance(first.weight, DTensor)))
+
+    measure_waits(first, measure)
+    module(torch.ones(1, 4)).sum().backward()
+    assert isinstance(module, FSDPModule)
+    measure_waits(module, measure)  # which has no parameters of its own
+    return seen
+
+
+def test_waits_for_a_units_weights_and_for_its_sums_are_measured(ranks: Ranks) -> None:
+    # Shares become whole weights before forward and before backward; at the end its sums are waited for.
+    assert ranks.run(2, waits_for_fsdp) == [[(True, False), (True, False), (True, True)]] * 2
+
+
 def along(batch: int) -> tuple[list[list[float]], list[list[float]], list[float]]:
     import torch.distributed as dist
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from observe.rank_frames import read
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.fleet.health.straggler_watch import StragglerWatch
+from phalanx.hardware.queue_times import Event, QueueTimes
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.rank_stream import RankFrame
+from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.run.spec import ObserveSpec, RunSpec
 from phalanx.train.lifecycle.guardian import NoGuardian, Samples
 from phalanx.train.step.built import Built
@@ -66,11 +70,38 @@ def every(spec: RunSpec, steps: int) -> RunSpec:
     return dataclasses.replace(spec, observe=ObserveSpec(ranks_every_steps=steps))
 
 
+class Moment(Event):
+    """A place in the queue of a device on which all has happened when a call returns: this processor."""
+
+    def record(self) -> None:
+        self.at_s = time.monotonic()
+
+    def elapsed_time(self, end: Any, /) -> float:
+        assert isinstance(end, Moment)
+        return (end.at_s - self.at_s) * 1e3
+
+
+def train_by_a_queue(*args: Any) -> Any:
+    """``train_on_this_rank``, whose waits are measured as on a device whose collectives do not block the host."""
+
+    def of(cls: type[CommClock], device: torch.device) -> CommClock:  # noqa: ARG001
+        return cls(blocking=False, queue=QueueTimes(lambda: 0, Moment))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(CommClock, "of", classmethod(of))
+        return train_on_this_rank(*args)
+
+
+@pytest.mark.parametrize(
+    ("train", "layout"),
+    [(train_on_this_rank, ("none", 0)), (train_by_a_queue, ("zero3", 2))],
+    ids=["by the host", "by a device's queue"],
+)
 def test_a_planted_slow_rank_stands_out_in_every_frame_and_is_named_by_the_straggler_watch(
-    ranks: Ranks, dataset: Path, tmp_path: Path
+    ranks: Ranks, dataset: Path, tmp_path: Path, train: Callable[..., Any], layout: tuple[str, int]
 ) -> None:
-    spec = every(tiny_run(dataset, tmp_path / "run", steps=7), 1)
-    ranks.run(2, train_on_this_rank, spec, None, Watching(1, 1, tmp_path / "accused"))
+    spec = on_layout(every(tiny_run(dataset, tmp_path / "run", steps=7), 1), *layout)
+    ranks.run(2, train, spec, None, Watching(1, 1, tmp_path / "accused"))
     frames = read(tmp_path / "run" / "ranks.bin")
     assert [frame.step for frame in frames] == [1, 2, 3, 4, 5, 6, 7]
     for frame in frames:

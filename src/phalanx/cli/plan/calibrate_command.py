@@ -62,17 +62,17 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | Non
 
 
 def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool) -> JsonObject:
-    import torch
-
     from phalanx.hardware.catalog import accelerator
+    from phalanx.hardware.device import device_name, device_of_rank, gpus
     from phalanx.plan.fit_profile import fit_profile, to_tables
     from phalanx.train.measure.calibrate import Settings, cores, host_memory_bytes, operations, usual_clock
     from phalanx.train.measure.calibrate_ranks import collectives
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of_rank(0)
     settings = Settings(device, clock or usual_clock(device), quick)
-    count = ranks or (torch.cuda.device_count() if device.type == "cuda" else cores())
-    key = _key(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+    count = ranks or (gpus() or cores())
+    gpu = device_name(device)
+    key = "cpu" if gpu is None else _key(gpu)
     _say(quiet, f"products, attention, memory, copies, disk (clock: {settings.clock})")
     points = operations(settings)
     for members in sorted({2, count}) if count > 1 else ():

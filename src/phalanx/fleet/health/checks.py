@@ -87,12 +87,13 @@ def matrix_product(
     """Runs ``exact_products``, then measures the rate."""
     import torch
 
+    from phalanx.hardware.device import on_gpu
     from phalanx.hardware.matmul_peak import measure_matmul_flops
 
     exact, where = exact_products(device, products, seed), torch.device(device)
     if exact.status != "good":
         return exact
-    timed = torch.bfloat16 if where.type == "cuda" else torch.float32
+    timed = torch.bfloat16 if on_gpu(where) else torch.float32
     rate = measure_matmul_flops(where, timed)
     text = f"{exact.text}, {rate / 1e12:.3g} TFLOP/s in {str(timed).removeprefix('torch.')}"
     return rated("matrix product", text, {"flops_per_s": rate}, rate, limits.matmul_flops)

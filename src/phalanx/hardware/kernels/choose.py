@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from phalanx.hardware.device import on_gpu
 from phalanx.hardware.kernels.host import HostKernels
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
 
@@ -52,7 +53,7 @@ def fused_kernels(device: torch.device) -> Kernels:
 def _ways(device: torch.device) -> list[Callable[[], Kernels]]:
     if device.type == "cpu":
         return [functools.partial(HostKernels, mkl_roots=mkl) for mkl in (True, False)]
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if on_gpu(device) and importlib.util.find_spec("triton") is not None:
         from phalanx.hardware.kernels.gpu import GpuKernels
 
         return [GpuKernels]

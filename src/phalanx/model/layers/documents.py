@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from phalanx.hardware.device import brought
 from phalanx.model.autograd import uncompiled
 
 
@@ -37,7 +38,7 @@ class Documents:
 
     def to(self, device: torch.device) -> Self:
         """The same documents, with their numbers on ``device``."""
-        return type(self)(self.ids.to(device, non_blocking=True), self.lengths)
+        return type(self)(brought(self.ids, device), self.lengths)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

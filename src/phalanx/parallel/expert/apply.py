@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from phalanx.hardware.device import on_gpu
 from phalanx.model.layers.moe import Exchange, Experts, LocalExchange, MoE
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.expert.exchange import DividedExperts, ExpertExchange
@@ -53,7 +54,7 @@ def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
     layout = mesh.layout
     dealt: Exchange = LocalExchange()
     if layout.expert > 1:
-        dealt = ExpertExchange(mesh.expert_group, layout.team, clock, apart=mesh.device.type != "cuda")
+        dealt = ExpertExchange(mesh.expert_group, layout.team, clock, apart=not on_gpu(mesh.device))
     if layout.expert_tensor == 1:
         return dealt
     return DividedExperts(SequenceComm(mesh.expert_tensor_group, clock), dealt)

@@ -11,7 +11,9 @@ import json
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -30,6 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from phalanx.hardware.device import current_gpu
 from phalanx.parallel.mesh.local_slice import LocalSlice
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "group_sizes",
     "join_fake",
     "local_slice_of",
+    "measure_waits",
     "overlap_with_products",
     "reduce_scatter_single",
     "sum_over",
@@ -143,7 +147,7 @@ def cuda_stream(device: torch.device) -> torch.cuda.Stream:
 def device_of_messages(group: dist.ProcessGroup) -> torch.device:
     """The device between which ``group`` sends what was never on an accelerator: the CPU if one of its backends can."""
     kinds = {kind.type for kind in group._device_types}
-    return torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if "cpu" in kinds else current_gpu()
 
 
 def abort_nccl() -> None:
@@ -184,6 +188,26 @@ def group_shapes(module: FSDPModule) -> list[torch.Size]:
     """The shapes of the parameters that FSDP gathers and reduces together with ``module``, in the order of its buffers."""
     group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
     return [parameter.sharded_param.shape for parameter in group.fsdp_params] if group is not None else []
+
+
+def measure_waits(module: FSDPModule, measure: Callable[[], AbstractContextManager[None]]) -> None:
+    """Encloses in ``measure()`` all that makes the stream of the computation wait for gathers and reductions of ``module``'s own group."""
+    group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+    if group is None:
+        return
+
+    owner = weakref.ref(group)  # which must not hold itself, and with it its process group's threads
+
+    def enclosed(wait: Callable[[object], None]) -> Callable[[], None]:
+        def measured() -> None:
+            with measure():
+                wait(owner())
+
+        return measured
+
+    # For weights, before each pass; for the sums of gradients, when the backward pass is over.
+    for name in ("wait_for_unshard", "finalize_backward"):
+        setattr(group, name, enclosed(getattr(type(group), name)))
 
 
 def keep_activations_within(fraction: float) -> None:

@@ -86,7 +86,7 @@ class Pipeline:
         """
         self.rank, self.schedule, self.parts = dist.get_rank(groups[0]), schedule, parts
         self.hidden, self.device = hidden, device
-        self.clock = CommClock(blocking=device.type == "cpu")
+        self.clock = CommClock.of(device)
         """Time that this rank stood still because it had nothing to compute with."""
         self.links = StageLinks(schedule, groups, device, dtype, self.clock)
         stages = stages_of_rank(schedule.name, schedule.pipeline, self.rank, schedule.per_rank)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from phalanx.hardware.device import make_current, on_gpu
+from phalanx.hardware.device import device_of_rank, gpus, make_current, on_gpu
 from phalanx.parallel.mesh.torch_compat import forget_groups
 
 _DEFAULT_PORT = 29_500  # torchrun's
@@ -88,18 +88,18 @@ def first_host(nodes: str) -> str:
 
 def device_for(kind: str, local_rank: int) -> torch.device:
     """The device of a rank: ``kind`` is "cpu", "cuda" or "auto" (a GPU if there is one)."""
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    if kind == "cpu" or (kind == "auto" and not gpus()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not gpus():
         raise RendezvousError(
             'runtime.device = "cuda", but PyTorch sees no GPU here: set it to "cpu" or "auto"'
         )
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= gpus():
         raise RendezvousError(
-            f"rank {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
+            f"rank {local_rank} of this machine has no GPU of its own: there are {gpus()}; "
             "start fewer ranks, or set runtime.device to cpu"
         )
-    return torch.device("cuda", local_rank)
+    return device_of_rank(local_rank)
 
 
 def backends_for(device: torch.device) -> str:

@@ -33,7 +33,7 @@ from phalanx.model.layers.moe import Experts, MoE
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
-from phalanx.parallel.mesh.torch_compat import finish_backward
+from phalanx.parallel.mesh.torch_compat import finish_backward, measure_waits
 from phalanx.parallel.reduction.expert_sums import ExpertSums, sums_of
 from phalanx.parallel.reduction.integer.summation import IntegerSummation
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
@@ -217,9 +217,11 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
     for part in parts:
         _shard(part, mesh, narrow=narrow, by_slot=summation.slot_by_slot, keep_weights=keep_weights)
         part.to_empty(device=mesh.device)
-    if clock.blocking:
-        for module in _fsdp_modules(parts):
+    for module in _fsdp_modules(parts):
+        if clock.blocking:
             module.set_custom_all_gather(TimedAllGather(clock))
+        else:
+            measure_waits(module, lambda: clock.measure())  # which a profile may replace
     model = Sharded(parts, summation, keep_weights=keep_weights)
     if summation.slot_by_slot and mesh.layout.team > 1:
         by_slot = spec.train.expert_sums == "slot"
@@ -269,6 +271,11 @@ def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_slot: bool, keep_wei
                 block.ffn.experts, mesh=experts, reshard_after_forward=not keep_weights, mp_policy=policy
             )
         fully_shard(block, mesh=dense, reshard_after_forward=not keep_weights, mp_policy=policy)
+        if isinstance(block, Block) and isinstance(block.ffn, MoE):
+            # Behind attention. Before the experts run the host waits for a GPU's counts of tokens, and what it launches after that
+            # has nothing left to hide behind.
+            experts_of = cast(FSDPModule, block.ffn.experts)
+            cast(FSDPModule, block).set_modules_to_forward_prefetch([experts_of])
     # The root's weights (embedding, head) are needed again at the start of backward: keep them.
     fully_shard(part, mesh=dense, reshard_after_forward=False, mp_policy=policy)
 

@@ -65,7 +65,7 @@ def build_model(spec: RunSpec, mesh: Mesh) -> Built:
 
 def clocks(device: torch.device) -> dict[Bucket, CommClock]:
     """A stopwatch per communication axis, for the time that forward and backward wait for it."""
-    return {axis: CommClock(blocking=device.type == "cpu") for axis in _AXES}
+    return {axis: CommClock.of(device) for axis in _AXES}
 
 
 def divided_parts(

@@ -335,7 +335,7 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
         seconds = time.perf_counter() - begin
         # Gathering weights and waiting for stages here was evaluation, not a step's.
         for clock in training.built.waits.values():
-            clock.take_ns()
+            clock.forget()
     if evaluation is not None:
         by_source = dict(evaluation.sources)
         training.reporter.emit(Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds, by_source))

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.reading.prefetch import Prefetch
-from phalanx.hardware.device import pinned
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
@@ -28,7 +27,7 @@ def prefetch(training: Training, begun: TrainProgress, samples: Samples) -> Pref
             data.read_ahead(*_numbers(training, begun, step + 1, rounds[turn].slot))
             next_ahead += 1
         step, turn = divmod(number, len(rounds))
-        return pinned(samples(step + 1, rounds[turn].slot), training.mesh.device)
+        return samples(step + 1, rounds[turn].slot)
 
     return Prefetch(
         of_round,

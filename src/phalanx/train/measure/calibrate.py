@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.hardware.device import wait_for_device
+from phalanx.hardware.device import on_gpu, wait_for_device
 
 Clock = Literal["wall", "cpu"]
 MeasuredPoints = dict[str, list[tuple[tuple[float, ...], float]]]
@@ -184,7 +184,7 @@ def _add(elements: int, device: torch.device) -> Callable[[], Tensor]:
 
 
 def _host_copy(settings: Settings) -> tuple[tuple[float, ...], float]:
-    source = torch.ones(2**24, pin_memory=settings.device.type == "cuda")
+    source = torch.ones(2**24, pin_memory=on_gpu(settings.device))
     target = torch.empty(2**24, device=settings.device)
     return (4.0 * 2**24,), best_seconds(lambda: target.copy_(source), settings)
 

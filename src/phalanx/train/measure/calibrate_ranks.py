@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from phalanx.hardware.device import wait_for_device
+from phalanx.hardware.device import device_of_rank, wait_for_device
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
@@ -120,7 +120,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of libraries: nobody who calibrates can act on them
     folder = Path(given.folder)
-    device = torch.device("cuda", given.rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = device_of_rank(given.rank)
     place = RankEnvironment(given.rank, given.ranks, given.rank, (folder / "store").as_uri(), "phalanx")
     try:
         join(place, device, _JOIN_TIMEOUT_S)
@@ -218,7 +218,7 @@ def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
 
 
 def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
-    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = device_of_rank(dist.get_rank())
     make_deterministic(spec, device)
     built = build_model(spec, build_mesh(spec, dist.get_world_size(), device))
     fill_initial(built.model.parts, built.placement, spec)

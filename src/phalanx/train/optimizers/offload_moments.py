@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.hardware.device import on_gpu
 from phalanx.parallel.mesh.torch_compat import cuda_stream
 from phalanx.run.spec import MemorySpec
 from phalanx.train.transforms.offload import Regions
@@ -28,9 +29,9 @@ class MomentStore:
     """Where the optimizer's state of one rank lives, as ``spec.offload_optimizer`` says."""
 
     def __init__(self, spec: MemorySpec, device: torch.device) -> None:
-        self._device, self._pinned = device, spec.offload_optimizer == "host" and device.type == "cuda"
+        self._device, self._pinned = device, spec.offload_optimizer == "host" and on_gpu(device)
         self._regions = Regions(Path(spec.offload_path)) if spec.offload_optimizer == "file" else None
-        self._streams = (cuda_stream(device), cuda_stream(device)) if device.type == "cuda" else None
+        self._streams = (cuda_stream(device), cuda_stream(device)) if on_gpu(device) else None
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A plain tensor of zeros that lives in the store. Raises ``OffloadError`` if the disk is full."""

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.profiler import profile
 
+from phalanx.hardware.device import on_gpu
 from phalanx.observe.profile.recorded_step import (
     ALLOCATION,
     COPY,
@@ -85,7 +86,7 @@ def make_profiler(device: torch.device) -> profile:
     """The profiler of a rank, which begins with ``__enter__`` and ends with ``__exit__``."""
     return profile(
         use_cpu=True,
-        use_device="cuda" if device.type == "cuda" else None,
+        use_device=device.type if on_gpu(device) else None,
         record_shapes=True,
         with_flops=True,
         profile_memory=True,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from phalanx.hardware.device import forget_peak_memory, on_gpu, peak_memory_bytes
 from phalanx.model.autograd import DispatchMode
 from phalanx.observe.memory_kinds import MemoryByKind
 from phalanx.parallel.reduction.data_parallel import local
@@ -46,7 +47,7 @@ class MemoryMeter:
     ) -> None:
         self._parts, self._state, self._device = parts, state, device
         self._watch = _Watch() if device.type == "cpu" and not compiled else None
-        self._sees = device.type == "cuda" or self._watch is not None
+        self._sees = on_gpu(device) or self._watch is not None
         self._hooks: list[RemovableHandle] = []
         self._before: list[int] = []
         self._in_flight = self._activations = self._gradients = self._parameters = 0
@@ -65,8 +66,8 @@ class MemoryMeter:
             buffers = (buffer for part in self._parts for buffer in part.buffers())
             self._watch.leave_out([*shares, *buffers, *self._state()])
             self._watch.__enter__()
-        elif self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        elif on_gpu(self._device):
+            forget_peak_memory(self._device)
         return self
 
     def __exit__(
@@ -114,7 +115,7 @@ class MemoryMeter:
     def _peak(self) -> int:
         if self._watch is not None:
             return self._watch.peak + self._watch.left_out_bytes
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return peak_memory_bytes(self._device) or 0
 
     def _forward_begins(self, *_: object) -> None:
         self._before.append(self._allocated())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data.reading.documents import document_ids
+from phalanx.hardware.device import brought
 from phalanx.model.layers.documents import Documents
 from phalanx.model.mtp import targets_ahead, tokens_ahead, training_loss
 from phalanx.parallel.context.fixed.placement import tiled_positions
@@ -98,13 +99,11 @@ class Losses:
 
         def own(whole: Tensor) -> Tensor:
             part = whole[:, positions] if divided else whole
-            return part.to(device, non_blocking=True)
+            return brought(part, device)
 
         # Of whole sequences: the next token of the last one here may be another rank's.
         further = [Ahead(own(ahead.tokens), own(ahead.targets)) for ahead in self._ahead(tokens, targets)]
-        return MicroBatch(
-            own(tokens), own(targets), positions.to(device, non_blocking=True), documents, further
-        )
+        return MicroBatch(own(tokens), own(targets), brought(positions, device), documents, further)
 
     def _ahead(self, tokens: Tensor, targets: Tensor) -> Iterator[Ahead]:
         """What each prediction ahead is given and is to predict of whole sequences ``(batch, seq)``."""

@@ -142,12 +142,14 @@ class Stepper:
         if audit is not None:
             with self._auditing():
                 audit.begin(number)
+        computed_ns = self._computed_ns()
         losses, tokens = self._run_slots(audit)
+        with self.ledger.bucket(Bucket.STEP_COMPUTE):
+            self._wait_for_device()  # the all-reduce would wait anyway; this books it as computing, not communication
+        self._book_waits(computed_ns)
         if audit is not None:
             with self._auditing():
                 audit.ended(number)
-        with self.ledger.bucket(Bucket.STEP_COMPUTE):
-            self._wait_for_device()  # the all-reduce would wait anyway; this books it as computing, not communication
         # 2. What all ranks must know before the update: mean loss, token count, flags, gradient norm.
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
             loss, count, asked, worst = self._reduce_losses(losses, tokens, flags)
@@ -177,8 +179,24 @@ class Stepper:
         """Books the time inside as an audit's, waiting for collectives included."""
         with self.ledger.bucket(Bucket.HEALTH_SDC_CHECK):
             yield
+            self._wait_for_device()
             for clock in self.built.waits.values():
-                clock.take_ns()
+                clock.forget()
+
+    def _computed_ns(self) -> int:
+        return self.ledger.totals_ns().get(Bucket.STEP_COMPUTE, 0)
+
+    def _book_waits(self, computed_ns: int) -> None:
+        """Books the waiting for collectives, which ran inside forward and backward, as such: a GPU tells of it only when all is done.
+
+        ``computed_ns`` is what was booked as computing before this step. A GPU may have waited while the host waited for something else,
+        such as samples: that is booked once.
+        """
+        left = self._computed_ns() - computed_ns
+        for bucket, clock in self.built.waits.items():
+            waited = min(clock.take_ns(), left)
+            self.ledger.reassign(Bucket.STEP_COMPUTE, bucket, waited)
+            left -= waited
 
     def _wait_for_device(self) -> None:
         wait_for_stream(self._device)
@@ -212,9 +230,6 @@ class Stepper:
             found = built.runner.gradients(self._work(built.rounds, read, audited))
             for turn, piece in piece_of.items():
                 losses[piece] = found[turn].double()
-        # On a CPU, collectives ran inside forward and backward: their time was no computing.
-        for bucket, clock in built.waits.items():
-            self.ledger.reassign(Bucket.STEP_COMPUTE, bucket, clock.take_ns())
         return losses, tokens
 
     def recompute_slot(self, current: Round, samples: NDArray[np.int64]) -> None:

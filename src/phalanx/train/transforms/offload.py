@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from phalanx.hardware.device import on_gpu
 from phalanx.model.autograd import uncompiled
 from phalanx.model.custom import blocks_of
 from phalanx.parallel.mesh.torch_compat import cuda_stream
@@ -162,7 +163,7 @@ class FileStore:
     def __init__(self, folder: Path, device: torch.device, threads: int = 2) -> None:
         self.regions = Regions(folder)
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
-        self._host = HostStore(device) if device.type == "cuda" else None
+        self._host = HostStore(device) if on_gpu(device) else None
         self._writes: deque[Future[None]] = deque()
 
     def __call__(self, source: Tensor) -> Waiting:
@@ -222,7 +223,7 @@ class _InFile(Waiting):
 
     def fetch(self) -> None:
         if self._read is None:
-            pinned = self._device.type == "cuda"
+            pinned = on_gpu(self._device)
             self._read = self._store.pool.submit(
                 self._store.read, self._write, self._offset, self._length, pinned=pinned
             )
@@ -334,7 +335,7 @@ def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.
     Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are sharded. On a CPU, activations are in host memory already: "host" changes nothing.
     """
     where = spec.offload_activations
-    if where == "host" and device.type == "cuda":
+    if where == "host" and on_gpu(device):
         offload_activations(module, HostStore(device))
     elif where == "file":
         offload_activations(module, FileStore(Path(spec.offload_path), device))

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, SwizzleType
 
+from phalanx.hardware.device import on_gpu
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.block import Block
 from phalanx.model.layers.expert_groups import Groups
@@ -151,7 +152,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 def has_kernel(form: Format, operand: Tensor) -> bool:
     """True if the device of ``operand`` has a kernel for this format (with bf16 around it)."""
-    if operand.device.type != "cuda" or operand.dtype != torch.bfloat16 or torch.version.hip is not None:
+    if not on_gpu(operand.device) or operand.dtype != torch.bfloat16 or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(operand.device) >= form.capability
 
