@@ -19,13 +19,13 @@ import json
 import random
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from layouts import DENSE, MIXTURE, legal_layouts, merged, steps_on_this_rank, tiny
+from layouts import DENSE, MIXTURE, Outcome, legal_layouts, merged, steps_on_this_rank, tiny
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
 from ranks import Ranks
@@ -48,6 +48,8 @@ MODELS = {
 Compute = Literal["fp32", "bf16"]
 FORMATS: tuple[Compute, ...] = ("fp32", "bf16")
 RANKS = (1, 2, 4, 8)
+TOGETHER = 4
+"""Layouts for which ranks meet once."""
 BEGIN, END = "<!-- one hash: begin -->", "<!-- one hash: end -->"
 
 Case = tuple[str, Compute, int, ParallelSpec]
@@ -73,11 +75,17 @@ def cases() -> Iterator[Case]:
                         yield from ((name, compute, ranks, one) for compute in FORMATS)
 
 
-def bits(pool: Ranks, case: Case) -> str:
-    """The hash of the weights, with the loss and the gradient norm, of a case."""
-    name, compute, ranks, parallel = case
-    found = merged(pool.run(ranks, steps_on_this_rank, spec_of(MODELS[name], parallel, compute), 1))
-    return f"{found.weights_sha256} {found.losses[0].hex()} {found.norms[0].hex()}"
+def several(specs: Sequence[RunSpec]) -> list[Outcome]:
+    """A step of each of several runs, one after the other, as one rank of the process group."""
+    return [steps_on_this_rank(spec, 1) for spec in specs]
+
+
+def bits(pool: Ranks, cases: Sequence[Case]) -> list[str]:
+    """Of each of ``cases``, all on as many ranks, the hash of the weights, with the loss and the gradient norm."""
+    specs = [spec_of(MODELS[name], parallel, compute) for name, compute, _, parallel in cases]
+    by_rank = pool.run(cases[0][2], several, specs)
+    wholes = [merged(list(outcomes)) for outcomes in zip(*by_rank, strict=True)]
+    return [f"{found.weights_sha256} {found.losses[0].hex()} {found.norms[0].hex()}" for found in wholes]
 
 
 def computed(found: dict[str, str], kept: Path, until_s: float, models: Collection[str]) -> dict[str, str]:
@@ -86,12 +94,17 @@ def computed(found: dict[str, str], kept: Path, until_s: float, models: Collecti
     try:
         # Few ranks first, and among equals by chance: what a limited time allows is a sample of all.
         order = random.Random(1).sample(every := list(cases()), len(every))
-        for case in sorted(order, key=lambda case: case[2]):
-            if case[0] not in models or str(case) in found or time.monotonic() > until_s:
-                continue
-            found[str(case)] = bits(pool, case)
-            with kept.open("a") as file:
-                file.write(json.dumps({"case": str(case), "bits": found[str(case)]}) + "\n")
+        left = [case for case in order if case[0] in models and str(case) not in found]
+        for ranks in RANKS:
+            here = [case for case in left if case[2] == ranks]
+            for first in range(0, len(here), TOGETHER):
+                batch = here[first : first + TOGETHER]
+                if time.monotonic() > until_s:
+                    return found
+                for case, one in zip(batch, bits(pool, batch), strict=True):
+                    found[str(case)] = one
+                    with kept.open("a") as file:
+                        file.write(json.dumps({"case": str(case), "bits": one}) + "\n")
     finally:
         pool.close()
     return found
