@@ -54,6 +54,7 @@ from phalanx.parallel.tensor.lanes.layers import (
 )
 from phalanx.parallel.tensor.lanes.mixture import RoutedInPieces, ScoresInPieces
 from phalanx.parallel.tensor.lanes.pieces import InPieces, replace_method
+from phalanx.parallel.tensor.lanes.rows import LaneRows
 from phalanx.parallel.tensor.lanes.shares import Leaves, SharedParameter, Shares
 from phalanx.parallel.tensor.lanes.vocabulary import LanedEmbedding
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
@@ -221,6 +222,7 @@ def _divide(
                 lanes.parts(row),
                 shared.get(path),
                 lanes.tiles_here,
+                _rows(layer.get_submodule(owner), lanes, row) if path not in shared else None,
             )
         )
     output = getattr(layer, layer.OUTPUT)
@@ -232,6 +234,16 @@ def _divide(
         "forward",
         LanedLayer(layer.by_tokens, result, parameters, lanes.here, lanes.comm, add_bias),
     )
+
+
+def _rows(owner: nn.Module, lanes: RankLanes, parameter: Parameter) -> LaneRows | None:
+    """Has the product of a matrix, of which each lane here has rows of its own, write them side by side; ``None`` for all else."""
+    if not isinstance(owner, Linear) or isinstance(owner, LaneOutput) or owner.bias is not None:
+        return None
+    if parameter.tensor_dim != 0 or lanes.parts(parameter) != lanes.here or lanes.here == 1:
+        return None
+    rows = owner.affine = LaneRows()
+    return rows
 
 
 def _lane_result(layer: _Layer, tiles: RankTiles | None) -> LaneResult:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many
 from phalanx.model.layers.linear import Linear
 from phalanx.parallel.tensor.lanes.pieces import InPieces
+from phalanx.parallel.tensor.lanes.rows import LaneRows, WholeGradient
 from phalanx.parallel.tensor.lanes.shares import Owners, SharedParameter, in_place_of
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.parallel.tensor.tree_sums import add_in_tree, dense, forked
@@ -64,17 +65,21 @@ class LaneOutput(Linear):
 
 class _CutContext(FunctionContext, Protocol):
     dim: int
+    gradient: WholeGradient | None
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _CutContext, whole: Tensor, dim: int, parts: int) -> tuple[Tensor, ...]:
-        ctx.dim = dim
+    def forward(
+        ctx: _CutContext, whole: Tensor, dim: int, parts: int, gradient: WholeGradient | None
+    ) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.gradient = dim, gradient
         return whole.chunk(parts, dim)
 
     @staticmethod
-    def backward(ctx: _CutContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        return torch.cat(upstream, ctx.dim), None, None
+    def backward(ctx: _CutContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        whole = None if ctx.gradient is None else ctx.gradient.of_parts(upstream)
+        return torch.cat(upstream, ctx.dim) if whole is None else whole, None, None, None
 
 
 @dataclass(frozen=True)
@@ -91,13 +96,19 @@ class LaneParameter:
     run has no tiles."""
     tiles: int = 1
     """Context tiles of this rank; 1 if the run has none."""
+    rows: LaneRows | None = None
+    """Lets the lanes' products write their rows of its gradient side by side; ``None`` if something else is done with it."""
 
     def of_lanes(self) -> list[list[Tensor]]:
         """The tensor of each lane, for each tile."""
         whole = (self.owner.get_parameter(self.attribute),) if self.shared is None else self.shared.now()
         sharers = len(whole) // self.tiles
         by_share = [
-            (share,) if self.parts == 1 else apply_function_of_many(_Cut, share, self.dim, self.parts)
+            (share,)
+            if self.parts == 1
+            else apply_function_of_many(
+                _Cut, share, self.dim, self.parts, None if self.rows is None else self.rows.begun(self.parts)
+            )
             for share in whole
         ]
         return [
@@ -202,6 +213,9 @@ class LanedLayer:
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         by_lane = zip(*(parameter.of_lanes() for parameter in self.parameters), strict=True)
         read = zip(*(forked(x, self.lanes) for x in inputs), strict=True)
-        for of_lane, own in zip(by_lane, read, strict=True):
+        for lane, (of_lane, own) in enumerate(zip(by_lane, read, strict=True)):
+            for parameter in self.parameters:
+                if parameter.rows is not None:
+                    parameter.rows.lane = lane
             by_tile = list(zip(*of_lane, strict=True))
             yield self.result(owners, by_tile, own, *context)

@@ -1,0 +1,58 @@
+"""Gradients of lanes' rows are written side by side into one tensor, with the bits of those that are computed apart and copied together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.model.layers.linear import Linear
+from phalanx.parallel.tensor.lanes.layers import LaneParameter
+from phalanx.parallel.tensor.lanes.rows import LaneRows
+
+LANES = 4
+
+
+def computed(dtype: torch.dtype, *, apart: bool, twice: bool = False) -> tuple[Tensor, Tensor]:
+    """The gradients of a matrix, of which lanes have rows, and of what they read."""
+    generator = torch.Generator().manual_seed(0)
+    layer = Linear(16, 8 * LANES, bias=False, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
+    rows = None if apart else LaneRows()
+    layer.affine = rows
+    x = torch.randn(2, 5, 16, generator=generator).to(dtype).requires_grad_()
+    results = []
+    for lane, (own,) in enumerate(LaneParameter(layer, "weight", 0, LANES, rows=rows).of_lanes()):
+        if rows is not None:
+            rows.lane = lane
+        product = F.linear if rows is None else rows
+        y = product(x, own, None)
+        results.append(product(y[..., :1].expand(2, 5, 16), own, None) if twice else y)
+    torch.cat(results, -1).square().sum().backward()
+    assert layer.weight.grad is not None
+    assert x.grad is not None
+    return layer.weight.grad, x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("twice", [False, True])
+def test_they_have_the_same_bits(dtype: torch.dtype, twice: bool) -> None:
+    together, apart = (computed(dtype, apart=each, twice=twice) for each in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
+def test_nothing_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    cat = torch.cat
+
+    def counted(tensors: list[Tensor], dim: int = 0) -> Tensor:
+        copied.append(tuple(tensors[0].shape))
+        return cat(tensors, dim)
+
+    monkeypatch.setattr(torch, "cat", counted)
+    computed(torch.float32, apart=False)
+    assert copied == [(2, 5, 8)], "of the results alone"
+    computed(torch.float32, apart=True)
+    assert copied[1:] == [(2, 5, 8), (8, 16)]
