@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.hardware.device import pinned, wait_for_device
+from phalanx.hardware.device import wait_for_device
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
@@ -97,7 +97,7 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
     def batches() -> Iterator[NDArray[np.int64]]:
         while True:
             for current in built.rounds:
-                yield pinned(samples[current.slot * per_slot : (current.slot + 1) * per_slot], device)
+                yield samples[current.slot * per_slot : (current.slot + 1) * per_slot]
 
     stepper = Stepper(built, batches(), Ledger())
     number = 0
