@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +91,22 @@ def train_by_a_queue(*args: Any) -> Any:
         return train_on_this_rank(*args)
 
 
-@pytest.mark.parametrize(
-    ("train", "layout"),
-    [(train_on_this_rank, ("none", 0)), (train_by_a_queue, ("zero3", 2))],
-    ids=["by the host", "by a device's queue"],
-)
-def test_a_planted_slow_rank_stands_out_in_every_frame_and_is_named_by_the_straggler_watch(
-    ranks: Ranks, dataset: Path, tmp_path: Path, train: Callable[..., Any], layout: tuple[str, int]
+def test_what_a_device_waits_for_collectives_is_no_computing(
+    ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
-    spec = on_layout(every(tiny_run(dataset, tmp_path / "run", steps=7), 1), *layout)
-    ranks.run(2, train, spec, None, Watching(1, 1, tmp_path / "accused"))
+    spec = on_layout(every(tiny_run(dataset, tmp_path / "run", steps=4), 1), "zero3", 2)
+    ranks.run(2, train_by_a_queue, spec, None, Watching(1, 1, tmp_path / "accused"))
+    for frame in read(tmp_path / "run" / "ranks.bin"):
+        assert frame.columns["compute_s"][1] > SLOW_S
+    # The other one waits for it.
+    assert (tmp_path / "least communication").read_text() == "1"
+
+
+def test_a_planted_slow_rank_stands_out_in_every_frame_and_is_named_by_the_straggler_watch(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = every(tiny_run(dataset, tmp_path / "run", steps=7), 1)
+    ranks.run(2, train_on_this_rank, spec, None, Watching(1, 1, tmp_path / "accused"))
     frames = read(tmp_path / "run" / "ranks.bin")
     assert [frame.step for frame in frames] == [1, 2, 3, 4, 5, 6, 7]
     for frame in frames:
