@@ -43,7 +43,7 @@ _START_OTHERS = ("train", "reproduce", "diff", "agent", "pod", "calibrate")
 """Commands that start ranks or agents."""
 _PRELOADED = (
     "phalanx.train.lifecycle.loop",
-    "phalanx.fleet.node.worker",
+    "phalanx.fleet.node.rank.worker",
     "phalanx.fleet.node.agent",
     "phalanx.fleet.control.coordinator",
     "torch._dynamo",  # PyTorch imports it in the first step
