@@ -14,22 +14,24 @@ from phalanx.parallel.tensor.lanes.rows import LaneRows
 LANES = 4
 
 
-def computed(dtype: torch.dtype, *, apart: bool, twice: bool = False) -> tuple[Tensor, Tensor]:
+def computed(
+    dtype: torch.dtype, *, apart: bool, twice: bool = False, rows_of_lane: int = 8, width: int = 16
+) -> tuple[Tensor, Tensor]:
     """The gradients of a matrix, of which lanes have rows, and of what they read."""
     generator = torch.Generator().manual_seed(0)
-    layer = Linear(16, 8 * LANES, bias=False, dtype=dtype)
+    layer = Linear(width, rows_of_lane * LANES, bias=False, dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
     rows = None if apart else LaneRows()
     layer.affine = rows
-    x = torch.randn(2, 5, 16, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(2, 50, width, generator=generator).to(dtype).requires_grad_()
     results = []
     for lane, (own,) in enumerate(LaneParameter(layer, "weight", 0, LANES, rows=rows).of_lanes()):
         if rows is not None:
             rows.lane = lane
         product = F.linear if rows is None else rows
         y = product(x, own, None)
-        results.append(product(y[..., :1].expand(2, 5, 16), own, None) if twice else y)
+        results.append(product(y[..., :1].expand(2, 50, width), own, None) if twice else y)
     torch.cat(results, -1).square().sum().backward()
     assert layer.weight.grad is not None
     assert x.grad is not None
@@ -43,6 +45,15 @@ def test_they_have_the_same_bits(dtype: torch.dtype, twice: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
 
 
+@pytest.mark.parametrize("width", [1, 5, 7, 8, 40, 65])
+def test_they_have_the_same_bits_where_a_lanes_rows_would_begin_within_a_cache_line(width: int) -> None:
+    for rows in (1, 3, 5, 7, 9, 33):
+        together, apart = (
+            computed(torch.float32, apart=each, rows_of_lane=rows, width=width)[0] for each in (False, True)
+        )
+        assert torch.equal(together, apart)
+
+
 def test_nothing_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
     cat = torch.cat
@@ -53,6 +64,6 @@ def test_nothing_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "cat", counted)
     computed(torch.float32, apart=False)
-    assert copied == [(2, 5, 8)], "of the results alone"
+    assert copied == [(2, 50, 8)], "of the results alone"
     computed(torch.float32, apart=True)
-    assert copied[1:] == [(2, 5, 8), (8, 16)]
+    assert copied[1:] == [(2, 50, 8), (8, 16)]

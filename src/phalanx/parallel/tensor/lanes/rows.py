@@ -1,7 +1,10 @@
 """Products of lanes that have some rows of one matrix: their gradients are written side by side into one tensor.
 
 A rank computes the gradient of each lane's rows by itself. To copy them together afterwards would read and write all weights' gradients once
-more in every micro-batch, on one rank with all lanes as much memory as the model has. The operations, and so the bits, are those of ``F.linear``.
+more in every micro-batch, on one rank with all lanes as much memory as the model has. The operations, and so the bits, are those of ``F.linear``:
+a library may add in another order where a result begins within a cache line (of oneMKL:
+https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-macos/2024-0/obtaining-numerically-reproducible-results.html), so rows are
+written side by side where those of each lane begin as memory of their own would, and copied together elsewhere.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function
 
+_ALIGNMENT = 256
+"""Bytes: the largest alignment by which a library of products chooses among its ways (cuBLASLt's,
+https://docs.nvidia.com/cuda/cublas/#cublasltmatmulpreferenceattributes-t; on a processor it is a cache line)."""
+
 
 @dataclass(eq=False)
 class WholeGradient:
@@ -28,7 +35,7 @@ class WholeGradient:
 
     def part(self, lane: int, rows: Tensor) -> Tensor:
         """Memory for the gradient of a lane's ``rows``; if it is asked for again, by itself, since the first may still be needed."""
-        if lane in self._given:
+        if lane in self._given or rows.numel() * rows.element_size() % _ALIGNMENT:
             return torch.empty_like(rows)
         if not self._memory:
             self._memory = rows.new_empty(self.parts * rows.shape[0], rows.shape[1]).chunk(self.parts)
