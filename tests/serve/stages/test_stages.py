@@ -18,9 +18,12 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
+from phalanx.serve.engine.kept import KeptFormat
+from phalanx.serve.engine.page_memory import PageMemory
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.stages import far_part
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.door import read_token
 from phalanx.serve.stages.far_stages import FarStage, FarStages
@@ -190,6 +193,59 @@ def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
     assert far.trouble() == ""
     links[0].close()
     assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
+
+
+def test_a_stage_that_has_no_room_for_the_pages_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+
+    def refusing(layers: int, pages: int, kept: KeptFormat) -> PageMemory:
+        if pages:
+            raise MemoryError("no room")
+        return PageMemory(layers, pages, kept)
+
+    monkeypatch.setattr(far_part, "PageMemory", refusing)
+    with pytest.raises(EngineError, match=r"stage 1 .*no room.*give the server less --memory"):
+        staged(run, 2)
+
+
+def test_a_stage_that_loses_keys_ends_with_the_reason_and_no_answer_is_taken_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"], seq_len=192)
+    engine = paged(staged(run, 2))
+    (asked,) = requests(1)
+    run_all(engine, [asked])
+
+    def failing(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(far_part.FarPart, "_run", failing)
+    with pytest.raises(PartLostError, match=r"stage 1 .*no room"):
+        run_all(engine, [asked])
+
+
+def test_a_step_that_fails_in_a_stage_changes_nothing_of_the_texts_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"], seq_len=192)
+    engine = paged(staged(run, 2))
+    first, second = requests(2)
+    expected = run_all(engine, [second])
+
+    def failing(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as context:
+        context.setattr(far_part.FarPart, "_compute", failing)
+        engine.submit(first)
+        with pytest.raises(RuntimeError, match=r"stage 1 .*no room"):
+            engine.step()
+    engine.cancel(first.id)
+    engine.step()
+    told = run_all(engine, [replace(second, id="again")])["again"]
+    assert [replace(one, request=second.id) for one in told][:-1] == expected[second.id][:-1]
 
 
 def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -59,37 +61,49 @@ class FarPart:
         return self._spec
 
     def work(self, link: StageLink) -> None:
-        """Does what is said until the connection ends. Raises WireError then."""
+        """Does what is said until the connection ends. Raises WireError then, and EngineError where the stage can be one no more."""
         while True:
             message = m.to_stage.decode(link.hear())
             body = link.body(message.nbytes) if isinstance(message, m.Compute | m.WritePage) else bytearray()
             try:
-                answer, sent = self._do(message, body)
-            except Exception as error:  # The stage must outlive a defect, and the others must hear of it.
-                _log.exception("a step has failed")
-                answer, sent = m.Failed(repr(error)[:8000]), memoryview(b"")
-            if answer is not None:
-                link.say(answer, sent)
+                self._keep(message, body)
+            except Exception as error:
+                # Pages are then not what the others take them for, and an answer that nobody waits for would be taken for the next one.
+                _log.exception("keys and values are lost")
+                remedy = "; give the server less --memory" if isinstance(message, m.Hold) else ""
+                raise EngineError(f"{type(message).__name__}: {error!r}{remedy}"[:8000]) from error
+            match message:
+                case m.Hold():
+                    link.say(m.Held())
+                case m.Compute():
+                    self._answer(link, partial(self._compute, message, body))
+                case m.ReadPage():
+                    self._answer(link, partial(self._read, message.place))
 
-    def _do(self, message: m.ToStage, body: bytearray) -> tuple[m.FromStage | None, memoryview]:
-        nothing = memoryview(b"")
+    def _keep(self, message: m.ToStage, body: bytearray) -> None:
+        """Makes room for pages, and does with keys and values what is to be done before the answer."""
         match message:
             case m.Hold(pages):
                 self._memory = PageMemory(len(self._layers), pages, self._kept)
-                return None, nothing
-            case m.Compute():
+            case m.Compute() | m.ReadPage():
                 self._run(message.errands)
-                return self._compute(message, body)
-            case m.ReadPage(errands, place):
-                self._run(errands)
-                page = memoryview(self._memory.read(place))
-                return m.Page(len(page)), page
             case m.WritePage(errands, place):
                 self._run(errands)
                 self._memory.write(place, bytes(body))
-                return None, nothing
             case m.Open():
                 raise EngineError("a stage opens its layers once")
+
+    def _answer(self, link: StageLink, found: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
+        try:
+            answer, sent = found()
+        except Exception as error:  # The stage must outlive a defect, and the others must hear of it.
+            _log.exception("a step has failed")
+            answer, sent = m.Failed(repr(error)[:8000]), memoryview(b"")
+        link.say(answer, sent)
+
+    def _read(self, place: int) -> tuple[m.FromStage, memoryview]:
+        page = memoryview(self._memory.read(place))
+        return m.Page(len(page)), page
 
     def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
         spans = []
@@ -140,6 +154,10 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
     link.say(part.ready)
     try:
         part.work(link)
+    except EngineError as error:
+        with suppress(CheckpointError):
+            link.say(m.Unable(str(error)[:8000]))
+        return str(error)
     except (CheckpointError, OSError, msgspec.MsgspecError) as error:
         _log.debug("the service has ended: %s", error)
     return ""

@@ -58,6 +58,8 @@ class FarStages:
         """Has each stage make room for so many pages."""
         for stage in self._far:
             self._say(stage, m.Hold(pages))
+        for stage in self._far:
+            self._hear(stage, m.Held)
 
     def compute(self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]) -> Readings:
         """See ``FarLayers``."""
@@ -127,6 +129,8 @@ class FarStages:
             message = m.from_stage.decode(stage.link.hear())
         except (CheckpointError, OSError, msgspec.MsgspecError) as error:
             raise self._lost(stage, error) from error
+        if isinstance(message, m.Unable):
+            raise self._lost(stage, RuntimeError(message.why))
         if isinstance(message, m.Failed):
             raise RuntimeError(f"{stage}: {message.why}")
         if not isinstance(message, kind):

@@ -50,8 +50,12 @@ class Ready(_Message, frozen=True):
     numerics_id: str
 
 
+class Held(_Message, frozen=True):
+    """There is room for the pages."""
+
+
 class Unable(_Message, frozen=True):
-    """The stage cannot open its layers, and ends."""
+    """The stage cannot open its layers, or has lost keys and values, and ends."""
 
     why: Text
 
@@ -70,7 +74,7 @@ class Page(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """A step did not come through, by a defect."""
+    """A step did not come through, by a defect; keys and values are what they were."""
 
     why: Text
 
@@ -142,7 +146,7 @@ class WritePage(_Message, frozen=True):
     nbytes: Count
 
 
-FromStage = Here | Ready | Unable | Passed | Page | Failed
+FromStage = Here | Ready | Held | Unable | Passed | Page | Failed
 ToStage = Open | Hold | Compute | ReadPage | WritePage
 encode = msgspec.msgpack.Encoder().encode
 from_stage: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)

@@ -21,7 +21,7 @@ from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.portable import numerics_environment
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.engine.kept import kept_as
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
@@ -52,6 +52,9 @@ def open_staged(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
         door = start_stages(served.stages - 1, numerics_environment(run.runtime))
     try:
         return _opened(served, door, layers, step, run.train.seq_len)
+    except PartLostError as error:
+        door.close()
+        raise EngineError(str(error)) from error
     except BaseException:
         with suppress(OSError):
             door.close()
