@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from phalanx.checkpoint.snapshot.wire import RefusedError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
@@ -23,9 +25,9 @@ from phalanx.serve.engine.page_memory import PageMemory
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.stages import far_part
+from phalanx.serve.stages import far_part, link
 from phalanx.serve.stages import messages as m
-from phalanx.serve.stages.door import read_token
+from phalanx.serve.stages.door import Door, read_token
 from phalanx.serve.stages.far_stages import FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import divided, restored_part
@@ -193,6 +195,35 @@ def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
     assert far.trouble() == ""
     links[0].close()
     assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
+
+
+@pytest.mark.timeout(60)
+def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "PROOF_S", 3600.0)
+    door = Door(socket.create_server(("127.0.0.1", 0)), TOKEN)
+    at = door.listener.getsockname()
+
+    def joined(number: int, token: str = TOKEN) -> StageLink:
+        one = StageLink(socket.create_connection(at), token, "client", "there")
+        one.say(m.Here(number, 1))
+        return one
+
+    strangers = [socket.create_connection(at) for _ in range(3)]
+    strangers[1].sendall(b"\xff" * 4000)
+    with ThreadPoolExecutor(1) as pool:
+        admitted = pool.submit(door.admit, 2)
+        with pytest.raises(RefusedError, match=r"another run's token|does not know"):
+            joined(9, "a token of another server")
+        joined(7).close()
+        stages = [joined(2), joined(1)]
+        found = admitted.result()
+    for one in found:
+        one.say(m.Hold(5))
+    assert [m.to_stage.decode(one.hear()) for one in stages] == [m.Hold(5)] * 2
+    for one in (*strangers, *stages, *found):
+        one.close()
 
 
 def test_a_stage_that_has_no_room_for_the_pages_is_refused_at_the_start(

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
 import msgspec
 
@@ -23,7 +26,9 @@ from phalanx.serve.stages.stage_main import StageTask
 
 BEGIN_S = 600.0
 _COMMAND = (sys.executable, "-m", "phalanx.serve.stages.stage_main")
-_LOOK_S = 0.5
+_LOOK_S = 0.05
+_MOST_PROVING = 64
+"""Connections that may be proving at a time that they are of stages."""
 _SHORTEST_TOKEN = 16
 _log = logging.getLogger(__name__)
 
@@ -39,7 +44,9 @@ class Door:
     def admit(self, count: int) -> list[StageLink]:
         """The connections of ``count`` stages, those started here in their order. Raises EngineError where they do not come."""
         end = time.monotonic() + BEGIN_S
+        came: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
         found: list[tuple[int, StageLink]] = []
+        proving: list[Thread] = []
         self.listener.settimeout(_LOOK_S)
         while len(found) < count:
             ended = [process.returncode for process in self.processes if process.poll() is not None]
@@ -47,20 +54,33 @@ class Door:
                 raise EngineError(f"a stage's process ended with exit code {ended[0]} before it connected")
             if time.monotonic() > end:
                 raise EngineError(f"{len(found)} of {count} stages have joined within {BEGIN_S:g} s")
-            try:
+            proving = [thread for thread in proving if thread.is_alive()]
+            with suppress(TimeoutError):
                 connection, address = self.listener.accept()
-            except TimeoutError:
-                continue
-            try:
-                link = StageLink(connection, self.token, "server", f"{address[0]}:{address[1]}")
-                here = m.from_stage.decode(link.hear())
-            except (CheckpointError, OSError, msgspec.MsgspecError) as error:
-                _log.warning("whoever connected from %s is no stage of this server: %s", address[0], error)
-                connection.close()
-                continue
-            found.append((here.number if isinstance(here, m.Here) else -1, link))
+                if len(proving) >= _MOST_PROVING:
+                    connection.close()
+                    continue
+                # Each by itself: whoever says nothing keeps no stage waiting.
+                peer = f"{address[0]}:{address[1]}"
+                proving.append(Thread(target=self._prove, args=(connection, peer, came), daemon=True))
+                proving[-1].start()
+            while len(found) < count and not came.empty():
+                found.append(came.get())
+            for gone in [one for one in found if one[1].ended()]:
+                _log.warning("the stage at %s has left again before all were there", gone[1].peer)
+                found.remove(gone)
         self.listener.close()
         return [link for _, link in sorted(found, key=lambda pair: pair[0])]
+
+    def _prove(self, connection: socket.socket, peer: str, came: SimpleQueue[tuple[int, StageLink]]) -> None:
+        try:
+            link = StageLink(connection, self.token, "server", peer)
+            here = m.from_stage.decode(link.hear())
+        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+            _log.warning("whoever connected from %s is no stage of this server: %s", peer, error)
+            connection.close()
+            return
+        came.put((here.number if isinstance(here, m.Here) else -1, link))
 
     def close(self) -> None:
         """Ends the processes that were started here."""
