@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
 from phalanx.checkpoint.snapshot.wire import RefusedError
+from phalanx.cli.weights.serve_command import command as serve_command
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
@@ -293,6 +295,7 @@ def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> No
         ({"drafts": 1}, "stages draft nothing"),
         ({"stream": True}, "divides the model of a run directory"),
         ({"stages_at": "7070"}, "give HOST:PORT"),
+        ({"stages_at": "a..b:7070"}, "the name of no host"),
     ],
 )
 def test_what_stages_cannot_do_is_refused_with_what_to_do(
@@ -310,3 +313,22 @@ def test_what_stages_cannot_do_is_refused_with_what_to_do(
 def test_a_token_that_others_could_know_is_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
     with pytest.raises(EngineError, match=said):
         read_token(token_file(tmp_path, text, mode))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--stream --kv int8 --port 80", "leave out --port, --stream, --kv"),
+        ("--pipeline 2", "leave out --pipeline"),
+        ("", "--join a..b:1: a..b is the name of no host"),
+    ],
+)
+def test_who_joins_is_told_which_options_say_nothing_to_a_stage(
+    tmp_path: Path, words: str, said: str
+) -> None:
+    ended = CliRunner().invoke(
+        serve_command,
+        [str(tmp_path), "--join", "a..b:1", "--token-file", str(token_file(tmp_path)), *words.split()],
+    )
+    assert ended.exit_code != 0
+    assert said in " ".join(ended.output.replace("\u2502", " ").split())

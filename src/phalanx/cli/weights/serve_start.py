@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from phalanx.cli.errors import explained
 from phalanx.serve.gateway.served.served_run import ServedRun
@@ -80,11 +81,11 @@ def require_stage_options(
     """Raises UsageError for options that do not go together."""
     if token_file is None:
         raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
-    if join and (stages_at or pipeline > 1 or with_workers):
-        raise click.UsageError(
-            "--join takes part in another server, which says what to compute: leave out --pipeline, --stages-at and --workers"
-        )
     if join:
+        if others := _given_beside("join", "token_file"):
+            raise click.UsageError(
+                f"--join takes part in another server, which says what to compute: leave out {', '.join(others)}"
+            )
         return
     if not stages_at:
         raise click.UsageError("--token-file is for --stages-at and --join")
@@ -96,6 +97,19 @@ def require_stage_options(
         raise click.UsageError(
             "--stages-at is for one server: with --workers, stages are started on this machine"
         )
+
+
+def _given_beside(*names: str) -> list[str]:
+    """The options on the command line but those of these names."""
+    context = click.get_current_context()
+    return [
+        one.opts[0]
+        for one in context.command.params
+        if isinstance(one, click.Option)
+        and one.name is not None
+        and one.name not in names
+        and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
+    ]
 
 
 def join_stages(run_dir: Path, at: str, token_file: Path) -> None:

@@ -126,6 +126,10 @@ def address(text: str, option: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise EngineError(f"{option} {text}: give HOST:PORT, as 10.0.0.5:7070")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise EngineError(f"{option} {text}: {host} is the name of no host") from error
     return host.strip("[]"), int(port)
 
 
