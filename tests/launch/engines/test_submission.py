@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -32,6 +34,17 @@ def test_a_second_submission_is_refused_while_the_first_prepares_and_taken_when_
         raise ZeroDivisionError
     with only_submission(order(tmp_path)), only_submission(order(tmp_path / "another")):
         pass
+
+
+def test_a_group_that_shares_run_directories_shares_the_lock(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        with only_submission(order(tmp_path)):
+            pass
+    finally:
+        os.umask(before)
+    (lock,) = order(tmp_path).folder.iterdir()
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o664
 
 
 def test_a_run_directory_that_cannot_be_written_is_said_to_be_none(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
     path = order.folder / "submitting"
     try:
         order.folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # as far as the umask lets a group submit the run
     except OSError as error:
         raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     try:
