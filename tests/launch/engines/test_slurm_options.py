@@ -196,6 +196,12 @@ def test_every_variable_that_contradicts_the_launcher_is_refused_at_once() -> No
     assert from_environment(LaunchSpec(), {"SLURM_CLUSTERS": "a"}) == (LaunchSpec(), [])
 
 
+@pytest.mark.parametrize("value", ["\udcff", "a\n#SBATCH -N9", "a\x1b[2J"])
+def test_a_variable_that_nobody_can_read_is_refused_by_its_name(value: str) -> None:
+    with pytest.raises(EngineError, match=r"SBATCH_QOS='.*' in the environment: no value of launch\.qos"):
+        from_environment(LaunchSpec(), {"SBATCH_QOS": value})
+
+
 @pytest.mark.parametrize("option", ["-w n1", "--nodelist=n1", "-F hosts.txt"])
 def test_nodes_named_for_the_runs_own_job_are_not_asked_for_a_second_time(option: str) -> None:
     with pytest.raises(EngineError, match=r"phalanx agent --run"):

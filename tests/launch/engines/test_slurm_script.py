@@ -96,6 +96,21 @@ def test_a_run_directory_with_a_percent_sign_keeps_its_log() -> None:
         batch_script(replace(order(), run_dir=Path("/runs/a\\b")))
 
 
+@pytest.mark.parametrize(
+    "folder", ["/home/o'brien", "/home/a 'b' c", "/home/a\\b", "/home/a#1", "/home/plain"]
+)
+def test_a_folder_reaches_sbatch_as_it_is(folder: str) -> None:
+    script = batch_script(replace(order(), working_dir=Path(folder)))
+    (line,) = [line for line in script.splitlines() if line.startswith("#SBATCH --chdir=")]
+    assert shlex.split(line.removeprefix("#SBATCH "), comments=True) == [f"--chdir={folder}"]
+
+
+@pytest.mark.parametrize("text", ["9" * 400, f"{'9' * 400}d", "\u0663", "1d \u0663h", "-1", "1-"])
+def test_a_time_that_no_clock_shows_is_refused(text: str) -> None:
+    with pytest.raises(EngineError, match="is no time"):
+        seconds_of(text)
+
+
 def test_a_script_is_shell_that_can_be_read(tmp_path: Path) -> None:
     full = order(
         environment=("NCCL_DEBUG=a b'c", "X="),

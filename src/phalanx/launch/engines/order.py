@@ -16,9 +16,9 @@ from phalanx.run.spec import LaunchSpec
 
 FOLDER = "launch"
 """The folder's name in a run directory."""
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([dhms])")
+_SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([dhms])")
 _SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-_SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_SLURM_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,9 @@ def from_environment(launch: LaunchSpec, environ: Mapping[str, str]) -> tuple[La
             wrong.append(f"{variable}={value} in the environment: {REFUSED[option]}")
         elif value and field is not None:
             own = str(getattr(launch, field))
-            if not own:
+            if not own and not value.isprintable():
+                wrong.append(f"{variable}={value!a} in the environment: no value of launch.{field}")
+            elif not own:
                 filled: dict[str, Any] = {field: value}
                 launch = replace(launch, **filled)
             said.append(

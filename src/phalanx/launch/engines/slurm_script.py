@@ -118,7 +118,8 @@ def _quoted(name: str, value: str) -> str:
         raise EngineError(
             f"launch: --{name}={value!r} holds a line break or a quote, which sbatch cannot read"
         )
-    return f'"{value}"' if any(letter.isspace() or letter == "#" for letter in value) else value
+    value = value.replace("\\", "\\\\")
+    return f'"{value}"' if any(letter.isspace() or letter in "#'" for letter in value) else value
 
 
 def _environment(order: LaunchOrder) -> Iterator[str]:
