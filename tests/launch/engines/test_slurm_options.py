@@ -36,6 +36,8 @@ LONG = [*(f"{name}=" for name in sorted(WITH_VALUE)), *sorted(VALUE_AT_ONCE | WI
 SHORT = "".join(letter + (":" if name in WITH_VALUE else "") for letter, name in LETTERS.items())
 CASES = [
     ("-HN9", "fleet.nodes"),
+    ("-J'a\\' 'b --nodes=9 -Jc\\'", "fleet.nodes"),
+    ("--licenses=a\v-N9", "fleet.nodes"),
     ("-N 9", "fleet.nodes"),
     ("--nodes=9", "fleet.nodes"),
     ("--nodes 9", "fleet.nodes"),

@@ -150,7 +150,7 @@ VARIABLES = {f"SBATCH_{name}": option for name, option in _VARIABLES.items()}
 def options_in(line: str) -> Iterator[str]:
     """The full names of the options in a line as sbatch reads it; of a beginning that several names have, all of them. Raises ``EngineError``."""
     try:
-        words = iter(shlex.split(line, comments=True))
+        words = iter(list(_words_in(line)))
     except ValueError as error:
         raise EngineError(f"launch.options: {line!r}: a quote in it has no end") from error
     for word in words:
@@ -172,6 +172,13 @@ def options_in(line: str) -> Iterator[str]:
                     if place == len(word):
                         next(words, None)
                     break
+
+
+def _words_in(line: str) -> shlex.shlex:
+    """Words as sbatch's own reader of scripts splits them: also between single quotes a backslash takes the meaning from the next letter."""
+    words = shlex.shlex(line, posix=True)
+    words.whitespace_split, words.whitespace, words.escapedquotes = True, " \t\n\v\f\r", "\"'"
+    return words
 
 
 def refuse(line: str) -> None:
