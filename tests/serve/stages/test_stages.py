@@ -286,6 +286,9 @@ def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> No
     other = make_run(tmp_path / "other", KINDS["tied"])
     with pytest.raises(EngineError, match=r"stage 1 .* has another checkpoint of step 1"):
         staged(run, 2, other)
+    short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)))
+    with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers: give every stage the same run"):
+        staged(run, 2, short)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ def checkpoint_name(run_dir: Path, step: int) -> str:
 
 
 def _cut(model: Transformer, layers: range) -> None:
+    if layers.stop > model.spec.layers:
+        raise EngineError(
+            f"layer {layers.stop - 1} is asked for, and the model of this run has {model.spec.layers} layers: give every stage the same run"
+        )
     first, last = layers.start == 0, layers.stop == model.spec.layers
     # A tied output projection is the embedding, which the last part then reads too.
     model.keep(layers, first=first or (last and model.head is None), last=last)
