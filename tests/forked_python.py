@@ -83,10 +83,15 @@ class Template:
     def fork(self, request: Mapping[str, object], descriptors: Sequence[int]) -> int:
         """The process id of a new child of this process."""
         with self._lock:
-            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-            pid = self._control.recv(64)
+            try:
+                socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+                pid = int(self._control.recv(64) or 0)
+            except (BrokenPipeError, ConnectionResetError):
+                pid = 0
         assert pid, "the template has ended; what it said is on standard error"
-        return int(pid)
+        if pid < 0:  # never a process id: killing -1 is killing all
+            raise OSError(-pid, f"the template cannot fork: {os.strerror(-pid)}")
+        return pid
 
 
 def _starts_others(command: Sequence[str]) -> bool:
@@ -150,9 +155,10 @@ class Popen(subprocess.Popen[Any]):
         template = self.template or own_template()
         command = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list | tuple) else []
         environment = dict(os.environ if call["env"] is None else call["env"])
-        plain = (
-            call["preexec_fn"] is None and call["close_fds"] and call["executable"] in (None, *command[:1])
-        )
+        none = dict.fromkeys(("preexec_fn", "gid", "gids", "uid"))
+        unasked: dict[str, object] = {**none, "shell": False, "umask": -1, "process_group": -1}
+        plain = call["close_fds"] and call["executable"] in (None, *command[:1])
+        plain = plain and all(call[name] == value for name, value in unasked.items())
         if template is None or not plain or not command or not template.has(command, environment):
             super()._execute_child(*given)  # type: ignore[misc]
             return
@@ -195,7 +201,7 @@ def in_place_of_execution() -> Iterator[None]:
 
 def _serve(control: socket.socket) -> NoReturn:
     """Forks children of the process that holds the other end, until it has ended."""
-    libc = ctypes.PyDLL(None)
+    libc = ctypes.PyDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     libc.prctl(_SET_NAME, _NAME.encode())
     while True:
@@ -211,6 +217,7 @@ def _serve(control: socket.socket) -> NoReturn:
             libc.prctl(_SET_NAME, b"python")
             control.close()
             _become(json.loads(request), descriptors)
+        pid = pid if pid > 0 else -ctypes.get_errno()
         ctypes.pythonapi.PyOS_AfterFork_Parent()
         for descriptor in descriptors:
             os.close(descriptor)

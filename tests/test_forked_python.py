@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +96,27 @@ def test_a_folder_that_is_not_there_is_the_same_error(tmp_path: Path) -> None:
             kind([sys.executable, PROGRAM, "return"], cwd=tmp_path / "gone")
         errors.append((caught.value.errno, str(caught.value.filename)))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(("answer", "error"), [(str(-errno.EAGAIN), BlockingIOError), ("", AssertionError)])
+def test_a_template_that_cannot_fork_gives_no_process_id(answer: str, error: type[Exception]) -> None:
+    """-1 for one would be everybody's: ``kill`` would end all processes of the user."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.sendall(answer.encode()) if answer else theirs.close()
+        template = forked_python.Template(ours, forked_python.ENVIRONMENT)
+        with pytest.raises(error, match="template"):
+            template.fork({}, [0])
+
+
+@pytest.mark.parametrize("asked", [{"umask": 0o27}, {"process_group": 0}])
+def test_what_a_template_does_not_do_for_a_program_is_done_by_execution(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed = []
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", lambda *given: executed.append(given))
+    forked_python.Popen([sys.executable, PROGRAM], **asked)._child_created = False  # type: ignore[attr-defined]
+    assert executed
 
 
 @pytest.mark.parametrize(
