@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from phalanx.cli.plan.plan_command import command
@@ -142,6 +143,12 @@ def test_mistakes_are_named_with_what_would_be_right(arguments: list[str], says:
     assert result.exit_code != 0
     assert says in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_shell_completes_behind_an_option_that_is_given_twice() -> None:
+    typed = ["--cluster", "h100:8", "--cluster", "h100:16"]
+    found = ShellComplete(command, {}, "phalanx", "_PHALANX_COMPLETE").get_completions(typed, "--repo")
+    assert [item.value for item in found] == ["--report"]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ class GivenOnce(click.Command):
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         given = [one for one in order if isinstance(one, click.Option) and not (one.multiple or one.is_flag)]
         for option in given:
-            if given.count(option) > 1:
+            # A shell that completes what was typed parses resiliently.
+            if given.count(option) > 1 and not ctx.resilient_parsing:
                 raise click.UsageError(f"{option.opts[0]} is given more than once: give it once", ctx)
         return super().parse_args(ctx, args)
 
