@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 
 
@@ -26,6 +27,8 @@ def facts() -> dict[str, object]:
         "interrupted": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "pipes": signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN,
         "threads": threading.active_count(),
+        "own thread": threading.current_thread().native_id == os.getpid(),
+        "temporary files": tempfile.gettempdir(),
         "main": sys.modules["__main__"].__dict__ is globals(),
     }
     os.close(probe)

@@ -28,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -237,6 +238,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
         os.environ.clear()
         os.environ.update(request["environment"])
+        tempfile.tempdir = None  # it was found by what was imported
+        threading.current_thread()._set_native_id()  # type: ignore[attr-defined]  # a fork of Python's own leaves it, too
         _, *words = command = request["command"]
         module = words.pop(0) == "-m" and words[0]
         if request["starts others"]:

@@ -26,7 +26,12 @@ def ended(kind: type[subprocess.Popen[Any]], ending: str, folder: Path, path: st
     process = kind(
         [sys.executable, PROGRAM, "one two", ending],
         cwd=folder,
-        env={**forked_python.ENVIRONMENT, **({"PYTHONPATH": path} if path else {}), "OF_THE_TEST": "ü"},
+        env={
+            **forked_python.ENVIRONMENT,
+            **({"PYTHONPATH": path} if path else {}),
+            "OF_THE_TEST": "ü",
+            "TMPDIR": str(folder),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
