@@ -157,6 +157,8 @@ def _with_own(pool: Sample, own: Sequence[_Left]) -> Sample:
         *((one.log, share / len(own)) for one in own),
     ]
     mine = _grouped([(one.row.subject, one.log) for one in own])
+    if not pool.values:
+        return Sample(values, mine.worth)
     return Sample(values, 1 / ((1 - share) ** 2 / pool.worth + share**2 / mine.worth))
 
 

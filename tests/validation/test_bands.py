@@ -108,3 +108,10 @@ def test_runs_of_one_software_are_correlated_as_far_as_software_differs(
     groups: list[list[float]], expected: float
 ) -> None:
     assert intraclass(groups) == pytest.approx(expected)
+
+
+def test_from_one_software_alone_a_band_is_that_of_its_own_models() -> None:
+    rows = [row for row in read_judged() if row.software == "torchtitan"]
+    (found,) = learn(rows).software
+    ratios = [row.ratio for row in rows]
+    assert min(ratios) / 2 < found.ratios[0] <= found.ratios[-1] < 2 * max(ratios)
