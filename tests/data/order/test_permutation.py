@@ -98,6 +98,18 @@ def test_where_an_image_comes_from_is_found_again(n: int, key: int, data: st.Dat
     assert place_in_permutation(permute(index, n=n, key=key), n=n, key=key).tolist() == index.tolist()
 
 
+@pytest.mark.parametrize("n", [24, 1025])
+@pytest.mark.parametrize("shape", [(), (1,), (4, 3), (0, 2), (2, 3, 4)])
+def test_positions_of_any_shape_have_images_of_that_shape(shape: tuple[int, ...], n: int) -> None:
+    index = np.arange(math.prod(shape)).reshape(shape)
+    images = permute(index, n=n, key=5)
+    assert (images.shape, images.dtype) == (shape, np.int64)
+    assert images.flatten().tolist() == permute(index.flatten(), n=n, key=5).tolist()
+    places = place_in_permutation(images, n=n, key=5)
+    assert places.shape == shape
+    assert places.tolist() == index.tolist()
+
+
 def test_no_two_of_a_million_positions_of_a_huge_dataset_meet() -> None:
     n = 10**13 + 37
     positions = np.concatenate([np.arange(500_000), n - 1 - np.arange(500_000)])

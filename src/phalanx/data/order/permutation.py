@@ -46,12 +46,12 @@ def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
     if n <= SORTED_UP_TO:
         order: NDArray[np.int64] = _orders_by_hash(n, round_keys[None])[0]
         return order[index]
-    moved = _feistel(index.astype(np.uint64), n, round_keys)
+    moved = _feistel(index.ravel().astype(np.uint64), n, round_keys)
     outside = np.flatnonzero(moved >= n)
     while outside.size:
-        moved.flat[outside] = _feistel(moved.flat[outside], n, round_keys)
-        outside = outside[moved.flat[outside] >= n]
-    return moved.astype(np.int64)
+        moved[outside] = _feistel(moved[outside], n, round_keys)
+        outside = outside[moved[outside] >= n]
+    return moved.astype(np.int64).reshape(index.shape)
 
 
 def permute_in_turn(
@@ -83,12 +83,12 @@ def place_in_permutation(image: NDArray[np.int64], *, n: int, key: int) -> NDArr
     round_keys = _round_keys(key)
     if n <= SORTED_UP_TO:
         return np.argsort(_orders_by_hash(n, round_keys[None])[0]).astype(np.int64)[image]
-    moved = _feistel_inverse(image.astype(np.uint64), n, round_keys)
+    moved = _feistel_inverse(image.ravel().astype(np.uint64), n, round_keys)
     outside = np.flatnonzero(moved >= n)
     while outside.size:
-        moved.flat[outside] = _feistel_inverse(moved.flat[outside], n, round_keys)
-        outside = outside[moved.flat[outside] >= n]
-    return moved.astype(np.int64)
+        moved[outside] = _feistel_inverse(moved[outside], n, round_keys)
+        outside = outside[moved[outside] >= n]
+    return moved.astype(np.int64).reshape(image.shape)
 
 
 def key_of(purpose: str, seed: int, number: int, name: str = "") -> int:
