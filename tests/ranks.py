@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import current_process
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import forked_python
-
 TIMEOUT_S = 180.0
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["phalanx.train.lifecycle.loop"])
+"""What ranks are forked from: Python's own server, not the template of programs (``forked_python``), whose forks the C library does not know of."""
 
 
 def _serve(connection: Connection) -> None:
-    # The key, because tensors that are sent pass descriptors, which processes that do not know each other refuse.
-    sys.path[:], current_process().authkey = connection.recv()
     os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
@@ -61,7 +57,7 @@ class Ranks:
     """A pool of processes; ``run`` lets the first few of them be the ranks of a process group."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self._workers: list[tuple[subprocess.Popen[Any], Connection]] = []
+        self._workers: list[tuple[Any, Connection]] = []
         self._timeout_s = timeout_s
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -92,17 +88,15 @@ class Ranks:
         try:
             good, value = connection.recv()
         except (EOFError, ConnectionResetError):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-            raise RuntimeError(f"rank {rank} died with exit code {process.returncode}") from None
+            process.join(1.0)
+            raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
         return bool(good), value
 
     def _start_one(self) -> None:
-        ours, theirs = Pipe()
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        process = forked_python.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        ours, theirs = _FORKS.Pipe()
+        process = _FORKS.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
         theirs.close()
-        ours.send((sys.path, bytes(current_process().authkey)))
         self._workers.append((process, ours))
 
     def close(self) -> None:
@@ -110,9 +104,5 @@ class Ranks:
         for process, connection in self._workers:
             connection.close()
             process.kill()
-            process.wait()
+            process.join()
         self._workers.clear()
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
