@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Bytes are called by their argument: gzip, zip and tar write the time, and processes would collect different ids."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_left_as_they_were() -> Iterator[None]:
+    """What a test leaves of Ctrl-C is found by all programs that later tests start, and by whoever wants to end the tests."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.fixture(scope="session")

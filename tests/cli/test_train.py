@@ -71,7 +71,9 @@ def test_a_rank_that_fails_where_nothing_can_be_printed_still_ends_at_once(
         raise Exited
 
     monkeypatch.setattr(os, "_exit", exit_at_once)
-    monkeypatch.setattr(StopRequest, "listen", lambda _self: None)
+    # The signals and the variables would be this process's.
+    monkeypatch.setattr(StopRequest, "end_at_once", lambda _self: None)
+    monkeypatch.setattr("phalanx.cli.train.train_as_rank.set_for_rank", lambda: None)
     monkeypatch.setattr("sys.stderr", ClosedPipe())
     monkeypatch.setenv("RANK", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
