@@ -1,4 +1,4 @@
-"""What all watching together costs a step: a run with everything on, beside the same run with everything off.
+"""Everything that watches a run, all together, over the same run with none of it: what a step costs more.
 
 Three runs of one run file, each on two ranks, are started one after the other and then take turns: all processes of the others are stopped (SIGSTOP), so
 that each has the machine alone for some seconds, and each round goes there and back (off, on, control, control, on, off).
@@ -39,36 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from bench.observer import descendants
 from bench.outside import children
+from bench.small_run import SmallRun
 from bench.watch import page, processor_s, viewers
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
 from tiny_runs import make_dataset
 
-RUN = """
-name = "everything"
-[model]
-layers = 4
-dim = {dim}
-heads = 4
-ffn_dim = {ffn_dim}
-[data]
-path = "{data}"
-[train]
-steps = 1000000
-batch_size = 8
-seq_len = 128
-slots = 4
-micro_batch_size = 2
-[checkpoint]
-every_steps = 1000000
-[evaluation]
-every_steps = 0
-final_sequences = 5
-[observe]
-{observe}
-[runtime]
-device = "cpu"
-"""
 OFF = "log_every_steps = 5\nranks_every_steps = 0\nmemory_at_step = 0\nsinks = []"
 OBSERVE = {"off": OFF, "on": 'sinks = ["tensorboard"]', "control": OFF}
 ROUND = ("off", "on", "control", "control", "on", "off")
@@ -98,7 +74,7 @@ class Runner:
     beside: list[int] = field(default_factory=list)
     """Processes that watch it, which are stopped with it."""
     used: list[tuple[float, float]] = field(default_factory=list)
-    """When (unix seconds) its ranks had used how much of a processor."""
+    """Readings of its ranks' processor time: at which unix second, and how many seconds they had used."""
 
     def ranks(self) -> list[int]:
         return [self.process.pid, *descendants(self.process.pid)]
@@ -117,7 +93,15 @@ class Runner:
 def runner(name: str, folder: Path, dim: int) -> Iterator[Runner]:
     """The run of that name, after its first steps, standing still."""
     file, run_dir = folder / f"{name}.toml", folder / "runs" / name
-    file.write_text(RUN.format(dim=dim, ffn_dim=3 * dim, data=folder / "data", observe=OBSERVE[name]))
+    small = SmallRun(
+        *("everything", str(folder / "data"), 1_000_000, 128),
+        *(4, dim, 3 * dim),
+        train_fields="slots = 4\nmicro_batch_size = 2",
+        checkpoint_fields="every_steps = 1000000",
+        observe_fields=OBSERVE[name],
+        final_sequences=5,
+    )
+    small.write(file)
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--ranks", "2", "--run-dir", str(run_dir)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

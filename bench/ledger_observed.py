@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from bench.observer import Observer, descendants, is_worker, kernel_s
+from bench.small_run import SmallRun
 from bench.spans_inside import WAITING, Spent, environment_of
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step, decode
@@ -44,31 +45,6 @@ from phalanx.observe.goodput import goodput, ledger_of
 from phalanx.run.directory.paths import RunDirectory
 from tiny_runs import make_dataset
 
-RUN = """
-name = "observed"
-[model]
-layers = 4
-dim = {dim}
-heads = 4
-ffn_dim = {ffn_dim}
-[data]
-path = "{data}"
-[train]
-steps = {steps}
-batch_size = 8
-seq_len = 64
-slots = 4
-micro_batch_size = 2
-[checkpoint]
-every_steps = 20
-[evaluation]
-every_steps = 0
-final_sequences = 5
-[observe]
-memory_at_step = 0
-[runtime]
-device = "cpu"
-"""
 STOPPED_S = 4.0
 PAUSE_S = 5.0
 
@@ -82,16 +58,22 @@ class Watched:
 
     observer: Observer
     faults: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """By what was done to processes, the spans of the observer's clock in which it was."""
+    """Spans of the observer's clock in which something was done to processes, by what it was."""
 
 
 def start(folder: Path, words: Sequence[str], given: argparse.Namespace) -> subprocess.Popen[bytes]:
     data = folder / "data"
     if not data.exists():
         make_dataset(data)
-    (folder / "run.toml").write_text(
-        RUN.format(data=data, steps=given.steps, dim=given.dim, ffn_dim=2 * given.dim)
+    small = SmallRun(
+        *("observed", str(data), given.steps, 64),
+        *(4, given.dim, 2 * given.dim),
+        train_fields="slots = 4\nmicro_batch_size = 2",
+        checkpoint_fields="every_steps = 20",
+        observe_fields="memory_at_step = 0",
+        final_sequences=5,
     )
+    small.write(folder / "run.toml")
     command = [
         sys.executable,
         "-m",

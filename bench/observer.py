@@ -28,11 +28,11 @@ class Sample:
     pid: int
     """The process that writes the run's events; 0 if there is none."""
     thread: Spent
-    """Of its main thread, by the kernel: on a processor and in line for one since it began, by the observer's clock."""
+    """The kernel's account of its main thread since it began, on a processor and in line for one, by the observer's clock."""
     waiting: Spent
-    """Of the same thread, in the spans that the ledger books as waiting, up to the newest that has ended: told by the process itself."""
+    """The process's own account of that thread in the spans that the ledger books as waiting, up to the newest that has ended."""
     between: Spent
-    """And between these spans."""
+    """The same account of the time between these spans."""
     nbytes: int
     """Size of the event file."""
 

@@ -1,4 +1,4 @@
-"""One small run of a few layers on a processor, as the benches of stores train it in a process of its own: its run file, command and measured steps."""
+"""One small run of a few layers on a processor, as benches train it in processes of its own: its run file, command and measured steps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ path = "{data}"
 steps = {steps}
 batch_size = 8
 seq_len = {seq_len}
-slots = 1
+{train_fields}
 [checkpoint]
 {checkpoint_fields}
 [evaluation]
 every_steps = 0
-final_sequences = 1
+final_sequences = {final_sequences}
 [observe]
-memory_at_step = 0
-log_every_steps = 1
+{observe_fields}
 [runtime]
 device = "cpu"
 """
@@ -38,7 +37,7 @@ device = "cpu"
 
 @dataclass(frozen=True)
 class SmallRun:
-    """What differs between the benches' runs; ``data_fields`` and ``checkpoint_fields`` are further lines of those tables."""
+    """What differs between the benches' runs; ``data_fields`` and the like are further lines of those tables."""
 
     name: str
     data: str
@@ -48,12 +47,19 @@ class SmallRun:
     dim: int
     ffn_dim: int
     data_fields: str = ""
+    train_fields: str = "slots = 1"
     checkpoint_fields: str = ""
+    observe_fields: str = "memory_at_step = 0\nlog_every_steps = 1"
+    final_sequences: int = 1
+
+    def write(self, file: Path) -> Path:
+        """Writes the run file, and returns where it is."""
+        file.write_text(_TEXT.format(**self.__dict__))
+        return file
 
     def command(self, place: Path) -> list[str]:
         """Writes the run file into ``place`` and returns the command that trains it on one rank, in ``place/run``."""
-        (place / "run.toml").write_text(_TEXT.format(**self.__dict__))
-        train = [sys.executable, "-m", "phalanx", "train", str(place / "run.toml")]
+        train = [sys.executable, "-m", "phalanx", "train", str(self.write(place / "run.toml"))]
         return [*train, "--run-dir", str(place / "run"), "--set", "parallel.ranks=1"]
 
 
