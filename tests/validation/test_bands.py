@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan.evidence.learned import learned
-from validation.bands import KINDS, LeftOut, coverage, intraclass, learn, left_out, position, quantile
+from validation.bands import (
+    KINDS,
+    LeftOut,
+    coverage,
+    intraclass,
+    learn,
+    left_out,
+    position,
+    program_coverage,
+    quantile,
+)
 from validation.compare import outcome_of
 from validation.judged import Judged, judged_rows, read_judged, write_judged
 from validation.runs import TABLE, read_published
@@ -28,15 +38,27 @@ def left() -> tuple[LeftOut, ...]:
     return left_out(read_judged())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+NEVER_TOO_WIDE = pytest.param(
+    "never",
+    marks=pytest.mark.xfail(
+        strict=True,
+        reason="a goal that is missed: bands for never-seen software, corrected for few programs, hold more of the rows (docs/planner-accuracy.md)",
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", ["here", "elsewhere", NEVER_TOO_WIDE])
 def test_bands_for_eighty_of_a_hundred_hold_as_many_runs_of_software_that_was_left_out(kind: str) -> None:
-    # Where software was never seen, bands of few programs are wide rather than narrow.
-    more = 0.05 if kind == "never" else 0.0
     for mixture in (False, True):
         found = [one for one in left() if (one.kind, one.judged.mixture) == (kind, mixture)]
         if len({one.judged.software for one in found}) >= FEWEST_PROGRAMS:
-            assert 0.75 <= coverage(found, 0.1) <= 0.85 + more
-    assert 0.75 <= coverage([one for one in left() if one.kind == kind], 0.1) <= 0.85 + more
+            assert 0.75 <= coverage(found, 0.1) <= 0.85
+    assert 0.75 <= coverage([one for one in left() if one.kind == kind], 0.1) <= 0.85
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_hold_as_many_where_each_program_has_one_vote(kind: str) -> None:
+    assert 0.75 <= program_coverage([one for one in left() if one.kind == kind], 0.1) <= 0.85
 
 
 def test_the_packages_table_is_what_the_runs_that_were_judged_say() -> None:
