@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 180.0
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["phalanx.train.lifecycle.loop"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["phalanx.train.lifecycle.loop"])
 """What ranks are forked from: Python's own server, not the template of programs (``forked_python``), whose forks the C library does not know of."""
 
 
@@ -93,8 +93,8 @@ class Ranks:
         return bool(good), value
 
     def _start_one(self) -> None:
-        ours, theirs = _FORKS.Pipe()
-        process = _FORKS.Process(target=_serve, args=(theirs,), daemon=True)
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._workers.append((process, ours))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -20,12 +19,10 @@ from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, leave
 from phalanx.parallel.process_group.sealed_store import challenge_of, prove_members
-from ranks import Ranks
+from ranks import FORKS, Ranks
 
 CPU = torch.device("cpu")
 TOKEN = "a token that only the ranks know"
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["phalanx.parallel.process_group.rendezvous"])
 
 
 def serve(connection: Connection) -> None:
