@@ -81,7 +81,7 @@ def several(specs: Sequence[RunSpec]) -> list[Outcome]:
 
 
 def bits(pool: Ranks, cases: Sequence[Case]) -> list[str]:
-    """Of each of ``cases``, all on as many ranks, the hash of the weights, with the loss and the gradient norm."""
+    """The hash of the weights of each of ``cases``, all on as many ranks, with the loss and the gradient norm."""
     specs = [spec_of(MODELS[name], parallel, compute) for name, compute, _, parallel in cases]
     by_rank = pool.run(cases[0][2], several, specs)
     wholes = [merged(list(outcomes)) for outcomes in zip(*by_rank, strict=True)]

@@ -60,7 +60,7 @@ _READ_LATER = (
 )
 """Those among them that PyTorch reads when the first process group is made, or the first block compiled; importing the compiler sets the last two."""
 ENVIRONMENT = dict(os.environ)
-"""Of the tests, before modules that they import have added to it."""
+"""The environment of the tests, before modules that they import have added to it."""
 _EXECUTING = subprocess.Popen
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
@@ -144,7 +144,7 @@ class Popen(subprocess.Popen[Any]):
     """``subprocess.Popen`` that forks what ``template`` has."""
 
     template: Template | None = None
-    """Of this process; without one, that of the tests."""
+    """This process's own template; without one, that of the tests."""
 
     def __init__(self, *given: Any, starts_others: bool = False, **more: Any) -> None:
         """With ``starts_others``, the program has a template of its own, as agents and the commands that start them always have."""

@@ -45,7 +45,7 @@ class Host:
     destination: str
     """For ssh, as user@host; empty for this machine."""
     port: int
-    """Of its sshd; 0 for ssh's own choice."""
+    """The port of its sshd; 0 for ssh's own choice."""
     address: str
     """At which the other nodes reach it."""
     domain: tuple[str, ...] = ()

@@ -182,7 +182,7 @@ def _words_in(line: str) -> shlex.shlex:
 
 
 def refuse(line: str) -> None:
-    """Raises ``EngineError`` if a line of options is none of sbatch's, or holds one that contradicts the launcher."""
+    """Raises ``EngineError`` if a line does not begin as an option, or holds one that contradicts the launcher; names that nobody has are sbatch's to refuse."""
     if "\n" in line:
         raise EngineError(f"launch.options: {line!r} is no option of sbatch, as --licenses=lustre is")
     for option in options_in(line):

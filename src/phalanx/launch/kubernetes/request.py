@@ -92,7 +92,7 @@ class PodRequest:
 
     @property
     def digest(self) -> str:
-        """Of the frozen run file: another run file is another object, and the one that a job uses is never changed."""
+        """The digest of the frozen run file: another run file is another object, and the one that a job uses is never changed."""
         return hashlib.sha256(self.run_file.encode()).hexdigest()[:8]
 
 

@@ -84,7 +84,7 @@ class Engine:
             )
         form = kept_as(kept, spec, weight.dtype)
         self.page_bytes = page_bytes(spec, form)
-        """Of a page as it is kept, and as it travels."""
+        """Bytes of a page as it is kept, and as it travels."""
         held = spec if far is None else replace(spec, layers=far.most_layers)
         needed = page_bytes(held, form) + piece_bytes(held, weight.dtype, drafts)
         pages = pages or pages_within(held, form, memory_bytes, drafts)
@@ -105,7 +105,7 @@ class Engine:
         self.numerics_id = numerics_id(numerics, weight.dtype, sequence, kept=kept)
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
         self.weights_id = weights_id
-        """Of the weights that compute now."""
+        """The name of the weights that compute now."""
         self._pages.made_by(weights_id, self.numerics_id)
         self._waiting: list[RunningText] = []
         self._running: list[RunningText] = []
@@ -187,12 +187,12 @@ class Engine:
 
     @property
     def spec(self) -> ModelSpec:
-        """Of the model."""
+        """The shape of the model."""
         return self._spec
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, keys and values."""
+        """The number format of weights, keys and values."""
         return self._dtype
 
     def forget_pages(self) -> None:

@@ -33,7 +33,7 @@ class KeptFormat:
 
     name: KeptName
     dtype: torch.dtype
-    """Of the computation."""
+    """The number format of the computation."""
     heads: int
     widths: tuple[int, int]
     narrow: tuple[bool, bool]
@@ -62,7 +62,7 @@ class KeptFormat:
         )
 
     def stores(self) -> Iterator[tuple[tuple[int, torch.dtype], ...]]:
-        """Of each of the two tensors, width and format of what is stored of a head's row."""
+        """Widths and formats of what is stored of a head's row, for each of the two tensors."""
         for width, narrow in zip(self.widths, self.narrow, strict=True):
             if narrow:
                 yield (width, _NARROW[self.name]), (width // SHARING, torch.uint8)

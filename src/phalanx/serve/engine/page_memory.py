@@ -40,7 +40,7 @@ class Piece:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, layers: range | None = None, number: int = 0
     ) -> None:
-        """Of ``layers``, by default all; ``number`` is how other processes that have layers know it."""
+        """Begins an empty piece for ``layers``, by default all; ``number`` is how other processes that have layers know it."""
         self._heads, *self._widths = attention_kind(spec).cache_row(spec)
         self.layers = {
             layer: tuple(torch.zeros(self._heads, 0, width, dtype=dtype) for width in self._widths)
@@ -69,7 +69,7 @@ class PageMemory:
     def __init__(self, layers: int, pages: int, kept: KeptFormat) -> None:
         self._kept = kept
         self.page_bytes = layers * kept.row_bytes * PAGE
-        """Of a page's part of these layers."""
+        """Bytes of a page's part in these layers."""
         self._parts = [
             tuple(torch.empty(pages, layers, kept.heads, PAGE, width, dtype=dtype) for width, dtype in part)
             for part in kept.stores()

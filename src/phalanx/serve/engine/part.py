@@ -49,7 +49,7 @@ class Reading:
 
 
 class Readings(Protocol):
-    """Of each ``Ask`` of a step, by its number, the ``Reading``."""
+    """The ``Reading`` of each ``Ask`` of a step, by its number."""
 
     def __getitem__(self, number: int, /) -> Reading: ...
 
@@ -72,9 +72,9 @@ class FarLayers(Protocol):
     stages: int
     """Processes that have a part of the model, this one too."""
     most_layers: int
-    """Of any of them."""
+    """The largest number of layers that any of them has."""
     page_bytes: int
-    """Of a page's keys and values of these layers."""
+    """Bytes of a page's keys and values in these layers."""
 
     def hold(self, pages: int) -> None:
         """Has each process make room for so many pages, before anything else."""

@@ -23,4 +23,4 @@ class EngineStatistics:
     drafted: int
     """Tokens that were guessed and computed."""
     accepted: int
-    """Of these, those that the model drew."""
+    """Guessed tokens that the model drew."""

@@ -32,7 +32,7 @@ class RunningText:
     scored: bool = False
     most_computed: int = 0
     weights: str = ""
-    """Of its keys and values, and of its next token; after a swap that left it its pages, those of all of them with ``+`` between."""
+    """The weights of its keys and values, and of its next token; after a swap that left it its pages, the names of all with ``+`` between."""
 
     ahead: Ahead | None = None
     """What its guesses rest on."""

@@ -93,7 +93,7 @@ class Counts:
         self._finished: Counter[str] = Counter()
         self._load = WorkerLoad()
         self.keys: dict[str, KeyUse] = {}
-        """Of clients with a key, by the key's name."""
+        """Uses by clients with a key, by the key's name."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 

@@ -45,7 +45,7 @@ class Streaming:
     """Seconds that passes have stood still for it."""
     experts_needed: int
     experts_held: int
-    """Of those needed, how many were in memory already, or on their way."""
+    """Needed experts that were in memory already, or on their way."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WorkerLoad:
     drafted: int = 0
     """Tokens that predictions ahead have guessed and the model has computed."""
     accepted: int = 0
-    """Of these, those that the model drew."""
+    """Guessed tokens that the model drew."""
     streaming: Streaming | None = None
     """Where weights are streamed by one process."""
 

@@ -23,7 +23,7 @@ from phalanx.hardware.kernels.row_product import row_kernel
 from phalanx.hardware.portable.operations import begun
 
 _VERSION = 2
-"""Of the probes: others have tried other things."""
+"""The version of the probes: others have tried other things."""
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_")
 """Beginnings of environment variables by which kernels and threads are chosen."""
 _log = logging.getLogger(__name__)

@@ -57,7 +57,7 @@ class FarPart:
 
     @property
     def spec(self) -> ModelSpec:
-        """Of the whole model."""
+        """The shape of the whole model."""
         return self._spec
 
     def work(self, link: StageLink) -> None:

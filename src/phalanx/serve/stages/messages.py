@@ -44,7 +44,7 @@ class Ready(_Message, frozen=True):
     """The layers are in memory."""
 
     digests: dict[str, Digest]
-    """Of their weights, by name."""
+    """Digests of the layers' weights, by name."""
     checkpoint: str
     """The name of the whole checkpoint that they are of (``phalanx.serve.stages.part_weights.checkpoint_name``)."""
     numerics_id: str

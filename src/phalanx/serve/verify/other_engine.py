@@ -17,7 +17,7 @@ from typing import Any
 
 
 def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Of ``AutoModelForCausalLM.generate``, with the folder's end tokens and none of its ways of sampling."""
+    """The tokens that ``AutoModelForCausalLM.generate`` writes behind each prompt, with the folder's end tokens and none of its ways of sampling."""
     import torch
 
     # Neither engine tells types, and vllm is not installed where types are checked.
@@ -37,7 +37,7 @@ def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: i
 
 
 def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Of ``vllm.LLM.generate`` at temperature 0."""
+    """The tokens that ``vllm.LLM.generate`` writes behind each prompt at temperature 0."""
     vllm: Any = import_module("vllm")
     model = vllm.LLM(model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)

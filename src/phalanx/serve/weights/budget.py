@@ -27,7 +27,7 @@ class Computing:
 
     rows: int
     scored_rows: int
-    """Of them, those whose distribution over the vocabulary is computed at a time."""
+    """Rows whose distribution over the vocabulary is computed at a time."""
     keys: int
     """The most keys that a row attends to."""
 

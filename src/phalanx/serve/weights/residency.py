@@ -26,7 +26,7 @@ class Residency:
     """A division of memory."""
 
     buffers: int
-    """Of the ring; 0 if no body is streamed."""
+    """Buffers of the ring; 0 if no body is streamed."""
     resident_layers: frozenset[int]
     expert_slots: int
     """Experts that are held at once; 0 for a model without."""

@@ -18,7 +18,7 @@ class Timeline:
     pass_ends: tuple[float, ...]
     """When each pass has been computed, in seconds from the first read."""
     stalls: tuple[float, ...]
-    """Of each layer of the last pass: seconds that it waited to be read."""
+    """Seconds that each layer of the last pass waited to be read."""
 
     @property
     def pass_seconds(self) -> float:

@@ -48,7 +48,7 @@ class Service:
 
     roles: Sequence[Role]
     task: WorkerTask
-    """Of each worker, but for number, role, token and the router's address."""
+    """The task of each worker, but for number, role, token and the router's address."""
     environment: Mapping[str, str]
     """Variables that each worker starts with, beside this process's."""
     settings: RouterSettings

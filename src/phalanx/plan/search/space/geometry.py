@@ -98,7 +98,7 @@ _FIRST_STAGES = (2, 3, 4, 5, 6, 8, 10, 12)
 
 @lru_cache(maxsize=1024)
 def _first_sizes(share: int) -> tuple[int, ...]:
-    """Of the sequences that divide a slot's ``share``, some from one to all: each a few times the one before."""
+    """Some of the numbers of sequences that divide a slot's ``share``, from one to all: each a few times the one before."""
     kept = [1]
     for size in divisors(share):
         if size in _FIRST_SIZES[1:] or size >= (4 if size > _FIRST_SIZES[-1] else 2) * kept[-1]:

@@ -33,7 +33,7 @@ class Demand:
 
     texts: int
     pages: int
-    """Of all its texts at their longest."""
+    """Pages of all its texts at their longest."""
     prompt_tokens: int
 
 
@@ -47,10 +47,10 @@ class Measured:
     pages: int = 0
     """Pages there are; 0 where memory is not counted in pages."""
     unread_tokens: int = 0
-    """Of prompts whose text has no first token yet."""
+    """Tokens of prompts whose text has no first token yet."""
     pages_per_s: float = 0.0
     tokens_per_s: float = 0.0
-    """Of prompts."""
+    """Tokens of prompts that are computed in a second."""
 
     def wait_s(self, demand: Demand) -> float:
         """The seconds up to the first token of a request that comes now, as predicted."""

@@ -52,7 +52,7 @@ class Keys:
 
     @property
     def names(self) -> set[str]:
-        """Of all keys."""
+        """The names of all keys."""
         return {key.name for key in self._keys}
 
     def found(self, key: str) -> Key | None:

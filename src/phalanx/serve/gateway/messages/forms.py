@@ -45,7 +45,7 @@ class Form:
     created: int
     model: str
     weights: str
-    """Of what is told at present."""
+    """The hash of the weights that answer at present."""
     numerics_id: str
     chat: bool
     tokenizer: Tokenizer
