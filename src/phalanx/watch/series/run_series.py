@@ -43,6 +43,7 @@ MOST_OTHERS = 200_000
 MOST_MEMORY_KINDS = 16
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
+_ENDINGS = (Stopped, Finished)
 _UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 
@@ -149,20 +150,19 @@ class RunSeries:
     def _take_chunk(self, chunk: Chunk) -> None:
         """Takes stretches in their order; all their steps at once where no line between them can be one."""
         at_once = not any(stretch.may_hold_a_step for stretch in chunk.stretches)
-        rows = self.table.rows
+        before = self.table.rows
         if at_once:
             self.table.append_columns(columns_of(chunk.records), len(chunk.records))
         for stretch in chunk.stretches:
             if at_once:
-                self.table.rows = rows  # as it was when the lines were written
-            self._take(stretch.lines)
-            self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
-            if not at_once:
+                for offset, line in stretch.lines:
+                    self._take_other(line, offset, before)
+            else:
+                self._take(stretch.lines)
                 self.table.append_columns(columns_of(stretch.records), len(stretch.records))
-            rows += len(stretch.records)
+            self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
+            before += len(stretch.records)
             self.ending = None
-        if at_once:
-            self.table.rows = rows
         self.last_t = float(self.table.column("t")[-1])
 
     def state(self) -> SeriesState:
@@ -187,9 +187,7 @@ class RunSeries:
             self._begin()
             self.table = table
             for (rows, offset), line in zip(state.others, lines, strict=True):
-                table.rows = rows  # as it was when the line was first read
-                self._take_other(line, offset)
-            table.rows = state.rows
+                self._take_other(line, offset, rows)
             self.torn_lines, self.last_t = state.torn_lines, state.last_t
             if state.others and state.others[-1][0] < state.rows:
                 self.ending = None  # a step came after it
@@ -200,7 +198,7 @@ class RunSeries:
             row = step_row(line, offset)
             if row is None:
                 self._flush(rows)
-                self._take_other(line, offset)
+                self._take_other(line, offset, self.table.rows)
             else:
                 rows.append(row)
         self._flush(rows)
@@ -223,7 +221,8 @@ class RunSeries:
         except (ValueError, OverflowError):
             self.torn_lines += 1
 
-    def _take_other(self, line: bytes, offset: int) -> None:
+    def _take_other(self, line: bytes, offset: int, before: int) -> None:
+        """Takes a line that the quick way does not understand, written after so many rows; the table may have later ones already."""
         try:
             event = decode(line)
         except _UNREADABLE:
@@ -238,23 +237,23 @@ class RunSeries:
             else:
                 self._flush([row])
             return
-        self.others.append((self.table.rows, offset))
+        self.others.append((before, offset))
         if not isinstance(body, FROM_OUTSIDE):
-            self.ending = event if isinstance(body, Stopped | Finished) else None
+            self.ending = event if isinstance(body, _ENDINGS) else None
         if isinstance(body, RunStarted):
             self.starts.append(event)
         elif isinstance(body, Evaluated):
             self.evaluations.append((event, body))
-            self._note(body.step, "eval_loss", body.loss)
-            self._note(body.step, "eval_bits_per_byte", body.bits_per_byte)
+            self._note(body.step, "eval_loss", body.loss, before)
+            self._note(body.step, "eval_bits_per_byte", body.bits_per_byte, before)
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
-                self._note(body.step, f"memory.{kind}", size)
-        mark = mark_of(event, self.last_step)
+                self._note(body.step, f"memory.{kind}", size, before)
+        mark = mark_of(event, self._step_before(before))
         if mark is not None and 0 <= mark.step <= MOST_STEP:
             self.marks.append(mark)
 
-    def _note(self, step: int, name: str, value: float | None) -> None:
+    def _note(self, step: int, name: str, value: float | None, before: int) -> None:
         if value is None or abs(value) > 1e300 or math.isnan(value):
             return
         if (
@@ -263,12 +262,16 @@ class RunSeries:
             and len(self.table.sparse) >= MOST_MEMORY_KINDS
         ):
             return
-        self.table.set_at(step, name, float(value))
+        self.table.set_at(step, name, float(value), before)
 
     @property
     def last_step(self) -> int:
         """The step that was logged last; 0 before the first."""
-        return int(self.table.column("step")[-1]) if self.table.rows else 0
+        return self._step_before(self.table.rows)
+
+    def _step_before(self, rows: int) -> int:
+        """The step of the last of the first ``rows`` rows; 0 if there are none."""
+        return int(self.table.column("step")[rows - 1]) if rows else 0
 
     def curve_names(self) -> list[str]:
         """The names of the curves that have a value anywhere."""

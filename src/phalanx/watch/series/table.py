@@ -6,6 +6,7 @@ Every logged step has a row, in the order written, with those that a restart had
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ _TYPES: dict[str, npt.DTypeLike] = {
     "has_ledger": np.bool_,
 }
 _FIRST_ROWS = 256
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -114,24 +116,25 @@ class StepTable:
             grown[: self.rows] = column[: self.rows]
             self._columns[name] = grown
 
-    def set_at(self, step: int, name: str, value: float) -> None:
-        """Notes a number that belongs to ``step``, in the newest row that is not after it; before the first step there is none."""
-        row = self._newest_row(step)
+    def set_at(self, step: int, name: str, value: float, before: int) -> None:
+        """Notes a number that belongs to ``step``, in the newest of the first ``before`` rows that is not after it; before the first step there is none."""
+        row = self._newest_row(step, before)
         if row is None:
             return
         if name in LATER:
-            with np.errstate(over="ignore"):
-                self._columns[name][row] = value
+            self._columns[name][row] = (
+                value if abs(value) <= _MOST_FLOAT32 else math.copysign(math.inf, value)
+            )
         else:
             column = self.sparse.setdefault(name, Column([], []))
             column.rows.append(row)
             column.values.append(value)
 
-    def _newest_row(self, step: int) -> int | None:
+    def _newest_row(self, step: int, before: int) -> int | None:
         steps = self._columns["step"]
-        row = self.rows - 1
+        row = before - 1
         # Evaluations follow their step: the search is short, but for damaged numbers.
-        for back in range(min(self.rows, 10_000)):
+        for back in range(min(before, 10_000)):
             if int(steps[row - back]) <= step:
                 return row - back
         return None
