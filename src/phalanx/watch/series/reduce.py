@@ -8,12 +8,14 @@ a run that never was. Numbers that are not finite count as missing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from phalanx.watch.series.table import Floats, Integers
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def _line(x: Floats, y: Floats, lo: Floats, hi: Floats, columns: Columns) -> Flo
     mean_x = (x[columns.first] + x[ends]) / 2
     mean_y = np.where(np.isfinite(lo), (lo + hi) / 2, 0.0)
     chosen = np.full(len(columns), np.nan)
-    before: tuple[float, float] | None = None
+    before: Point | None = None
     rows = zip(cx.tolist(), cy.tolist(), finite.tolist(), strict=True)
     nexts = list(zip(mean_x[1:].tolist(), mean_y[1:].tolist(), strict=True))
     for number, (xs, ys, good) in enumerate(rows):
@@ -77,18 +79,24 @@ def _line(x: Floats, y: Floats, lo: Floats, hi: Floats, columns: Columns) -> Flo
             continue
         if before is None:
             best = points[0]
-        elif number == len(columns) - 1:
+        elif number == len(nexts):
             best = points[-1]
         else:
-            best = max(points, key=partial(_area, before, nexts[number]))
+            best = _largest(before, points, nexts[number])
         chosen[number], before = best[1], best
     return chosen
 
 
-def _area(a: tuple[float, float], c: tuple[float, float], b: tuple[float, float]) -> float:
-    """Twice the area of a triangle; NaN, which an overflow gives, never wins."""
-    area = abs((a[0] - c[0]) * (b[1] - a[1]) - (a[0] - b[0]) * (c[1] - a[1]))
-    return area if area == area else -1.0
+def _largest(a: Point, points: Sequence[Point], c: Point) -> Point:
+    """The point that spans the largest triangle with ``a`` and ``c``, the first of equal ones; an area that overflows to NaN never wins."""
+    best, most = points[0], -1.0
+    ax, ay = a
+    wide, high = ax - c[0], c[1] - ay
+    for point in points:
+        area = abs(wide * (point[1] - ay) - (ax - point[0]) * high)  # twice its area
+        if area > most:
+            best, most = point, area
+    return best
 
 
 def _first_equal(y: Floats, wanted: Floats, columns: Columns) -> Integers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -23,6 +24,10 @@ from phalanx.watch.series.run_series import RunSeries
 from phalanx.watch.series.stored import StoredSeries
 from phalanx.watch.series.thinned import thinned_events
 
+GIVES_WAY_S = 0.3
+"""Nobody has asked for so long before a run is read ahead: two threads that both want Python's lock are slower than one after the other."""
+_LOOK_S = 0.05
+
 
 class Runs:
     """The runs below some folders. Threads of requests share one."""
@@ -32,7 +37,9 @@ class Runs:
         folders: Sequence[Path],
         most_series_bytes: int = USUAL_BYTES,
         stored: StoredSeries | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock, self._asked_s = clock, -math.inf
         self._places = Places(folders)
         self._series = SeriesCache(most_series_bytes, stored)
         self._thinned = KeptStories()
@@ -88,16 +95,23 @@ class Runs:
 
     def series(self, place: Place) -> RunSeries:
         """The run's numbers, as new as its file."""
+        self._asked_s = self._clock()
         return self._series.get(place.path)
 
-    def read_ahead(self, until: Callable[[], bool]) -> None:
-        """Reads runs that nobody has asked for yet, the newest first, until there is no more room or ``until()``, and half of the time."""
+    def read_ahead(self, until: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
+        """Reads runs that nobody has asked for yet, the newest first, until there is no more room or ``until()``.
+
+        It takes half of the time, and none while people ask.
+        """
         rows = sorted(RunIndex(self.folders).rows(), key=lambda row: row.updated or 0.0, reverse=True)
-        for place in (Place(row.id, Path(row.path)) for row in rows):
+        for path in (Path(row.path) for row in rows):
             while not (until() or self._series.full):
-                began_s = time.monotonic()
-                unread = self.series(place).unread
-                time.sleep(time.monotonic() - began_s)
+                if self._clock() - self._asked_s < GIVES_WAY_S:
+                    sleep(_LOOK_S)
+                    continue
+                began_s = self._clock()
+                unread = self._series.get(path).unread
+                sleep(self._clock() - began_s)
                 if unread is None:
                     break
 

@@ -1,0 +1,42 @@
+"""The server reads runs that nobody has asked for yet, and goes behind those who ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.watch.page.views.runs import GIVES_WAY_S, Runs
+from phalanx.watch.series.cache import SeriesCache
+from phalanx.watch.series.run_series import RunSeries
+from watch.made_runs import crashed
+
+
+def test_all_runs_are_read_ahead_but_none_while_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        crashed(tmp_path / name)
+        (tmp_path / name / "record.json").write_text("{}")
+    now, asked, read = [100.0], [100.0], []
+    runs = Runs([tmp_path], clock=lambda: now[0])
+    first, *_ = runs.places()
+    original = SeriesCache.get
+
+    def spied(cache: SeriesCache, path: Path) -> RunSeries:
+        read.append((path.name, now[0] - asked[-1]))
+        return original(cache, path)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if len(read) == 1 and len(asked) == 1:  # one run was read, and now a person comes
+            asked.append(now[0])
+            runs.series(first)
+
+    runs.series(first)
+    monkeypatch.setattr(SeriesCache, "get", spied)
+    runs.read_ahead(lambda: False, sleep)
+    ahead = [(name, after) for name, after in read if after > 0]
+    assert sorted(name for name, _ in ahead) == ["a", "b", "c"]
+    assert len(read) == len(ahead) + 1, "the person's own question is the other one"
+    assert all(after >= GIVES_WAY_S for _, after in ahead)
