@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
-from tensorboardX.summary import hparams
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.summary import hparams, scalar
 
 from phalanx.observe.events import EpochLeft, Event, Message, RunStarted
 from phalanx.observe.sinks.base import (
@@ -27,6 +28,7 @@ class TensorBoardSink:
         """Writes into the folder ``tensorboard`` of the run directory."""
         self._writer = SummaryWriter(logdir=str(run_directory / "tensorboard"))
         self._step, self._directory = 0, run_directory
+        self._tags: dict[str, str] = {}
         settings = hyperparameters(run_directory)
         if settings:
             # Not add_hparams, which would make a second, empty run of them.
@@ -35,8 +37,10 @@ class TensorBoardSink:
 
     def write(self, event: Event) -> None:
         self._step = step_of(event) or self._step
-        for tag, value in scalars(event).items():
-            self._writer.add_scalar(tag, value, self._step, walltime=event.t)
+        if numbers := scalars(event):
+            # In one record: a record of each number takes five times the processor time of the rank that writes it.
+            values = [Summary.Value(tag=self._tag(name), simple_value=x) for name, x in numbers.items()]
+            self._writer.file_writer.add_summary(Summary(value=values), self._step, event.t)
         rows = goodput_rows(event, self._directory)
         if rows:
             self._writer.add_text("goodput", _table(rows), self._step, walltime=event.t)
@@ -48,6 +52,12 @@ class TensorBoardSink:
                 self._writer.add_text("messages", f"{level}: {text}", self._step, walltime=event.t)
             case EpochLeft(text=text):
                 self._writer.add_text("messages", f"warning: {text}", self._step, walltime=event.t)
+
+    def _tag(self, name: str) -> str:
+        """The name in TensorBoard's alphabet, as tensorboardX writes it."""
+        if name not in self._tags:
+            self._tags[name] = scalar(name, 0.0).value[0].tag
+        return self._tags[name]
 
     def close(self) -> None:
         self._writer.close()
