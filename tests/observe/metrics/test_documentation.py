@@ -12,6 +12,7 @@ from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.observe.metrics.samples import Metric
 from phalanx.watch.metrics.reason_metric import WATCHED_METRICS
+from phalanx.watch.metrics.serving_metric import SERVING_METRICS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -30,7 +31,7 @@ def metrics() -> list[tuple[str, Metric]]:
             for one in (*fleet_metrics.NODE_METRICS, *node, node_metrics.SOFTWARE, *gpu, gpu_metrics.XID)
         ),
         *(("run, node", one) for one in EXPORTER_METRICS),
-        *(("run", one) for one in WATCHED_METRICS),
+        *(("run", one) for one in (*WATCHED_METRICS, *SERVING_METRICS)),
     ]
 
 

@@ -18,6 +18,8 @@ from click.testing import CliRunner
 from openai import OpenAI
 
 from phalanx.cli.weights.serve_command import command
+from phalanx.observe.serving import read_serving
+from phalanx.run.directory.paths import RunDirectory
 from serve.gateway.served import server
 
 pytestmark = pytest.mark.slow
@@ -123,6 +125,7 @@ def test_at_sigterm_what_goes_on_is_finished_and_nothing_new_is_taken(chat_run: 
             model="run", prompt="the cat", max_tokens=600, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
+        until(lambda: [note.state for note in read_serving(RunDirectory(chat_run)) if note.url == url])
         process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(url.replace("/v1", "/ready")).status_code == 503)
         with pytest.raises(openai.APIStatusError) as error:
@@ -130,6 +133,7 @@ def test_at_sigterm_what_goes_on_is_finished_and_nothing_new_is_taken(chat_run: 
         assert error.value.status_code == 503
         assert list(stream)[-1].choices[0].finish_reason == "length"
         process.wait(100)
+        assert url not in [note.url for note in read_serving(RunDirectory(chat_run))]
 
 
 def test_a_second_signal_ends_at_once(chat_run: Path) -> None:

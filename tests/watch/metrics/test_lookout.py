@@ -6,17 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from observe.recorded import step
+from observe.served_runs import SERVED
 from phalanx.observe.events import Event, Finished, RunStarted
 from phalanx.observe.metrics.exposition import render
 from phalanx.observe.metrics.samples import Labels
 from phalanx.observe.metrics.targets import Target, announce
+from phalanx.observe.serving import ServingNote
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.metrics.lookout import MOST_RUNS, OLD_S, OVER_S, Lookout, watched
+from phalanx.watch.metrics.lookout import MOST_RUNS, OLD_S, OVER_S, Lookout, rest_s, watched
 from phalanx.watch.metrics.reason_metric import reason_samples
+from phalanx.watch.metrics.serving_metric import SERVING_METRICS
 from phalanx.watch.page.app import application
 from phalanx.watch.page.guard import access_for
 from phalanx.watch.page.views.runs import Runs
@@ -62,6 +67,23 @@ def test_a_run_without_any_process_has_its_numbers_and_what_is_wrong_with_it(tmp
     assert found["phalanx_reason", "a", "loss-spike"] == 0
     assert found["phalanx_reasons_timestamp_seconds", "a", ""] == T0 + 4
     assert {key[2] for key in found if key[0] == "phalanx_reason"} == set(CODES)
+
+
+def test_what_serves_a_run_is_told_however_long_ago_it_was_trained_and_nothing_else_of_it(
+    tmp_path: Path,
+) -> None:
+    run, now = _broken_off(tmp_path / "runs" / "a"), T0 + 2 * OLD_S
+    directory = RunDirectory(run)
+    for name, state, age_s in (("one", "serving", 1), ("two", "out of memory", 2), ("three", "serving", 100)):
+        said = replace(SERVED, state=state, seen_s=now - age_s)
+        ServingNote(directory, name, lambda said=said: said).once()
+    found = _series(_lookout(tmp_path, tmp_path / "runs", at=now))
+    servers = {key[2]: value for key, value in found.items() if key[0] == "phalanx_serving_servers"}
+    assert servers == {"serving": 1, "draining": 0, "trouble": 1, "silent": 1}
+    assert found["phalanx_serving_texts", "a", "waiting"] == 2 * SERVED.waiting
+    assert found["phalanx_serving_tokens_total", "a", "generated"] == 2 * SERVED.generated_tokens
+    assert {key[0] for key in found} == {one.name for one in SERVING_METRICS}
+    assert _series(_lookout(tmp_path, tmp_path / "runs", at=now + OVER_S)) == {}
 
 
 def test_two_runs_whose_folders_are_called_alike_have_series_of_their_own(tmp_path: Path) -> None:
@@ -178,3 +200,13 @@ def test_a_round_that_fails_is_told_to_who_scrapes() -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         Lookout(rows).samples()
+
+
+@given(st.floats(0, 1e4))
+def test_rounds_take_a_hundredth_of_a_processor_or_a_tenth_where_they_would_come_too_seldom(
+    took_s: float,
+) -> None:
+    share = took_s / (took_s + rest_s(took_s))
+    assert rest_s(took_s) >= 1
+    assert share <= 0.01 + 1e-9 or rest_s(took_s) >= 15
+    assert share <= 0.1 + 1e-9

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,14 +139,15 @@ def start(asked: Start, said: Said) -> None:
         )
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
-    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.observe.serving import ServingNote
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
     from phalanx.serve.gateway.app import Gateway
     from phalanx.serve.gateway.served.following import open_followed
     from phalanx.serve.gateway.served.of_run import open_run
-    from phalanx.serve.gateway.server import ServerError, listen, serve
+    from phalanx.serve.gateway.server import ServerError, listen, serve, serving_of
     from phalanx.serve.gateway.worker import WorkerPort
     from phalanx.serve.workers.service import open_service
 
@@ -169,5 +172,11 @@ def start(asked: Start, said: Said) -> None:
             model, worker = open_run(asked.served, asked.name, said.text)
         gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))
         shown = f"[{asked.host}]" if ":" in asked.host else asked.host
-        said.listening(model.name, f"http://{shown}:{sock.getsockname()[1]}/v1")
-        serve(gateway, sock, drain_s=asked.drain_s, tell=said.text)
+        port = sock.getsockname()[1]
+        url = f"http://{shown}:{port}/v1"
+        directory = RunDirectory(asked.served.path)
+        note = None
+        if directory.run_file.is_file():  # not of a pack, which may be anywhere
+            note = ServingNote(directory, f"{platform.node()}-{port}", partial(serving_of, gateway, url))
+        said.listening(model.name, url)
+        serve(gateway, sock, drain_s=asked.drain_s, tell=said.text, note=note)

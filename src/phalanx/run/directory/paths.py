@@ -12,6 +12,7 @@
         logs/             what each process printed and logged, as lines of JSON, and why it failed
         code/             changes of the code against its commit, and the packages that were installed
         machines/         hardware, driver and libraries of every node
+        serving/          what servers of its weights say of themselves
         packs/            weights of single steps in the order of their layers, for serving (checkpoint/pack/)
         labels.json       tags and a note that people gave it
         loss.svg, result.json
@@ -197,6 +198,11 @@ class RunDirectory:
         return self.path / "packs"
 
     @property
+    def serving(self) -> Path:
+        """The folder of what servers of the run's weights say of themselves; it exists once one has served (``observe/serving.py``)."""
+        return self.path / "serving"
+
+    @property
     def lock(self) -> Path:
         """The file that a start of the run holds locked."""
         return self.path / "lock"
@@ -206,7 +212,7 @@ class RunDirectory:
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.steps, self.ranks, self.checkpoints),
             *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
-            *(self.labels, self.code, self.machines, self.packs),
+            *(self.labels, self.code, self.machines, self.packs, self.serving),
         )
         return {path.name for path in own}
 

@@ -68,6 +68,12 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def mean(self) -> float | None:
+        """The mean of all values; ``None`` without any."""
+        count = sum(self._counts)
+        return self._sum / count if count else None
+
     def family(self, name: str, about: str, model: str) -> HistogramMetricFamily:
         """The buckets as Prometheus has them, each with those below it."""
         bounds = [*map(str, map(float, self._bounds)), "+Inf"]
@@ -101,6 +107,16 @@ class Counts:
         """Counts a text that has ended after ``seconds``."""
         self._finished[finish] += 1
         self._whole.observe(seconds)
+
+    @property
+    def finished(self) -> int:
+        """Texts that have ended, for whatever reason."""
+        return sum(self._finished.values())
+
+    @property
+    def refusals(self) -> int:
+        """Requests that were answered with an error."""
+        return sum(self._refused.values())
 
     def refused(self, status: int) -> None:
         """Counts a request that was answered with an error."""

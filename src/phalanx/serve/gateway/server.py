@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import socket
 import threading
@@ -11,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 
+from phalanx.observe.serving import Serving, ServingNote
 from phalanx.serve.gateway.app import Gateway, application
 
 
@@ -76,9 +78,44 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(gateway: Gateway, sock: socket.socket, *, drain_s: float, tell: Callable[[str], None]) -> None:
-    """Serves until a signal, and ends the worker."""
+def serve(
+    gateway: Gateway,
+    sock: socket.socket,
+    *,
+    drain_s: float,
+    tell: Callable[[str], None],
+    note: ServingNote | None = None,
+) -> None:
+    """Serves until a signal, and ends the worker; meanwhile ``note`` says what goes on."""
     try:
+        if note is not None:
+            note.start()
         DrainingServer(gateway, drain_s, tell).run(sockets=[sock])
     finally:
+        if note is not None:
+            note.close()
         gateway.port.close()
+
+
+def serving_of(gateway: Gateway, url: str) -> Serving:
+    """What a gateway does now, for those who watch the run that it serves."""
+    load, counts = gateway.port.load(), gateway.counts
+    return Serving(
+        model=gateway.model.name,
+        url=url,
+        node=platform.node(),
+        since_s=gateway.created,
+        seen_s=time.time(),
+        state=gateway.port.trouble() or ("draining" if gateway.draining else "serving"),
+        numerics_id=gateway.port.identity.numerics_id,
+        step=load.weights_step,
+        running=load.running,
+        waiting=load.waiting,
+        pages_share=load.pages_used / load.pages if load.pages else 0.0,
+        finished=counts.finished,
+        refused=counts.refusals,
+        prompt_tokens=counts.prompt_tokens,
+        generated_tokens=counts.generated_tokens,
+        first_token_s=counts.first_token.mean,
+        next_token_s=counts.next_token.mean,
+    )

@@ -1,8 +1,8 @@
 """Looks at all runs below some folders again and again, as long as somebody scrapes, and keeps what was seen.
 
 A run without a fleet has no process that serves metrics, and of one that was killed none is left: so ``phalanx ui`` serves the numbers of the event streams, and
-what ``phalanx why`` says, of every run that it shows. One thread looks, in rounds, and rests nine times as long as it has worked; a scrape takes what the last round
-has found and waits for nothing. Nobody who scrapes: no round. A run that cannot be looked at costs no other run: of it the last is told again, with the time
+what ``phalanx why`` says, of every run that it shows, and what serves them. One thread looks, in rounds, and rests so long that it takes a hundredth of a processor, but no more than a
+quarter of a minute as long as it takes a tenth; a scrape takes what the last round has found and waits for nothing. Nobody who scrapes: no round. A run that cannot be looked at costs no other run: of it the last is told again, with the time
 of that look, so that the alert about an observer that is gone names it.
 """
 
@@ -16,8 +16,10 @@ from pathlib import Path
 
 from phalanx.observe.metrics.run_samples import RunSampler
 from phalanx.observe.metrics.samples import Labels, Sample
+from phalanx.observe.serving import Serving, read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.metrics.reason_metric import reason_samples
+from phalanx.watch.metrics.serving_metric import serving_samples
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.why.reasons import reasons
 
@@ -27,8 +29,8 @@ MOST_RUNS = 64
 """The newest; each has some hundred series."""
 OVER_S, OLD_S = 600.0, 86_400.0
 """A run that has ended is left out after ten minutes, and one of which nothing was heard for a day."""
-_SHARE = 0.1
-_LEAST_REST_S = 1.0
+_SHARE, _MOST_SHARE = 0.01, 0.1
+_LEAST_REST_S, _LONG_REST_S = 1.0, 15.0
 _READING_S = 0.5
 """A long stream is read over several rounds, so that it holds up no other run."""
 _FIRST_S = 1.5
@@ -72,8 +74,7 @@ class Lookout:
             except Exception as error:  # told to who scrapes, and the next round may do
                 self._seen, self._trouble = [], error
             self._first.set()
-            took_s = time.monotonic() - began_s
-            time.sleep(max(_LEAST_REST_S, took_s * (1 / _SHARE - 1)))
+            time.sleep(rest_s(time.monotonic() - began_s))
             with self._lock:
                 if time.monotonic() - self._asked_s > _UNASKED_S:
                     self._thread, self._seen, self._samplers, self._labels, self._last = None, [], {}, {}, {}
@@ -84,9 +85,14 @@ class Lookout:
         now = self._clock()
         found: list[Sample] = []
         samplers: dict[tuple[str, str], RunSampler] = {}
-        self._labels = _labelled(watched(self._rows(), now), self._labels)
+        rows = self._rows()
+        trained = watched(rows, now)
+        served = served_now(rows, now)
+        self._labels = _labelled([*trained, *(row for row in rows if row.path in served)], self._labels)
+        for path, notes in served.items():
+            found += serving_samples(notes, Labels(run=self._labels[path]), now)
         last: dict[str, list[Sample]] = {}
-        for path, label in self._labels.items():
+        for path, label in ((row.path, self._labels[row.path]) for row in trained):
             sampler = self._samplers.get((path, label)) or RunSampler(Path(path), label)
             samplers[path, label] = sampler
             try:
@@ -106,12 +112,27 @@ class Lookout:
         return [*found, *reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)]
 
 
+def rest_s(took_s: float) -> float:
+    """The rest after a round that took so long."""
+    wanted_s = max(_LEAST_REST_S, took_s * (1 / _SHARE - 1))
+    return min(wanted_s, max(_LONG_REST_S, took_s * (1 / _MOST_SHARE - 1)))
+
+
 def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
     """The runs that an alert may be about, the newest first."""
     heard = [(row, now - row.updated) for row in rows if row.updated is not None]
     over = ("finished", "stopped")
     kept = [row for row, age_s in heard if age_s < (OVER_S if row.state in over else OLD_S)]
     return sorted(kept, key=lambda row: -(row.updated or 0.0))[:MOST_RUNS]
+
+
+def served_now(rows: Iterable[RunRow], now: float) -> dict[str, list[Serving]]:
+    """Path -> what its servers say, of each run that is served, however long ago it was trained."""
+    found = {
+        row.path: [one for one in read_serving(RunDirectory(Path(row.path))) if now - one.seen_s < OVER_S]
+        for row in rows
+    }
+    return {path: notes for path, notes in found.items() if notes}
 
 
 def _labelled(rows: Sequence[RunRow], before: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import { AXES, Chart, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
 import { age, anything, bytes, duration, fixed, known, moment, number, percent, plural, si, utilization, whole, MFU_HINT } from "./format.js";
 import { problemBox } from "./problems.js";
+import { servedBox } from "./serving.js";
 import { folderName, layoutText, stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
 
@@ -45,6 +46,7 @@ export function runView(host, page) {
 
   const head = el("section", { class: "summary" });
   const problems = el("section", { class: "problems", hidden: true, "aria-label": "What is wrong" });
+  const served = el("section", { class: "served", hidden: true, "aria-label": "Serving" });
   const marks = el("div", { class: "marks", role: "group", "aria-label": "Marks" });
   const all = el("button", { type: "button", text: "Show all", hidden: range.first === null, on: { click: () => zoom(null, null) } });
   const smoothing = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(weight), "aria-label": "Smoothing", on: { input: () => smooth(Number(smoothing.value)) } });
@@ -67,7 +69,7 @@ export function runView(host, page) {
   const memory = el("section", { class: "panel memory", hidden: true });
   const grid = el("div", { class: "charts" }, charts.map((chart) => chart.element), memory);
   const unread = el("p", { class: "note", role: "status" });
-  put(host, head, problems, unread, none, bar, grid, happened, facts);
+  put(host, head, problems, served, unread, none, bar, grid, happened, facts);
 
   /** @param {number | null} first @param {number | null} last */
   function zoom(first, last) {
@@ -133,6 +135,7 @@ export function runView(host, page) {
       page.title(run.name);
       drawSummary(head, run);
       problemBox(problems, page.id, why.reasons ?? []);
+      servedBox(served, run.serving ?? []);
       say(unread, curves.unread ? `The record is long: ${bytes(curves.unread.read_bytes)} of ${bytes(curves.unread.size_bytes)} are read.` : curves.problem || run.problem || "");
       if (curves.unread) page.soon();
       none.hidden = curves.x.length > 0 || range.first !== null;

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.fleet.control.fleet_file import path_in
 from phalanx.observe.events import Event, RunStarted
+from phalanx.observe.serving import read_serving
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import RunDirectory, read_small_json
 from phalanx.run.directory.regular_file import open_regular
@@ -40,10 +42,17 @@ def summary(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, obje
         "evaluations": evaluations,
         "curves": run.curve_names(),
         "has": has(place),
+        "serving": _serving(directory),
         "torn_lines": run.torn_lines,
         "dropped_lines": run.dropped_lines,
         "problem": run.problem,
     }
+
+
+def _serving(directory: RunDirectory) -> list[dict[str, object]]:
+    """What serves the run's weights, as the servers themselves say."""
+    now = time.time()
+    return [asdict(note) | {"silent": note.silent(now)} for note in read_serving(directory)]
 
 
 def has(place: Place) -> dict[str, bool]:

@@ -1,0 +1,25 @@
+"""What a server says of itself, for tests of what watches it."""
+
+from __future__ import annotations
+
+from phalanx.observe.serving import Serving
+
+SERVED = Serving(
+    model="tiny",
+    url="http://127.0.0.1:8000/v1",
+    node="here",
+    since_s=1_900_000_000.0,
+    seen_s=1_900_000_100.0,
+    state="serving",
+    numerics_id="ab" * 8,
+    step=None,
+    running=3,
+    waiting=2,
+    pages_share=0.25,
+    finished=40,
+    refused=1,
+    prompt_tokens=4_000,
+    generated_tokens=9_000,
+    first_token_s=0.25,
+    next_token_s=0.05,
+)
