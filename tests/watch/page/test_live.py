@@ -8,9 +8,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from observe.recorded import step
 from phalanx.observe.events import Event
-from phalanx.watch.page.live import MOST_VIEWERS, Live, Viewer
+from phalanx.watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, Live, Pace, Viewer
 from phalanx.watch.page.views.runs import Runs
 from watch.made_runs import crashed, write_events
 
@@ -97,6 +99,15 @@ def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
         raise AssertionError("it still is a viewer")
 
     _served(tmp_path, send, during)
+
+
+def test_those_who_tell_take_a_hundredth_of_a_processor_and_are_never_silent_for_long() -> None:
+    pace = Pace(1.0)
+    assert pace.pause_s(70.0) == 1.0, "what was used before the first look is not its cost"
+    assert pace.pause_s(70.004) == 1.0
+    assert pace.pause_s(70.054) == pytest.approx(5.0)
+    assert pace.pause_s(71.0) == MOST_PAUSE_S
+    assert pace.pause_s(71.0) == 1.0
 
 
 def test_there_are_only_so_many_viewers() -> None:

@@ -1,6 +1,7 @@
 """Tells open pages which runs have changed, by server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-One task looks at the files of all runs that are watched, once a second for all viewers together. A viewer has no queue but a note of the
+One task looks at the files of all runs that are watched, once a second for all viewers together, or so much less often that telling them, and
+answering what they ask then, takes a hundredth of a processor: the run may have the same one. A viewer has no queue but a note of the
 newest change of each run: one that reads slowly misses steps in between, which it is told, and holds no memory. One that takes nothing
 at all for half a minute is let go; its browser comes back by itself.
 """
@@ -8,7 +9,9 @@ at all for half a minute is let go; its browser comes back by itself.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -23,8 +26,9 @@ MOST_VIEWERS = 256
 HEARTBEAT_S = 15.0
 STALLED_S = 30.0
 LOOK_S = 1.0
-_VIEWERS_A_LOOK = 25
-_FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json")
+MOST_PAUSE_S = 10.0
+_SHARE = 0.01
+_FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json", "serving")
 _HEARTBEAT = b'data: {"kind":"heartbeat"}\n\n'
 """Scripts see messages, and not comments: a page that hears nothing for longer knows that its server is gone, or stands still."""
 News = dict[str, object]
@@ -60,6 +64,18 @@ class Viewer:
         return b"".join(b"data: " + msgspec.json.encode(news) + b"\n\n" for news in told)
 
 
+class Pace:
+    """How long to wait between two looks, by the processor time that the thread which tells viewers has used since the last one."""
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s, self._used_s = least_s, math.inf
+
+    def pause_s(self, used_s: float) -> float:
+        """The pause now, given what the thread has used in all."""
+        since_s, self._used_s = max(0.0, used_s - self._used_s), used_s
+        return min(max(self._least_s, since_s / _SHARE), MOST_PAUSE_S)
+
+
 class Live:
     """All viewers, and the task that looks for them."""
 
@@ -90,9 +106,9 @@ class Live:
 
     async def watch(self) -> None:
         """Looks until it is cancelled."""
+        pace = Pace(self._look_s)
         while True:
-            # Telling many takes longer: they are told less often, so that they have a bounded share of a processor.
-            await asyncio.sleep(self._look_s * (1 + len(self._viewers) / _VIEWERS_A_LOOK))
+            await asyncio.sleep(pace.pause_s(time.thread_time()))
             places = {place.id: place for viewer in self._viewers for place in viewer.places.values()}
             try:
                 changed = await to_thread.run_sync(self._changed, list(places.values()))
@@ -118,6 +134,8 @@ class Live:
     async def serve(self, places: Sequence[Place], receive: Receive, send: Send) -> None:
         """Answers a request for events until its viewer leaves, or stalls."""
         viewer = Viewer(places)
+        for place_id, sign in (await to_thread.run_sync(_signs_of, places)).items():
+            self._signs.setdefault(place_id, sign)  # the next look tells what has changed since
         self._viewers.add(viewer)
         leaving = asyncio.create_task(_until_left(receive))
         try:
@@ -144,6 +162,10 @@ class Live:
 async def _until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _signs_of(places: Sequence[Place]) -> dict[str, object]:
+    return {place.id: _sign(place) for place in places}
 
 
 def _sign(place: Place) -> object:
