@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from observe.served_runs import SERVED
+from phalanx.observe.serving import ServingNote
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.page.export import export_run
 from phalanx.watch.page.server import listen, uvicorn_of
 from phalanx.watch.page.views.runs import Runs
@@ -72,6 +76,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     renamed(hostile, HOSTILE_NAME)
     hostile.train(3)
     hostile.say(HOSTILE)
+    for name, says in (("tiny", "serving"), ("hostile", HOSTILE)):
+        said = replace(SERVED, model=says, state=says, seen_s=time.time() + 3600)
+        ServingNote(RunDirectory(folder / name), "here", lambda said=said: said).once()
     return folder
 
 
@@ -230,6 +237,18 @@ def test_what_is_wrong_stands_above_all_else_with_its_evidence_and_what_to_do(op
     assert page.evaluate("window.hacked") is None
     box.locator("a").click()
     page.wait_for_url(re.compile(r"/logs\?since=1789999990&until=1790000110"))
+
+
+def test_what_serves_a_run_stands_above_its_curves(open_page: Open) -> None:
+    page = open_page().page
+    go(page, "tiny")
+    row = page.get_by_role("region", name="Serving").locator("tbody tr")
+    expect(row).to_have_count(1)
+    for text in (SERVED.url, "serving", "3 + 2", "25.0 %", "9,000", "250 ms"):
+        expect(row).to_contain_text(text)
+    go(page, "fleet")
+    expect(page.locator("h1")).to_have_text("fleet")
+    expect(page.get_by_role("region", name="Serving")).to_be_hidden()
 
 
 def test_a_curve_of_many_steps_says_that_it_is_reduced_and_keeps_its_peak(open_page: Open) -> None:
@@ -409,7 +428,9 @@ def test_what_comes_from_a_run_is_only_ever_text(open_page: Open) -> None:
     expect(page.locator("tbody .c-name a", has_text=HOSTILE_NAME)).to_have_count(1)
     go(page, HOSTILE_NAME)
     expect(page.locator("h1")).to_have_text(HOSTILE_NAME)
-    expect(page.locator("main td", has_text=HOSTILE)).to_have_count(1)
+    expect(page.locator("main td", has_text=HOSTILE)).to_have_count(
+        3
+    )  # a line of its log, and what serves it
     for view in VIEWS[1:]:
         go(page, HOSTILE_NAME, view)
         expect(page.locator(".crumbs .name")).to_have_text(HOSTILE_NAME)
@@ -444,9 +465,27 @@ def test_the_keys_of_the_present_view_are_shown_on_a_question_mark(open_page: Op
     expect(page.get_by_role("dialog")).to_contain_text("Where the time went")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
-    page.keyboard.press("g")
-    page.keyboard.press("t")
-    expect(page.locator("h1")).to_contain_text("goodput")
+    for key, view in zip("tkflpco", (*VIEWS[1:], ""), strict=True):
+        page.keyboard.press("g")
+        page.keyboard.press(key)
+        page.wait_for_url(re.compile(rf"#/run/[^/?]+{view}([?].*)?$"))
+
+
+def test_whoever_has_no_mouse_sees_where_they_are_and_reaches_what_can_be_clicked(open_page: Open) -> None:
+    page = open_page().page
+    expect(page.locator("tbody tr")).to_have_count(4)
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        tag, text, outline = page.evaluate(
+            "(({ tagName, innerText, ariaLabel }, { outlineStyle }) => [tagName, ariaLabel ?? innerText, outlineStyle])"
+            "(document.activeElement, getComputedStyle(document.activeElement))"
+        )
+        if tag == "BODY":  # once around
+            break
+        reached.add(text)
+        assert outline != "none", f"nothing shows that the focus is at {text!r}"
+    assert {"Loss", "Choose tiny", "tiny"} <= reached
 
 
 def test_it_is_dark_where_the_system_is_and_where_a_person_chose_so(open_page: Open) -> None:
