@@ -101,11 +101,11 @@ def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
     _served(tmp_path, send, during)
 
 
-def test_those_who_tell_take_a_hundredth_of_a_processor_and_are_never_silent_for_long() -> None:
+def test_those_who_tell_take_half_a_percent_of_a_processor_and_are_never_silent_for_long() -> None:
     pace = Pace(1.0)
     assert pace.pause_s(70.0) == 1.0, "what was used before the first look is not its cost"
     assert pace.pause_s(70.004) == 1.0
-    assert pace.pause_s(70.054) == pytest.approx(5.0)
+    assert pace.pause_s(70.054) == pytest.approx(10.0)
     assert pace.pause_s(71.0) == MOST_PAUSE_S
     assert pace.pause_s(71.0) == 1.0
 

@@ -1,7 +1,7 @@
 """Looks at all runs below some folders again and again, as long as somebody scrapes, and keeps what was seen.
 
 A run without a fleet has no process that serves metrics, and of one that was killed none is left: so ``phalanx ui`` serves the numbers of the event streams, and
-what ``phalanx why`` says, of every run that it shows, and what serves them. One thread looks, in rounds, and rests so long that it takes a hundredth of a processor, but no more than a
+what ``phalanx why`` says, of every run that it shows, and what serves them. One thread looks, in rounds, and rests so long that it takes half a percent of a processor, but no more than a
 quarter of a minute as long as it takes a tenth; a scrape takes what the last round has found and waits for nothing. Nobody who scrapes: no round. A run that cannot be looked at costs no other run: of it the last is told again, with the time
 of that look, so that the alert about an observer that is gone names it.
 """
@@ -29,7 +29,7 @@ MOST_RUNS = 64
 """The newest; each has some hundred series."""
 OVER_S, OLD_S = 600.0, 86_400.0
 """A run that has ended is left out after ten minutes, and one of which nothing was heard for a day."""
-_SHARE, _MOST_SHARE = 0.01, 0.1
+_SHARE, _MOST_SHARE = 0.005, 0.1
 _LEAST_REST_S, _LONG_REST_S = 1.0, 15.0
 _READING_S = 0.5
 """A long stream is read over several rounds, so that it holds up no other run."""

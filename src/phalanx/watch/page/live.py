@@ -1,7 +1,7 @@
 """Tells open pages which runs have changed, by server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
 One task looks at the files of all runs that are watched, once a second for all viewers together, or so much less often that telling them, and
-answering what they ask then, takes a hundredth of a processor: the run may have the same one. A viewer has no queue but a note of the
+answering what they ask then, takes half a percent of a processor: the run may have the same one. A viewer has no queue but a note of the
 newest change of each run: one that reads slowly misses steps in between, which it is told, and holds no memory. One that takes nothing
 at all for half a minute is let go; its browser comes back by itself.
 """
@@ -26,8 +26,8 @@ MOST_VIEWERS = 256
 HEARTBEAT_S = 15.0
 STALLED_S = 30.0
 LOOK_S = 1.0
-MOST_PAUSE_S = 10.0
-_SHARE = 0.01
+MOST_PAUSE_S = 15.0
+_SHARE = 0.005
 _FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json", "serving")
 _HEARTBEAT = b'data: {"kind":"heartbeat"}\n\n'
 """Scripts see messages, and not comments: a page that hears nothing for longer knows that its server is gone, or stands still."""
