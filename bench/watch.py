@@ -16,131 +16,24 @@ import argparse
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from threading import Event as Flag
-from threading import Thread
 
-import tomli_w
+sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.model.facts.presets import PRESETS
-from phalanx.observe.event_log import EventLog, read_events
-from phalanx.observe.events import (
-    CheckpointSaved,
-    Evaluated,
-    Finished,
-    MemoryMeasured,
-    Restored,
-    RunStarted,
-    Step,
-)
-from phalanx.run.read import read_table, to_table
-
-STEP_S = 10.0
-BEGAN_S = 1.79e9
-RESTARTED_AT = 0.6
-KINDS = ("parameters", "gradients", "optimizer", "activations", "other", "total")
-
-
-def write_run(folder: Path, number: int, steps: int) -> None:
-    """Writes the events of a run of ``steps`` steps of ten seconds with one recovery, evaluations and checkpoints."""
-    folder.mkdir(parents=True)
-    describe(folder, number, steps)
-    clock = [BEGAN_S + number]
-    ledger = {
-        "start.process": 30.0,
-        "start.rendezvous": 20.0,
-        "start.restore": 5.0,
-        "start.warmup": 12.0,
-        **dict.fromkeys(
-            ("step.compute", "step.optimizer", "step.comm_exposed.dp", "step.comm_exposed.tp"), 0.0
-        ),
-        **dict.fromkeys(("step.bubble", "step.data_wait", "step.host_gap", "ckpt.blocking", "eval"), 0.0),
-    }
-    first, attempt = 1, 0
-    while first <= steps:
-        last = steps if attempt else int(RESTARTED_AT * steps)
-        with EventLog(folder / "events.jsonl", attempt, clock=lambda: clock[0]) as log:
-            log.append(
-                RunStarted(
-                    f"run-{number}", steps, ranks=1024, layout={"shard": 64, "tensor": 8}, device="cuda"
-                )
-            )
-            if attempt:
-                log.append(Restored(first - 1, "disk", 4.0, "node 7 was lost"))
-            for step in range(first, last + 1):
-                clock[0] += STEP_S
-                for name, share in (
-                    ("step.compute", 0.81),
-                    ("step.comm_exposed.dp", 0.14),
-                    ("step.data_wait", 0.01),
-                    ("step.optimizer", 0.04),
-                ):
-                    ledger[name] += share * STEP_S
-                log.append(_step(step, steps, number, ledger))
-                if step % 500 == 0:
-                    log.append(CheckpointSaved(step, f"checkpoints/step-{step:08d}", 3 << 40, 40.0, 0.2))
-                    log.append(Evaluated(step, _loss(step, number) + 0.05, 0.9, 12.0))
-                if step % 5000 == 1:
-                    log.append(MemoryMeasured(step, dict.fromkeys(KINDS, 10 << 30)))
-            if last == steps:
-                log.append(Finished({"step": steps, "loss": 2.0, "weights_sha256": "ab" * 32}))
-        first, attempt = last - last % 500 + 1, attempt + 1
-
-
-def write_runs(folder: Path, runs: int, steps: int) -> None:
-    """Writes those of the runs that are not in the folder yet, one on each core."""
-    places = {number: folder / f"run-{number:02d}" for number in range(runs)}
-    due = {number: place for number, place in places.items() if not place.exists()}
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(write_run, due.values(), due, [steps] * len(due)))
-
-
-def describe(folder: Path, number: int, steps: int) -> None:
-    """Writes the run file and the record of a run, as a start of one does."""
-    wanted = (f'name="run-{number}"', f"train.steps={steps}", f"runtime.seed={number}", 'data.path="nowhere"')
-    spec = read_table({"model": {"preset": "llama3-8b"}}, PRESETS, wanted, folder / "run.toml")
-    (folder / "run.toml").write_bytes(tomli_w.dumps(to_table(spec)).encode())
-    (folder / "record.json").write_text(
-        json.dumps({"identity": "0" * 64, "data_fingerprint": "0" * 64, "attempts": 2})
-    )
-
-
-def _loss(step: int, number: int) -> float:
-    return 2.0 + 9.0 / math.sqrt(step) + 0.02 * math.sin(step * 0.7 + number)
-
-
-def _step(step: int, steps: int, number: int, ledger: dict[str, float]) -> Step:
-    jitter = 1 + 0.03 * math.sin(step * 1.3)
-    return Step(
-        step=step,
-        steps=steps,
-        loss=_loss(step, number) + (3.0 if step == 54_321 else 0.0),
-        grad_norm=0.4 * jitter,
-        lr=3e-4 * (1 - step / steps / 1.1),
-        tokens=step * (1 << 22),
-        tokens_per_s=420_000 * jitter,
-        step_s=STEP_S / jitter,
-        mfu=0.41 * jitter,
-        bits_per_byte=0.9,
-        goodput=0.96,
-        ledger=ledger,
-        peak_memory_bytes=71 << 30,
-        logged_s=STEP_S,
-        data_wait_s=0.1,
-    )
-
+from bench.many_runs import write_runs
+from bench.page_viewers import fetch, memory_mb, page, processor_s, viewers
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Step
 
 # --- views --------------------------------------------------------------------------------------
 
@@ -155,38 +48,6 @@ class Timing:
     again_s: float
     again_processor_s: float
     kilobytes: float
-
-
-@contextmanager
-def page(folder: Path, cache: Path) -> Iterator[tuple[str, int]]:
-    """``phalanx ui`` over a folder in a process of its own, with its cache in another: its address and process number."""
-    command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", "0", "--no-open"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    address = process.stdout.readline().split()[0].rstrip("/")
-    try:
-        yield address, process.pid
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def fetch(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=300) as answer:
-        return bytes(answer.read())
-
-
-def memory_mb(pid: int) -> float:
-    """Resident memory of a process now, in megabytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmRSS"))
-
-
-def processor_s(pid: int) -> float:
-    """Processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def timed(view: str, get: Callable[[], int], pid: int, again: int = 5) -> Timing:
@@ -292,36 +153,6 @@ def steps_of(file: Path) -> list[tuple[float, float]]:
     return [(event.t, event.body.step_s) for event in read_events(file) if isinstance(event.body, Step)]
 
 
-def view(address: str, over: Flag) -> None:
-    """An open page: it hears of changes, and asks for the newest numbers after each."""
-    while not over.is_set():
-        with (
-            suppress(OSError, ValueError),
-            urllib.request.urlopen(f"{address}/api/events", timeout=20) as events,
-        ):
-            for line in events:
-                if over.is_set():
-                    return
-                if line.startswith(b"data: ") and (run := json.loads(line[6:]).get("id")):
-                    fetch(f"{address}/api/run/{run}")
-                    fetch(f"{address}/api/run/{run}/curves?names=loss,lr,tokens_per_s&points=800")
-
-
-@contextmanager
-def viewers(address: str, number: int) -> Iterator[None]:
-    """So many viewers, in a process of their own, and one here that asks and never reads."""
-    port = int(address.rpartition(":")[2])
-    stalled = socket.create_connection(("127.0.0.1", port))
-    stalled.sendall(b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    process = subprocess.Popen([sys.executable, __file__, "--view", address, "--viewers", str(number)])
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
-        stalled.close()
-
-
 def watchers(folder: Path, rounds: int, period_s: float, number: int) -> dict[str, object]:
     """Step times of one run while viewers come and go; each time with them is held against those before and after it."""
     periods: list[tuple[bool, float, float]] = []
@@ -371,12 +202,8 @@ def main() -> None:
     parser.add_argument("--period", type=float, default=30.0, help="seconds with viewers, and without")
     parser.add_argument("--viewers", type=int, default=50)
     parser.add_argument("--folder", type=Path, help="where the runs of --views are, or are written and kept")
-    parser.add_argument("--view", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    if given.view:
-        look(given.view, given.viewers)
-        return
     both = given.views == given.watchers
     report: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as made:
@@ -388,17 +215,6 @@ def main() -> None:
             (Path(made) / "few" / "runs").mkdir(parents=True)
             report |= watchers(Path(made) / "few", given.rounds, given.period, given.viewers)
     print(json.dumps(report, indent=None if given.json else 1))
-
-
-def look(address: str, number: int) -> None:
-    """Looks, until it is ended; viewers belong to other machines, so they go last here."""
-    os.nice(19)
-    over = Flag()
-    threads = [Thread(target=view, args=(address, over), daemon=True) for _ in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 if __name__ == "__main__":
