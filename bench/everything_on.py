@@ -1,24 +1,27 @@
-"""Everything that watches a run, all together, over the same run with none of it: what a step costs more.
+"""Everything that watches a run, all together: what a step takes with it over what it takes without, in one running process.
 
-Three runs of one run file, each on two ranks, are started one after the other and then take turns: all processes of the others are stopped (SIGSTOP), so
-that each has the machine alone for some seconds, and each round goes there and back (off, on, control, control, on, off).
+A run on two ranks is watched for some steps and not watched for the next ones, in turns (``bench/watched_in_turns.py``), so that model, memory, processes and
+the state of the machine are the same on both sides. Watched is: the ledger, the stopwatches of collectives, the ranks' exchange, the searches for spikes
+and throttling, the look for requests for a profile, a logged step and a line of the log a step, the index, TensorBoard, and from outside the page with 50
+viewers and one who never reads, whose /metrics is scraped every five seconds.
 
-*on*: the page over the run with 50 viewers and one who never reads, its /metrics scraped every second, TensorBoard as a sink, every step logged, ranks' own
-times and memory, the structured logs, the record, the search for spikes, as users have them. *off*: what a run file can turn off is off; every fifth step is
-logged, by which it is measured. *control*: as *off*; what it differs from *off* by is what two processes of one program differ by.
+Each unit of four blocks gives one ratio, on over off; the figure is the geometric mean of all units with its 95 % interval (Student's t of the
+logarithms), of the clock and of the ranks' processor time. Units are added until the interval of the clock's ratio is as narrow as ``--within``, or
+``--most`` seconds are over. ``--idle`` watches nothing in any block: that ratio is 1 if the measurement is sound.
 
-A turn counts from the first event after it has settled to its last one. Of each turn: seconds a step, and seconds of processor that the ranks took for a step.
-Each turn is held against the *off* turn of its half of the round; the figure is the median of these ratios. The losses that the three have logged must be
-equal, bit by bit.
+The ranks, the launcher and the page's server have the first half of the processors, as on the machine that trains; viewers and scraper have the other half, as
+on machines of their own. ``--together`` gives all of them all processors.
 
-    python bench/everything_on.py                     # four minutes
-    python bench/everything_on.py --rounds 1 --turn 4 --viewers 5 --json
+    python bench/everything_on.py                     # up to four minutes
+    python bench/everything_on.py --idle
+    python bench/everything_on.py --most 30 --dim 64 --viewers 5 --json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -28,219 +31,197 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench.observer import descendants
 from bench.outside import children
+from bench.page_viewers import page, processor_s, viewers
 from bench.small_run import SmallRun
-from bench.watch import page, processor_s, viewers
-from phalanx.observe.event_log import read_events
-from phalanx.observe.events import Step
+from bench.watched_in_turns import BESIDE, ORDER, Block, Order, blocks_of, counts_as_on, environment_of
+from phalanx.run.directory.durable import write_atomically
 from tiny_runs import make_dataset
 
-OFF = "log_every_steps = 5\nranks_every_steps = 0\nmemory_at_step = 0\nsinks = []"
-OBSERVE = {"off": OFF, "on": 'sinks = ["tensorboard"]', "control": OFF}
-ROUND = ("off", "on", "control", "control", "on", "off")
-SETTLING_S = 1.0
-SAMPLE_S = 0.05
-SCRAPED_EVERY_S = 1.0
-WARM_STEPS = 10
-
-
-@dataclass
-class Turn:
-    """Some seconds in which one run had the machine alone, in unix seconds; ``began_s`` is after it has settled."""
-
-    name: str
-    half: int
-    began_s: float
-    ended_s: float
-
-
-@dataclass
-class Runner:
-    """A run that is there all the time, and goes on in its turns alone."""
-
-    name: str
-    events: Path
-    process: subprocess.Popen[bytes]
-    beside: list[int] = field(default_factory=list)
-    """Processes that watch it, which are stopped with it."""
-    used: list[tuple[float, float]] = field(default_factory=list)
-    """Readings of its ranks' processor time: at which unix second, and how many seconds they had used."""
-
-    def ranks(self) -> list[int]:
-        return [self.process.pid, *descendants(self.process.pid)]
-
-    def signal(self, number: signal.Signals) -> None:
-        for pid in (*self.ranks(), *self.beside):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def sample(self) -> None:
-        with suppress(OSError):
-            self.used.append((time.time(), sum(processor_s(pid) for pid in self.ranks())))
+RANKS = 2
+SCRAPED_EVERY_S = 5.0
+FEWEST_UNITS = 5
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12)
+"""Student's t for a two-sided interval of 95 %, by degrees of freedom from 1; the last one counts for all that are more."""
 
 
 @contextmanager
-def runner(name: str, folder: Path, dim: int) -> Iterator[Runner]:
-    """The run of that name, after its first steps, standing still."""
-    file, run_dir = folder / f"{name}.toml", folder / "runs" / name
+def on_processors(processors: Sequence[int]) -> Iterator[None]:
+    """What is started inside runs on these processors alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def halves(*, together: bool) -> tuple[list[int], list[int]]:
+    """The processors of the machine that trains, and those of all others."""
+    every = sorted(os.sched_getaffinity(0))
+    if together or len(every) < 2:
+        return every, every
+    return every[: len(every) // 2], every[len(every) // 2 :]
+
+
+@contextmanager
+def training(folder: Path, order: Order, dim: int, near: Sequence[int]) -> Iterator[subprocess.Popen[bytes]]:
+    """The run, until it is ended."""
+    make_dataset(folder / "data")
     small = SmallRun(
         *("everything", str(folder / "data"), 1_000_000, 128),
         *(4, dim, 3 * dim),
         train_fields="slots = 4\nmicro_batch_size = 2",
         checkpoint_fields="every_steps = 1000000",
-        observe_fields=OBSERVE[name],
+        observe_fields='sinks = ["tensorboard"]\nlog_every_steps = 1\nmemory_at_step = 0',
         final_sequences=5,
     )
-    small.write(file)
-    command = [sys.executable, "-m", "phalanx", "train", str(file), "--ranks", "2", "--run-dir", str(run_dir)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    made = Runner(name, run_dir / "events.jsonl", process)
+    file = small.write(folder / "run.toml")
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--ranks", str(RANKS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment_of(order)}
+    command += ["--run-dir", str(folder / "runs" / "everything")]
+    quiet = subprocess.DEVNULL
+    with on_processors(near):
+        process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
     try:
-        while not (steps := steps_of(made.events)) or steps[-1][1] < WARM_STEPS:
-            if process.poll() is not None:
-                raise SystemExit(f"the run {name} ended: see {run_dir}/logs")
-            time.sleep(0.5)
-        made.signal(signal.SIGSTOP)
-        yield made
+        yield process
     finally:
-        made.signal(signal.SIGCONT)
         process.terminate()
         process.wait()
 
 
-def steps_of(file: Path) -> list[tuple[float, int]]:
-    """When each logged step was written, and its number."""
-    if not file.exists():
-        return []
-    return [(event.t, event.body.step) for event in read_events(file) if isinstance(event.body, Step)]
-
-
-def losses_of(file: Path) -> dict[int, float]:
-    """The loss of each logged step."""
-    return {event.body.step: event.body.loss for event in read_events(file) if isinstance(event.body, Step)}
-
-
 @contextmanager
-def watched(one: Runner, folder: Path, number: int) -> Iterator[int]:
-    """A page over the run with its viewers and a scraper, all of which stand still when it does: the server's process."""
+def watched(folder: Path, viewing: int, near: Sequence[int], far: Sequence[int]) -> Iterator[int]:
+    """The page over the run with its viewers and a scraper; tells the ranks which processes these are. Gives the server's."""
     known = set(children(os.getpid()))
     over = threading.Event()
-    with page(one.events.parent, folder / "cache") as (address, server), viewers(address, number):
-        one.beside = [pid for pid in children(os.getpid()) if pid not in known]
-
-        def scrape() -> None:
-            while not over.wait(SCRAPED_EVERY_S):
-                with suppress(OSError), urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
-                    answer.read()
-
-        threading.Thread(target=scrape, daemon=True).start()
+    with ExitStack() as stack:
+        with on_processors(near):
+            address, server = stack.enter_context(page(folder / "runs", folder / "cache"))
+        with on_processors(far):
+            stack.enter_context(viewers(address, viewing))
+            threading.Thread(target=scrape, args=(address, over), daemon=True).start()
+        beside = [pid for pid in children(os.getpid()) if pid not in known]
+        time.sleep(3.0)  # all of them are there
+        write_atomically(folder / "turns" / BESIDE, json.dumps(beside).encode(), durable=False)
         try:
-            time.sleep(SETTLING_S)
-            one.signal(signal.SIGSTOP)
             yield server
         finally:
             over.set()
-            one.signal(signal.SIGCONT)
+            for pid in beside:
+                os.kill(pid, signal.SIGCONT)
 
 
-def take_turns(runs: dict[str, Runner], rounds: int, turn_s: float) -> list[Turn]:
-    """Lets the runs go on by turns."""
-    turns = []
-    for number in range(rounds):
-        for place, name in enumerate(ROUND):
-            one = runs[name]
-            one.signal(signal.SIGCONT)
-            time.sleep(SETTLING_S)
-            began_s = time.time()
-            while time.time() < began_s + turn_s:
-                one.sample()
-                time.sleep(SAMPLE_S)
-            one.sample()
-            turns.append(Turn(name, 2 * number + (place >= len(ROUND) // 2), began_s, time.time()))
-            one.signal(signal.SIGSTOP)
-    return turns
+def scrape(address: str, over: threading.Event) -> None:
+    """Asks for the metrics as a Prometheus does, again and again."""
+    while not over.wait(SCRAPED_EVERY_S):
+        with suppress(OSError), urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
+            answer.read()
 
 
-def used_at(samples: Sequence[tuple[float, float]], moment_s: float) -> float:
-    """The processor time at a moment, between the samples around it."""
-    before = max((one for one in samples if one[0] <= moment_s), default=samples[0])
-    after = min((one for one in samples if one[0] >= moment_s), default=samples[-1])
-    if after[0] <= before[0]:
-        return before[1]
-    return before[1] + (after[1] - before[1]) * (moment_s - before[0]) / (after[0] - before[0])
+def units_of(folder: Path) -> int:
+    """The units that all ranks have told."""
+    return min(len(blocks_of(folder / "turns", rank)) for rank in range(RANKS)) // len(ORDER)
 
 
-def of_turn(turn: Turn, one: Runner, steps: list[tuple[float, int]]) -> tuple[float, float]:
-    """Seconds a step, and processor seconds of all ranks a step, in a turn."""
-    inside = [(t, step) for t, step in steps if turn.began_s <= t <= turn.ended_s]
-    if len(inside) < 2:
-        raise SystemExit(f"the run {one.name} logged {len(inside)} steps in a turn: make --turn longer")
-    (first_s, first), (last_s, last) = inside[0], inside[-1]
-    used_s = used_at(one.used, last_s) - used_at(one.used, first_s)
-    return (last_s - first_s) / (last - first), used_s / (last - first)
+def has_more_units(folder: Path, than: int) -> bool:
+    """True if the ranks have told more than so many units."""
+    return units_of(folder) > than
 
 
-def report_of(runs: dict[str, Runner], turns: list[Turn]) -> dict[str, object]:
-    """Each turn over the *off* turn of its half of a round."""
-    steps = {name: steps_of(one.events) for name, one in runs.items()}
-    found = {(turn.name, turn.half): of_turn(turn, runs[turn.name], steps[turn.name]) for turn in turns}
-    losses = [losses_of(one.events) for one in runs.values()]
-    common = sorted(set.intersection(*map(set, losses)))
-    if any(len({of[step] for of in losses}) > 1 for step in common):
-        raise SystemExit("the runs' losses differ: something that watches has changed their bits")
-    halves = sorted({turn.half for turn in turns})
-    report: dict[str, object] = {
-        "halves": len(halves),
-        "equal losses up to step": common[-1],
-        "step_s": statistics.median(found["off", half][0] for half in halves),
-        "processor_s_of_a_step": statistics.median(found["off", half][1] for half in halves),
+def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Waits for a condition. Ends this program if the run ends before it is true."""
+    while not condition():
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended: see {folder}/runs/everything/logs")
+        time.sleep(0.2)
+
+
+def per_step(ranks: Sequence[Sequence[Block]], unit: int, what: str) -> float:
+    """The logarithm of on over off in one unit: of the first rank's clock, or of all ranks' processor time."""
+    logs: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(unit * len(ORDER), (unit + 1) * len(ORDER)):
+        blocks = [rank[number] for rank in ranks]
+        took_s = blocks[0].wall_s if what == "clock" else sum(block.processor_s for block in blocks)
+        logs[counts_as_on(number)].append(math.log(took_s / blocks[0].steps))
+    return statistics.fmean(logs[True]) - statistics.fmean(logs[False])
+
+
+def interval(logs: Sequence[float]) -> dict[str, float]:
+    """The geometric mean of ratios, the 95 % interval of it, and their median."""
+    mean = statistics.fmean(logs)
+    off = T_95[min(len(logs) - 1, len(T_95)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    found = {"ratio": mean, "low": mean - off, "high": mean + off, "median": statistics.median(logs)}
+    return {name: math.exp(value) for name, value in found.items()}
+
+
+def measure(
+    folder: Path, process: subprocess.Popen[bytes], most_s: float, within: float
+) -> dict[str, object]:
+    """Waits until the figure is narrow enough or the time is over."""
+    began_s, units = time.monotonic(), 1
+    while True:
+        until(partial(has_more_units, folder, units), process, folder)
+        units = units_of(folder)
+        ranks = [blocks_of(folder / "turns", rank) for rank in range(RANKS)]
+        clock = [per_step(ranks, unit, "clock") for unit in range(units)]
+        found = interval(clock)
+        narrow = units >= FEWEST_UNITS and found["high"] - found["low"] <= 2 * within
+        if narrow or time.monotonic() - began_s > most_s:
+            break
+    off = [block for block in ranks[0] if not counts_as_on(block.number)]
+    return {
+        "clock, on over off": found,
+        "processor time of the ranks, on over off": interval(
+            [per_step(ranks, unit, "processor") for unit in range(units)]
+        ),
+        "units": units,
+        "ratios of the clock": [round(math.exp(one), 4) for one in clock],
+        "step_s": statistics.median(block.wall_s / block.steps for block in off),
+        "seconds": time.monotonic() - began_s,
     }
-    for name in ("on", "control"):
-        for place, what in enumerate(("wall", "processor")):
-            ratios = sorted(found[name, half][place] / found["off", half][place] for half in halves)
-            report[f"{name} over off, {what}"] = {
-                "median": statistics.median(ratios),
-                "quartiles": statistics.quantiles(ratios, n=4, method="inclusive")[::2],
-                "all": ratios,
-            }
-    return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--turn", type=float, default=5.0, help="seconds that are measured of each turn")
+    parser.add_argument("--most", type=float, default=230.0, help="seconds after which no unit is begun")
+    parser.add_argument("--within", type=float, default=0.004, help="half of the interval, at which it ends")
+    parser.add_argument(
+        "--block", type=int, default=40, help="steps of a block, of which the first is not measured"
+    )
     parser.add_argument("--viewers", type=int, default=50)
-    parser.add_argument("--dim", type=int, default=192)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--idle", action="store_true", help="watch nothing in any block")
+    parser.add_argument("--together", action="store_true", help="all on all processors")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no run is left behind, standing still
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
-        make_dataset(folder / "data")
-        runs = {name: stack.enter_context(runner(name, folder, given.dim)) for name in OBSERVE}
-        runs["on"].signal(signal.SIGCONT)
-        server = stack.enter_context(watched(runs["on"], folder, given.viewers))
-        used_s = processor_s(server)
-        turns = take_turns(runs, given.rounds, given.turn)
-        ran_s = sum(turn.ended_s - turn.began_s + SETTLING_S for turn in turns if turn.name == "on")
-        report = {
-            **report_of(runs, turns),
-            "server_share_of_a_core": (processor_s(server) - used_s) / ran_s,
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind, standing still
+    near, far = halves(together=given.together)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        order = Order(str(folder / "turns"), first_step=12, steps=given.block, idle=given.idle)
+        with training(folder, order, given.dim, near) as process:
+            until((folder / "runs" / "everything" / "events.jsonl").exists, process, folder)
+            with watched(folder, given.viewers, near, far) as server:
+                used_s, began_s = processor_s(server), time.monotonic()
+                report = measure(folder, process, given.most, given.within)
+                share = (processor_s(server) - used_s) / (time.monotonic() - began_s)
+        # It stands still for half of the time.
+        report |= {
+            "server_share_of_a_core": 2 * share,
             "viewers": given.viewers,
+            "processors": [len(near), len(far)],
             "load": os.getloadavg()[0],
         }
     print(json.dumps(report, indent=None if given.json else 1))
