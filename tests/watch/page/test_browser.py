@@ -41,6 +41,12 @@ expect.set_options(timeout=PATIENCE_MS)
 
 HOSTILE_NAME = "<img src=x onerror=window.hacked=1>"  # a run's name has no slash
 HOSTILE = f"<script>window.hacked=1</script>{HOSTILE_NAME}"
+LEGENDS_UNDER_TOOLS = """[...document.querySelectorAll("figcaption")].filter((head) => {
+  const tools = head.querySelector(".tools")?.getBoundingClientRect();
+  return tools && [...head.querySelectorAll(".entry")].map((entry) => entry.getBoundingClientRect())
+    .some(({ right, top, bottom }) => right > tools.left && top < tools.bottom && bottom > tools.top);
+}).map((head) => head.innerText)"""
+"""The heads of charts in which a legend runs into the buttons."""
 VIEWS = ("", "/time", "/ranks", "/fleet", "/logs", "/profile", "/checkpoints")
 """Views of one run."""
 
@@ -220,6 +226,7 @@ def test_every_view_of_a_run_says_something_and_fits_the_screen(
         expect(page.locator("main")).not_to_be_empty()
         page.wait_for_function("document.querySelector('main').innerText.length > 20")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+        assert page.evaluate(LEGENDS_UNDER_TOOLS) == [], address
         expect(page.locator(".trouble")).to_be_hidden()
 
 
