@@ -102,12 +102,21 @@ def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
 
 
 def test_those_who_tell_take_half_a_percent_of_a_processor_and_are_never_silent_for_long() -> None:
-    pace = Pace(1.0)
-    assert pace.pause_s(70.0) == 1.0, "what was used before the first look is not its cost"
-    assert pace.pause_s(70.004) == 1.0
-    assert pace.pause_s(70.054) == pytest.approx(10.0)
-    assert pace.pause_s(71.0) == MOST_PAUSE_S
-    assert pace.pause_s(71.0) == 1.0
+    pace, used = Pace(1.0), 70.0
+    assert pace.pause_s(used) == 1.0, "what was used before the first look is not its cost"
+    used += 0.06
+    assert pace.pause_s(used) < 3.0, "a page that is opened delays nobody for long"
+    for _ in range(60):
+        used += 0.05
+        pause_s = pace.pause_s(used)
+    assert pause_s == pytest.approx(10.0, rel=1e-3)
+    for _ in range(60):
+        used += 1.0
+        pause_s = pace.pause_s(used)
+    assert pause_s == MOST_PAUSE_S
+    for _ in range(60):
+        pause_s = pace.pause_s(used)
+    assert pause_s == 1.0
 
 
 def test_there_are_only_so_many_viewers() -> None:

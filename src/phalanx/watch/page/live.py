@@ -28,6 +28,8 @@ STALLED_S = 30.0
 LOOK_S = 1.0
 MOST_PAUSE_S = 15.0
 _SHARE = 0.005
+_NEWEST_COUNTS = 0.2
+"""The share of the newest look in the mean."""
 _FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json", "serving")
 _HEARTBEAT = b'data: {"kind":"heartbeat"}\n\n'
 """Scripts see messages, and not comments: a page that hears nothing for longer knows that its server is gone, or stands still."""
@@ -65,15 +67,19 @@ class Viewer:
 
 
 class Pace:
-    """How long to wait between two looks, by the processor time that the thread which tells viewers has used since the last one."""
+    """How long to wait between two looks, by the processor time that the thread which tells viewers has used since the last one.
+
+    The mean over some looks counts, so that a page that is opened, which takes as much as many words to it, delays nobody for long.
+    """
 
     def __init__(self, least_s: float) -> None:
-        self._least_s, self._used_s = least_s, math.inf
+        self._least_s, self._used_s, self._mean_s = least_s, math.inf, 0.0
 
     def pause_s(self, used_s: float) -> float:
         """The pause now, given what the thread has used in all."""
         since_s, self._used_s = max(0.0, used_s - self._used_s), used_s
-        return min(max(self._least_s, since_s / _SHARE), MOST_PAUSE_S)
+        self._mean_s += _NEWEST_COUNTS * (since_s - self._mean_s)
+        return min(max(self._least_s, self._mean_s / _SHARE), MOST_PAUSE_S)
 
 
 class Live:
