@@ -12,7 +12,7 @@ logarithms), of the clock and of the ranks' processor time. Units are added unti
 The ranks, the launcher and the page's server have the first half of the processors, as on the machine that trains; viewers and scraper have the other half, as
 on machines of their own. ``--together`` gives all of them all processors.
 
-    python bench/everything_on.py                     # up to four minutes
+    python bench/everything_on.py                     # four to five minutes
     python bench/everything_on.py --idle
     python bench/everything_on.py --most 30 --dim 64 --viewers 5 --json
 """
@@ -195,13 +195,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--most", type=float, default=230.0, help="seconds after which no unit is begun")
+    parser.add_argument("--most", type=float, default=200.0, help="seconds after which no unit is begun")
     parser.add_argument("--within", type=float, default=0.004, help="half of the interval, at which it ends")
     parser.add_argument(
-        "--block", type=int, default=40, help="steps of a block, of which the first is not measured"
+        "--block", type=int, default=60, help="steps of a block, of which the first is not measured"
     )
     parser.add_argument("--viewers", type=int, default=50)
-    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--dim", type=int, default=96)
     parser.add_argument("--idle", action="store_true", help="watch nothing in any block")
     parser.add_argument("--together", action="store_true", help="all on all processors")
     parser.add_argument("--json", action="store_true")
