@@ -1,8 +1,8 @@
 """Looks at all runs below some folders again and again, as long as somebody scrapes, and keeps what was seen.
 
 A run without a fleet has no process that serves metrics, and of one that was killed none is left: so ``phalanx ui`` serves the numbers of the event streams, and
-what ``phalanx why`` says, of every run that it shows, and what serves them. One thread looks, in rounds, and rests so long that it takes half a percent of a processor, but no more than a
-quarter of a minute as long as it takes a tenth; a scrape takes what the last round has found and waits for nothing. Nobody who scrapes: no round. A run that cannot be looked at costs no other run: of it the last is told again, with the time
+what ``phalanx why`` says, of every run that it shows, and what serves them. One thread looks, in rounds, and rests so
+long that it takes half a percent of a processor, but no more than a quarter of a minute as long as it takes a tenth; a scrape takes what the last round has found and waits for nothing. Nobody who scrapes: no round. A run that cannot be looked at costs no other run: of it the last is told again, with the time
 of that look, so that the alert about an observer that is gone names it.
 """
 
@@ -68,13 +68,13 @@ class Lookout:
 
     def _watch(self) -> None:
         while True:
-            began_s = time.monotonic()
+            began_s = time.thread_time()
             try:
                 self._seen, self._trouble = self.look(), None
             except Exception as error:  # told to who scrapes, and the next round may do
                 self._seen, self._trouble = [], error
             self._first.set()
-            time.sleep(rest_s(time.monotonic() - began_s))
+            time.sleep(rest_s(time.thread_time() - began_s))
             with self._lock:
                 if time.monotonic() - self._asked_s > _UNASKED_S:
                     self._thread, self._seen, self._samplers, self._labels, self._last = None, [], {}, {}, {}
@@ -113,7 +113,7 @@ class Lookout:
 
 
 def rest_s(took_s: float) -> float:
-    """The rest after a round that took so long."""
+    """The rest after a round that took so long of a processor."""
     wanted_s = max(_LEAST_REST_S, took_s * (1 / _SHARE - 1))
     return min(wanted_s, max(_LONG_REST_S, took_s * (1 / _MOST_SHARE - 1)))
 
