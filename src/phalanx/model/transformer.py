@@ -11,6 +11,7 @@ Shapes: ``b`` batch, ``s`` sequence, ``d`` model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -48,6 +49,14 @@ def logits(hidden: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
     return soft_capped(F.linear(hidden, weight), cap)
 
 
+class OutputProjection(Linear):
+    """The output projection: a module whose call spans all that is computed with its matrix, so that FSDP can gather it by itself."""
+
+    def forward(self, x: Tensor, readout: Readout = logits) -> Tensor:
+        """Whatever ``readout`` makes of the last hidden states ``(b, s, d)`` and the matrix."""
+        return readout(x, self.weight)
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, and the output projection that the readout applies; or a stage of a pipeline."""
 
@@ -62,7 +71,7 @@ class Transformer(nn.Module):
         self.embedding: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
         self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
-        self.head = None if spec.tie_embeddings else Linear(spec.dim, spec.vocab_size, bias=False)
+        self.head = None if spec.tie_embeddings else OutputProjection(spec.dim, spec.vocab_size, bias=False)
         self.mtp = nn.ModuleList(PredictionAhead(spec) for _ in range(spec.mtp_depth))
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
@@ -124,16 +133,16 @@ class Transformer(nn.Module):
             hidden = block(hidden, cos, sin, documents, cache[int(layer)] if cache is not None else None)
         if self.norm is None:
             return hidden
-        hidden, weight = self.norm(hidden), self.projection()
-        result = (
-            readout(hidden, weight) if readout is not None else logits(hidden, weight, self.spec.logit_cap)
-        )
+        hidden = self.norm(hidden)
+        read = partial(logits, cap=self.spec.logit_cap) if readout is None else readout
+        result: Tensor = read(hidden, self.projection()) if self.head is None else self.head(hidden, read)
         if ahead is None:
             return result
         last = windowed if window_of(self.spec, self.spec.layers - 1) else full
         if further is None:
             further = [tokens_ahead(x, depth) for depth in range(1, len(self.mtp) + 1)]
         predicted = self._predicted(hidden, further, *last, documents)
+        weight = self.projection()
         parts = (ahead(states, weight, depth) for depth, states in enumerate(predicted, start=1))
         return torch.stack((result, *parts))
 

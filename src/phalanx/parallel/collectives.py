@@ -21,6 +21,7 @@ from phalanx.model.facts.stages import stage_layers
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.pipeline.schedules import Action, Schedule
 from phalanx.parallel.reduction.buckets import in_buckets
+from phalanx.run.kinds.parts import HEAD_UNIT, Parameter
 from phalanx.run.kinds.prediction_ahead import depths
 from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec
@@ -92,13 +93,15 @@ class _RankStep:
         calls["all", "all_reduce"] += 3 + (self.spec.model.moe is not None)
         return +calls
 
+    def _parts(self, stage: int) -> list[Parameter]:
+        return [piece.parameter for piece in self.pieces[stage]]
+
     def _blocks(self, stage: int) -> int:
         """Blocks of a stage, those of predictions ahead included."""
-        parts = (piece.parameter for piece in self.pieces[stage])
-        return len({part.unit for part in parts if part.unit and not part.stacked})
+        return len({part.unit for part in self._parts(stage) if part.in_block and not part.stacked})
 
     def _mixtures(self, stage: int) -> int:
-        return sum(piece.parameter.kind == "router" for piece in self.pieces[stage])
+        return sum(part.kind == "router" for part in self._parts(stage))
 
     def _tensor(self, stage: int) -> Calls:
         """The tensor axis's collectives of one micro-batch, forward and backward."""
@@ -109,7 +112,7 @@ class _RankStep:
         # Each looks tokens up in the embedding, and has scores.
         predictions = 1 + depths(self.spec.model)
         # A pair of divided matrices ends with one whose inputs are divided, and whose results are added up.
-        parts = [piece.parameter for piece in self.pieces[stage]]
+        parts = self._parts(stage)
         pairs = sum(part.tensor_dim == 1 and not part.stacked for part in parts)
         # Norms are alike on all ranks, so every block has a sum of gradients; each gather is a scatter in backward.
         gathers, scatters, sums = pairs, pairs, blocks
@@ -151,7 +154,8 @@ class _RankStep:
             return Counter()
         ahead = depths(self.spec.model)  # predictions, each with some weights outside of its block
         losses = 1 + ahead if stage == self.schedule.stages - 1 else 0
-        units = {piece.parameter.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
+        # The head's is made where the loss is.
+        units = {part.unit if part.in_block else "" for part in self._parts(stage) if not part.stacked}
         sums = len(units) + (ahead if losses else 0)
         return Counter({("context", "all_to_all"): sums + losses, ("context", "all_gather"): losses})
 
@@ -187,7 +191,7 @@ class _RankStep:
         for stage in self.held.stages:
             kinds = [action.kind for action in self.actions if action.stage == stage]
             for unit, axis in self._units(stage).items():
-                again = rounds * _gathers(kinds, root=not unit)
+                again = rounds * _gathers(kinds, kept=unit in ("", HEAD_UNIT))
                 calls[axis, "all_gather"] += again if self.spec.parallel.sharding == "zero3" else 1
             if self.spec.parallel.sharding == "zero3" and self.layout.shard * self.layout.context > 1:
                 calls["fsdp", "all_gather"] += rounds * self._wasted_prefetches(stage, kinds)
@@ -200,7 +204,7 @@ class _RankStep:
         the last block of the earlier one, which PyTorch frees at once. A stage with a root unit used that last; it is still
         gathered, so nothing is prefetched.
         """
-        blocks = {piece.parameter.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
+        blocks = {part.unit for part in self._parts(stage) if not part.stacked}
         if "" in blocks or len(blocks) == 1:
             return 0
         count = forwards = 0
@@ -214,7 +218,7 @@ class _RankStep:
         """The units of a stage that FSDP divides, with the axis over which it does."""
         axes = {False: "fsdp", True: "expert_shard"}
         ranks = {False: self.layout.shard * self.layout.context, True: self.layout.expert_shard}
-        stacked = {piece.parameter.unit: piece.parameter.stacked for piece in self.pieces[stage]}
+        stacked = {part.unit: part.stacked for part in self._parts(stage)}
         return {unit: axes[experts] for unit, experts in stacked.items() if ranks[experts] > 1}
 
     def _reduction(self, rounds: int) -> Calls:
@@ -245,15 +249,15 @@ class _RankStep:
         return ranks > 1 or experts > 1 or self.spec.precision.compute != "fp32"
 
 
-def _gathers(kinds: Iterable[str], *, root: bool) -> int:
-    """Number of ZeRO-3 all-gathers of a unit in one slot: one for each pass, but the root stays gathered from F to B."""
+def _gathers(kinds: Iterable[str], *, kept: bool) -> int:
+    """Number of ZeRO-3 all-gathers of a unit in one slot: one for each pass, but root and head are kept from F to B."""
     count, gathered = 0, False
     for kind in kinds:
         if kind == "W":
             continue
         if not gathered:
             count += 1
-        gathered = root and kind == "F"
+        gathered = kept and kind == "F"
     return count
 
 

@@ -17,7 +17,7 @@ from phalanx.model.facts.matrix_owners import work_of_owners
 from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
 from phalanx.model.facts.shape import parameters
 from phalanx.model.facts.stages import stage_layers
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.parts import HEAD_UNIT, Parameter
 from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 
@@ -163,7 +163,7 @@ def _gathered_at_once(pieces: Sequence[HeldParameter], *, keep: bool) -> int:
     blocks: Counter[str] = Counter()
     for piece in pieces:
         blocks[piece.parameter.unit.removesuffix(".ffn.experts")] += piece.gathered
-    return blocks.pop("", 0) + sum(size for _, size in blocks.most_common(2))
+    return blocks.pop("", 0) + blocks.pop(HEAD_UNIT, 0) + sum(size for _, size in blocks.most_common(2))
 
 
 def _is_in(parameter: Parameter, layers: frozenset[int], *, first: bool, last: bool) -> bool:

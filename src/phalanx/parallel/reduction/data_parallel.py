@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.model.block import Block
 from phalanx.model.custom import blocks_of
 from phalanx.model.layers.moe import Experts, MoE
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
@@ -254,7 +255,7 @@ def _wire(spec: RunSpec, *, narrow: bool) -> torch.dtype:
 
 
 def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_slot: bool, keep_weights: bool) -> None:
-    """Wraps a part's experts, blocks and root, each a group of parameters that is gathered at once."""
+    """Wraps a part's experts, blocks, head and root, each a group of parameters that is gathered at once."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if narrow else None,
         reduce_dtype=torch.float32,
@@ -276,7 +277,11 @@ def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_slot: bool, keep_wei
             # has nothing left to hide behind.
             experts_of = cast(FSDPModule, block.ffn.experts)
             cast(FSDPModule, block).set_modules_to_forward_prefetch([experts_of])
-    # The root's weights (embedding, head) are needed again at the start of backward: keep them.
+    if isinstance(part, Transformer) and part.head is not None and not part.mtp:
+        # A unit of its own: its weights travel behind the last blocks' forward pass, its gradient behind their backward pass. Both are
+        # needed one after the other, so it is kept between them.
+        fully_shard(part.head, mesh=dense, reshard_after_forward=False, mp_policy=policy)
+    # The root's weights (embedding, norm) are needed first, and last in the backward pass; they are small, or tied to the head: keep them.
     fully_shard(part, mesh=dense, reshard_after_forward=False, mp_policy=policy)
 
 

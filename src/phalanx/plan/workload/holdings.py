@@ -115,7 +115,7 @@ def _holdings(
     model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
 ) -> HoldingsTable:
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
-    ahead = [p for p in by_kind[KINDS.index("head")] if p.unit]
+    ahead = [p for p in by_kind[KINDS.index("head")] if p.in_block]
     return HoldingsTable(
         dense=tuple(_sum(_dense(p, degrees) for p in found if not p.stacked) for found in by_kind),
         experts=tuple(_sum(_stacked(p, degrees) for p in found if p.stacked) for found in by_kind),

@@ -14,7 +14,7 @@ from phalanx.run.kinds.operations import (
     Operation,
     Pointwise,
 )
-from phalanx.run.kinds.parts import Parameter, norm, under
+from phalanx.run.kinds.parts import HEAD_UNIT, Parameter, norm, under
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec
 
@@ -46,7 +46,11 @@ def head_parts(model: ModelSpec, predictions: int) -> Iterator[Parameter]:
     yield from under("norm", norm(model.dim), section="end")
     if not model.tie_embeddings:
         shape = model.vocab_size, model.dim
-        yield Parameter("head.weight", shape, "matrix", tensor_dim=0, products=predictions, section="end")
+        # Predictions further ahead multiply with it too, all through the pass.
+        unit = HEAD_UNIT if predictions == 1 else ""
+        yield Parameter(
+            "head.weight", shape, "matrix", tensor_dim=0, products=predictions, section="end", unit=unit
+        )
 
 
 def embedding_operations(model: ModelSpec) -> tuple[Operation, ...]:

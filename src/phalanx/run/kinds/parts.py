@@ -21,6 +21,10 @@ Section = Literal["embedding", "block", "end", "ahead"]
 """The section of the model: the embedding, a block, final norm and output projection, a prediction further ahead."""
 
 
+HEAD_UNIT = "head"
+"""The unit of an output projection: gathered when the pass comes to it, and then kept until its backward pass, which is the first."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One row of the table of parts: a parameter, and what counting, holding and dividing it follow from.
@@ -48,6 +52,11 @@ class Parameter:
     """The layer, from 0, of a parameter of a block."""
     unit: str = ""
     """FSDP gathers the parameters of a unit together; those without one, at the ends of the model, with the whole pass."""
+
+    @property
+    def in_block(self) -> bool:
+        """True if it is in the unit of a block, or of a block's experts."""
+        return self.unit not in ("", HEAD_UNIT)
 
     @property
     def met(self) -> int:

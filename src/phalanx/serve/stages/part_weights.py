@@ -17,8 +17,7 @@ from phalanx.checkpoint.tiers.digest import TensorDigest, tensor_digest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.shape import parameters
 from phalanx.model.facts.stages import balance
-from phalanx.model.layers.linear import Linear
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import OutputProjection, Transformer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
@@ -77,7 +76,7 @@ def _take_projection(model: Transformer) -> None:
         return
     matrix = model.embedding.weight
     with torch.device("meta"):
-        head = Linear(matrix.shape[1], matrix.shape[0], bias=False)
+        head = OutputProjection(matrix.shape[1], matrix.shape[0], bias=False)
     head.weight = nn.Parameter(matrix.detach(), requires_grad=False)
     model.head, model.embedding = head, None
 
