@@ -150,6 +150,21 @@ def test_a_larger_state_than_before_finds_room(memory: SnapshotMemory) -> None:
     assert same_bits(shards[0].tensor, large["w"])
 
 
+def test_a_snapshot_for_which_the_machine_has_no_memory_is_refused_before_anything_is_overwritten(
+    memory: SnapshotMemory,
+) -> None:
+    with closing(writer_for(memory)) as writer:
+        for step in (1, 2):
+            take(writer, step)
+    full = [Segment(os.dup(one.descriptor), lambda: 1_000_000) for one in memory.worker_segments(0)]
+    with closing(SnapshotWriter(full, RUN)) as writer:
+        writer.bind(2, 2, 0, resumed_step=2)
+        take(writer, 3)  # in memory that it has already
+        with pytest.raises(StorageFullError, match="1,000,000 are free"):
+            writer.take(4, shards_of({"w": torch.zeros(3_000_000)}), {})
+    assert held_steps(memory) == [2, 3]
+
+
 def test_preparing_takes_nothing_from_what_is_held(memory: SnapshotMemory) -> None:
     with closing(writer_for(memory)) as writer:
         take(writer, 1)

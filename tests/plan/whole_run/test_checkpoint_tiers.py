@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
 from phalanx.hardware.catalog import cluster, systems
-from phalanx.plan.whole_run.checkpoint_tiers import TierError, tiers
+from phalanx.plan.whole_run.checkpoint_tiers import TierError, host_bytes_per_node, tiers
 
 STATE_1T_BYTES = 14e12
 
@@ -58,6 +58,13 @@ def test_a_state_that_the_hosts_cannot_hold_is_said_not_to_fit() -> None:
     assert places["host"].fits
     assert not places["peer"].fits
     assert places["peer"].host_bytes_per_node == 4 * 1.5e12 / 2
+
+
+def test_what_is_staged_for_the_store_takes_memory_beside_what_peers_hold() -> None:
+    """Eight H100s with 48 GB of state each: two copies of a node's own, two of a peer's, one on its way."""
+    places = tiers(h100s(16), 16 * 48e9)
+    assert host_bytes_per_node(places["peer"], places["storage"]) == 5 * 8 * 48e9
+    assert host_bytes_per_node(places["storage"], places["storage"]) == 2 * 8 * 48e9
 
 
 def test_the_store_of_llama_3_takes_405b_parameters_in_seconds() -> None:

@@ -36,6 +36,8 @@ from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
 BLOCK_BYTES = 1 << 20
 """Bytes of an image under one checksum, and the least that is read of a peer at once."""
 NO_STEP = -1
+_STAT_BLOCK_BYTES = 512
+"""Of stat(2)'s count of what is filled."""
 _FORMAT = 1
 _COMPLETE = b"PHXSNAP1"
 _HEAD = struct.Struct("<8sQQ")
@@ -141,9 +143,13 @@ def _is_whole(record: bytes) -> bool:
 class Segment:
     """One snapshot's memory, seen from any process that has its descriptor. One process writes at a time."""
 
-    def __init__(self, descriptor: int) -> None:
-        """Takes over ``descriptor``: of a memfd, made by ``create`` here or in another process."""
+    def __init__(self, descriptor: int, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
+        """Takes over ``descriptor``: of a memfd, made by ``create`` here or in another process.
+
+        ``free_bytes`` tells what memory the machine has left.
+        """
         self.descriptor = descriptor
+        self._free_bytes = free_bytes
         self._memory: ByteArray = np.empty(0, dtype=np.uint8)
         self._parsed: tuple[bytes, Snapshot] | None = None
 
@@ -186,6 +192,7 @@ class Segment:
         """Invalidates what lies here and returns the memory for an image of ``nbytes`` bytes.
 
         Pages stay mapped from one snapshot to the next. Raises StorageFullError where there is no room, and what lies here stays."""
+        self._require_room(nbytes)
         self._grow(nbytes)
         self.void()
         return self.image(nbytes)
@@ -194,6 +201,16 @@ class Segment:
         """Makes room for an image of ``nbytes`` bytes and maps its pages now; what lies here stays. Raises StorageFullError."""
         self._grow(nbytes)
         self._populate(_end_of(nbytes))
+
+    def _require_room(self, nbytes: int) -> None:
+        # Told, and not left to the kernel, which would end some process when the pages are filled.
+        more_bytes = _end_of(nbytes) - os.fstat(self.descriptor).st_blocks * _STAT_BLOCK_BYTES
+        if more_bytes > 0 and more_bytes > (free_bytes := self._free_bytes()):
+            raise StorageFullError(
+                f"no room for a snapshot of {nbytes:,} bytes: it takes {more_bytes:,} bytes of memory more, and {free_bytes:,} are free. A node "
+                "holds two snapshots of each of its ranks and two of as many of others: give it more memory, or fewer ranks, or take none "
+                "(fleet.snapshot_every_steps = 0)"
+            )
 
     def _grow(self, nbytes: int) -> None:
         before_bytes = self.capacity_bytes

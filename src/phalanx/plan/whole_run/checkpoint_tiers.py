@@ -99,3 +99,10 @@ def tiers(
             own,
         ),
     }
+
+
+def host_bytes_per_node(tier: TierCost, durable: TierCost) -> float:
+    """Host memory of a node for all saves: those into ``tier``, and beside them one staged copy on its way to ``durable``."""
+    if tier.name == durable.name:
+        return tier.host_bytes_per_node
+    return tier.host_bytes_per_node + durable.host_bytes_per_node / COPIES_IN_FLIGHT

@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
 from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs
-from phalanx.plan.whole_run.checkpoint_tiers import TierCost, tiers
+from phalanx.plan.whole_run.checkpoint_tiers import TierCost, host_bytes_per_node, tiers
 from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH, Cost, cost
 from phalanx.plan.whole_run.data_reading import DataReading, data_reading, waiting_note
 from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, J_PER_KWH, Energy, energy
@@ -347,9 +347,10 @@ def _warnings(
             f"{given.spare_nodes} spare nodes: with fewer than {needed} a failure finds none more often than "
             f"{1 - given.spare_confidence:.0%} of the time, and that wait is not counted"
         )
-    if not tier.fits:
+    host_bytes = host_bytes_per_node(tier, durable)
+    if host_bytes > inputs.cluster.host_memory_bytes.value:
         yield (
-            f"saves into tier {tier.name} take {tier.host_bytes_per_node / 1e9:,.0f} GB of each host's memory, which has "
+            f"saves into tier {tier.name} take {host_bytes / 1e9:,.0f} GB of each host's memory, which has "
             f"{inputs.cluster.host_memory_bytes.value / 1e9:,.0f} GB: use more nodes, or recovery by restart"
         )
     if durable.drain_s > plan.rare.mtti_s / 2:
