@@ -1,11 +1,33 @@
-"""What ranks tell each other of snapshots takes a bounded amount of memory on each of them, however many they are."""
+"""The rank of a fleet between its training loop and its agent: what it tells others, and what it does not believe."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.fleet.node.rank.rank_guardian import _TOLD_BY_ALL_BYTES, _TOLD_BYTES, _not_too_long
+from phalanx.checkpoint.snapshot.segments import SnapshotMemory
+from phalanx.fleet.health.audit import Verdict
+from phalanx.fleet.health.live_audit import CorruptionFoundError
+from phalanx.fleet.node.rank.rank_guardian import (
+    _TOLD_BY_ALL_BYTES,
+    _TOLD_BYTES,
+    NonFiniteStepError,
+    RankGuardian,
+    _not_too_long,
+)
+from phalanx.fleet.node.rank.worker import outcome_of
+from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
+from phalanx.fleet.node.worker_link import Doubted, EpochBroken, LeaveEpoch
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.step.step import StepFlags, StepReport
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @given(st.integers(1, 100_000), st.integers(1, 40), st.integers(1, 24))
@@ -20,3 +42,41 @@ def test_records_are_told_in_their_order_up_to_a_limit_for_all_ranks_together(
     assert told_bytes * ranks <= _TOLD_BY_ALL_BYTES
     room = min(_TOLD_BYTES, _TOLD_BY_ALL_BYTES // ranks)
     assert len(kept) == records or told_bytes + len(record) > room
+
+
+@pytest.fixture
+def memory() -> Iterator[SnapshotMemory]:
+    with closing(SnapshotMemory("run", 1)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_what_a_gpu_holds_after_its_epoch_was_broken_off_is_no_result(
+    memory: SnapshotMemory, device: torch.device
+) -> None:
+    """On gloo a broken collective raises; NCCL's kernel ends, and leaves whatever is in memory."""
+    orders = Orders(StopRequest())
+    guardian = RankGuardian(
+        RunSpec(), memory.worker_segments(0), "", None, lambda _message: None, orders, device
+    )
+    guardian.epoch = 7
+    guardian.computed()
+    orders.on_order(LeaveEpoch(7))
+    if device == CPU:
+        guardian.computed()
+    else:
+        with pytest.raises(ParkedError):
+            guardian.computed()
+
+
+def test_nobody_is_accused_by_what_a_gpu_holds_after_its_epoch_was_broken_off() -> None:
+    report = StepReport(float("nan"), 1.0, 1, 0.1, False, StepFlags(), nonfinite_ranks=(3,))
+    accusing = NonFiniteStepError(5, report), CorruptionFoundError(Verdict((2,), True, 0))
+    for error in accusing:
+        for device in (CPU, GPU):
+            assert isinstance(outcome_of(error, 7, over=False, device=device), Doubted)
+        assert isinstance(outcome_of(error, 7, over=True, device=CPU), Doubted)
+        assert outcome_of(error, 7, over=True, device=GPU) is None
+    broken = RuntimeError("NCCL communicator was aborted")
+    assert isinstance(outcome_of(broken, 7, over=False, device=GPU), EpochBroken)
+    assert outcome_of(broken, 7, over=True, device=GPU) is None

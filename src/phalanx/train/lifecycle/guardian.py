@@ -59,6 +59,10 @@ class Guardian(Protocol):
         """Called when training begins with the state of ``step`` in ``shards``; ``extra`` goes with it into snapshots."""
 
     @abstractmethod
+    def computed(self) -> None:
+        """Called before what ranks have summed or gathered is believed: a step, an evaluation, the hash. May raise, to end the epoch."""
+
+    @abstractmethod
     def not_finite(self, step: int, report: StepReport) -> None:
         """Called if ``step`` was not applied because its loss or gradient is not finite. May raise, to have it computed again elsewhere."""
 
@@ -105,6 +109,9 @@ class NoGuardian(Guardian):
         return None
 
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
+        pass
+
+    def computed(self) -> None:
         pass
 
     def not_finite(self, step: int, report: StepReport) -> None:

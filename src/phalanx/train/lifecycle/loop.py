@@ -90,6 +90,7 @@ def train(training: Training) -> RunResult | None:
                     save(training, progress)
                 _stopped(training, begun, progress)
                 return None
+            training.inputs.guardian.computed()
             recent_s.append(time.perf_counter() - begin)
             _advance(training, instruments, progress, report)
             _log_step(training, progress, report, recent_s)
@@ -332,6 +333,7 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
 
         built = training.built
         evaluation = evaluate(built.model, built.runner, training.data, training.inputs.spec, sequences, tell)
+        training.inputs.guardian.computed()
         seconds = time.perf_counter() - begin
         # Gathering weights and waiting for stages here was evaluation, not a step's.
         for clock in training.built.waits.values():
@@ -372,6 +374,7 @@ def _finished(
     evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
     training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
+    training.inputs.guardian.computed()
     settle_copies(training)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
     tokens_per_s = _typical_speed(training, begun, progress, recent_s)

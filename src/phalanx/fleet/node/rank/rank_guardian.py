@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
@@ -26,6 +28,7 @@ from phalanx.fleet.health.straggler_watch import StragglerWatch
 from phalanx.fleet.node import worker_link as link
 from phalanx.fleet.node.rank.hooks import Hooks, NoHooks
 from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
+from phalanx.hardware.device import on_gpu
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts
@@ -92,11 +95,12 @@ class RankGuardian(Guardian):
         tls: ssl.SSLContext | None,
         send: Callable[[link.ToAgent], None],
         orders: Orders,
+        device: torch.device,
     ) -> None:
         """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes."""
         self._spec, self._segments, self._send = spec, segments, send
         self._token, self._tls = token, tls
-        self._orders = orders
+        self._orders, self._device = orders, device
         self._hooks: Hooks = NoHooks()
         self._every = spec.fleet.snapshot_every_steps
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
@@ -269,6 +273,11 @@ class RankGuardian(Guardian):
         if self._every:
             self._take(step, shards, extra)
         self._progress(step)
+
+    def computed(self) -> None:
+        # On gloo a collective that is broken off raises an error. On a GPU its kernel just ends, and what it leaves in memory looks like a result.
+        if on_gpu(self._device):
+            self._orders.check(self.epoch)
 
     def not_finite(self, step: int, report: StepReport) -> None:
         if self._bound().nonfinite_step != step:

@@ -55,7 +55,7 @@ from phalanx.fleet.node.worker_link import (
     Warm,
     WorkerEnd,
 )
-from phalanx.hardware.device import answers, give_back_memory, make_current
+from phalanx.hardware.device import answers, give_back_memory, make_current, on_gpu
 from phalanx.hardware.throttle import Throttles
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.goodput import ledger_of
@@ -130,7 +130,9 @@ class Worker:
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
         self._saboteur: Saboteur | None = None
         self._token = run_token(args.run_dir)
-        self._guardian = RankGuardian(self._spec, self._segments, self._token, tls, link.send, self._orders)
+        self._guardian = RankGuardian(
+            self._spec, self._segments, self._token, tls, link.send, self._orders, self._device
+        )
         self._store: Store | None = None
         """The store of the epoch's process groups, which live no longer than it."""
         self._meeting = MeetingPoint(args.host)
@@ -245,21 +247,11 @@ class Worker:
             result = self._train(bind)
             return TrainingFinished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            if isinstance(error, CorruptionFoundError):
-                # Sent even if the epoch is over: another rank may have reported first that it broke, but not why.
-                found = error.verdict
-                return Doubted(bind.epoch, "corruption", text, found.ranks, found.roll_back_to)
-            if isinstance(error, NonFiniteStepError):
-                return Doubted(bind.epoch, "nonfinite", str(error), error.ranks, step=error.step)
-            if self._orders.over(bind.epoch):
-                return None
-            if isinstance(error, known_errors()) and not isinstance(error, _RECOVERABLE):
-                kind = type(error).__name__
-                return RunFailed(bind.epoch, str(error), kind, isinstance(error, RunFailedError))
-            traceback.print_exc()  # into this worker's log
-            sys.stderr.flush()
-            return EpochBroken(bind.epoch, text)
+            outcome = outcome_of(error, bind.epoch, over=self._orders.over(bind.epoch), device=self._device)
+            if isinstance(outcome, EpochBroken):
+                traceback.print_exc()  # into this worker's log
+                sys.stderr.flush()
+            return outcome
 
     def _train(self, bind: JoinEpoch) -> RunResult | None:
         place = place_of_process()
@@ -319,6 +311,25 @@ class Worker:
         self._meeting.close()
         self._meeting = MeetingPoint(self._args.host)
         return self._meeting.address
+
+
+def outcome_of(error: Exception, epoch: int, *, over: bool, device: torch.device) -> ToAgent | None:
+    """The message about an error that ended ``epoch``, which this worker was ordered out of already if it is ``over``; ``None`` if it needs none."""
+    if over and on_gpu(device):
+        # A collective that was broken off leaves anything in a GPU's memory for its result, and nobody is to be accused by that.
+        return None
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, CorruptionFoundError):
+        # Sent even if the epoch is over: another rank may have reported first that it broke, but not why.
+        found = error.verdict
+        return Doubted(epoch, "corruption", text, found.ranks, found.roll_back_to)
+    if isinstance(error, NonFiniteStepError):
+        return Doubted(epoch, "nonfinite", str(error), error.ranks, step=error.step)
+    if over:
+        return None
+    if isinstance(error, known_errors()) and not isinstance(error, _RECOVERABLE):
+        return RunFailed(epoch, str(error), type(error).__name__, isinstance(error, RunFailedError))
+    return EpochBroken(epoch, text)
 
 
 def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node: str) -> None:
