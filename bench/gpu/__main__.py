@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bench.gpu.processes import run_processes, tell
 from bench.gpu.report import PartResult, page, verdicts
+from phalanx.hardware.environment import set_for_rank
 
 TESTS = (
     "tests/train/test_cuda.py",
@@ -40,6 +41,8 @@ PACKAGES = (
     "grpcio",
     "pytest",
 )
+_TIMEOUT_S = 600.0
+"""Of a collective: a rank may compile for minutes while the others wait. Parts have limits of their own."""
 _LEAST_S = 8.0
 """With less time left a part is not begun."""
 
@@ -127,11 +130,9 @@ def be_rank(arguments: argparse.Namespace) -> None:
     from bench.gpu import bits, layers, speed, trace
     from bench.gpu.setting import run_of, sizes_for
     from phalanx.hardware.device import make_current
-    from phalanx.hardware.environment import set_for_rank
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
     from phalanx.train.lifecycle.assemble import make_deterministic
 
-    set_for_rank()
     rank, ranks, point = int(arguments.place[0]), int(arguments.place[1]), arguments.place[2]
     shared = arguments.device == "cuda" and torch.cuda.device_count() < ranks
     device = torch.device("cpu")
@@ -144,7 +145,7 @@ def be_rank(arguments: argparse.Namespace) -> None:
         store = dist.FileStore(point.removeprefix("file://"), ranks)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     else:
-        join(RankEnvironment(rank, ranks, rank, point, "phalanx"), device, 60.0)
+        join(RankEnvironment(rank, ranks, rank, point, "phalanx"), device, _TIMEOUT_S)
     report = tell if rank == 0 else lambda _name, _value: None
     presets = tuple(arguments.preset)
     match arguments.run:
@@ -200,6 +201,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--place", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
+    set_for_rank()  # for the parts too, before they import PyTorch: its allocator may read its settings then
     if arguments.run:
         be_rank(arguments)
         return

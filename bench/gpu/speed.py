@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu.setting import Sizes, Tell, attempt, sizes_for, speed_run
 from bench.step import Step, build_stepper, random_samples, seconds_of
@@ -64,6 +65,12 @@ def variants(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None
         attempt(tell, name, device, partial(timed, ours, changed, device, sizes, peak))
     with not_deterministic():
         attempt(tell, "not deterministic", device, partial(timed, ours, spec, device, sizes, peak))
+        if on_gpu(device):  # which kernel attention gets is fixed when a block is compiled
+            torch.compiler.reset()
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+                find = partial(timed, ours, spec, device, sizes, peak)
+                attempt(tell, "not deterministic, cuDNN's attention", device, find)
+            torch.compiler.reset()
 
 
 @contextmanager

@@ -36,6 +36,21 @@ def test_a_tensor_for_a_cpu_is_not_copied() -> None:
     assert device.brought(batch, CPU) is batch
 
 
+def test_what_is_brought_to_a_gpu_is_page_locked_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gaps PyTorch would copy it by way of ordinary memory, and the host would wait for all that is queued."""
+    locked: list[bool] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        locked.append(tensor.is_contiguous())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(device, "on_gpu", lambda _device: True)
+    samples = torch.arange(12).view(3, 4)
+    assert torch.equal(device.brought(samples[:, :-1], CPU), samples[:, :-1])
+    assert locked == [True]
+
+
 def test_only_a_rank_that_survives_its_groups_keeps_pytorch_from_ending_it() -> None:
     mortal: dict[str, str] = {}
     environment.set_for_rank(mortal)

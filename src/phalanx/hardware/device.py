@@ -131,6 +131,9 @@ def brought(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the host on ``device``; on a CPU, ``tensor`` itself.
 
     By way of page-locked memory: a copy to a GPU from any other memory keeps the host until all that was queued before it is done.
-    PyTorch keeps such memory for the next time, and does not give it out again before the copy is done.
+    PyTorch keeps such memory for the next time, and does not give it out again before the copy is done. A tensor with gaps between its
+    elements would be page-locked with them, and then copied by way of ordinary memory after all (ATen's ``copy_requires_temporaries``).
     """
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu(device) else tensor.to(device)
+    if not on_gpu(device):
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.parallel.process_group import meeting
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, leave
@@ -253,3 +254,16 @@ def test_an_abort_leaves_connections_of_trackers_alone_whenever_they_are_opened(
         assert other.recv(1) == b"x"
     for one in (*named, *between_ranks, *later, server):
         one.close()
+
+
+def test_a_rank_meets_with_its_own_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP puts its buffers and streams on the current GPU, NCCL its communicators: for all ranks of a machine that would be the first."""
+    seen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda **how: seen.append(how["backend"]))
+    monkeypatch.setattr(meeting, "prove_members", lambda _token, _purpose: None)
+    gpu = torch.device("cuda", 3)
+    here = MeetingPoint("127.0.0.1")
+    kept = meet(here.address, here, 0, 0, 1, gpu, 5.0, lambda: None, "token")
+    assert seen == [gpu, "nccl"]
+    del kept
