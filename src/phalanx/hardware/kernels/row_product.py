@@ -38,7 +38,7 @@ class RowKernel:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._product.argtypes = [*[pointer] * 4, *[count] * 4, pointer, count]
         self._product.restype = ctypes.c_int
-        self._parallel = _openmp()
+        self._parallel = openmp()
 
     def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, block: int) -> Tensor:
         """``(m, i)`` times the transpose of ``(o, i)``, plus ``(o,)``: ``(m, o)``. Within ``block`` inner elements a result is a chain of fused
@@ -69,7 +69,7 @@ class RowKernel:
         return product
 
 
-def _openmp() -> ctypes.c_void_p | None:
+def openmp() -> ctypes.c_void_p | None:
     """The entry of the OpenMP runtime in this process; ``None`` (one thread) if it has another interface."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)

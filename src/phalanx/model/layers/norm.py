@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.hardware.kernels.layer_kernel import layer_kernels
 from phalanx.model.autograd import FunctionContext, apply_function
 
 
@@ -22,21 +23,18 @@ class _EagerRMSNorm(torch.autograd.Function):
     def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        scaled: Tensor = (x * inverse).mul_(weight)
-        return scaled
+        return layer_kernels(x, weight).scaled(x, inverse, weight)
 
     @staticmethod
     def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
         gradient = upstream[0].contiguous()
-        unit = x * inverse
-        product = gradient * unit
-        rows = product.view(-1, x.shape[-1])
+        kernels = layer_kernels(gradient, x, weight)
+        rows = kernels.multiplied(gradient, x, inverse).view(-1, x.shape[-1])
         grad_weight = rows.sum(0)
         # The part of the gradient along x changes nothing, since the norm takes lengths away.
         along = torch.mv(rows, weight).div_(x.shape[-1]).view_as(inverse)
-        grad_x = torch.mul(gradient, weight, out=product)
-        return grad_x.sub_(unit.mul_(along)).mul_(inverse), grad_weight, None
+        return kernels.straightened(gradient, x, inverse, weight, along), grad_weight, None
 
 
 class RMSNorm(nn.Module):

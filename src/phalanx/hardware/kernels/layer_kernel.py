@@ -1,0 +1,184 @@
+"""The kernels of ``layers.c``: what surrounds a layer's products, in one pass over memory on a CPU, with the bits of PyTorch's operations.
+
+PyTorch makes a pass over memory for each operation, and these layers have a dozen of them around little arithmetic. The work is dealt over
+the threads of the OpenMP runtime that PyTorch has loaded, as its own is. They stand for chains of single operations on elements (``REFERENCE``), which round each
+by itself wherever an element lies; that is tried when a process first asks for them, as of the optimizer's (``choose.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from abc import abstractmethod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
+from phalanx.hardware.kernels.row_product import openmp
+
+_SOURCE = Path(__file__).with_name("layers.c")
+_LEAST_SHARE = 1 << 14
+"""Elements for which another thread is woken, and which it takes at once."""
+_SCALE, _MULTIPLY, _STRAIGHTEN = range(3)
+
+
+class LayerKernels(Protocol):
+    """Elementwise chains of layers. Tensors are fp32 on a CPU; ``x`` and ``gradient`` of ``scaled`` to ``straightened`` are contiguous ``(..., d)``,
+    ``inverse`` and ``along`` ``(..., 1)``."""
+
+    @abstractmethod
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+        """``x`` ``(b, h, s, e)`` times ``cos``, and its halves, exchanged and the new first one negated, times ``sin``, both ``(s, e)``.
+
+        With ``back``, ``x`` is the gradient of such a result, and returned is that of its argument.
+        """
+
+    @abstractmethod
+    def scaled(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        """``(x inverse) weight``."""
+
+    @abstractmethod
+    def multiplied(self, gradient: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+        """``gradient (x inverse)``."""
+
+    @abstractmethod
+    def straightened(
+        self, gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, along: Tensor
+    ) -> Tensor:
+        """``(gradient weight - (x inverse) along) inverse``."""
+
+
+class _Operations(LayerKernels):
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+        if back:
+            turning = (x * sin).chunk(2, -1)
+            return x * cos + torch.cat((turning[1], -turning[0]), -1)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    def scaled(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        return (x * inverse).mul_(weight)
+
+    def multiplied(self, gradient: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+        return gradient * (x * inverse)
+
+    def straightened(
+        self, gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, along: Tensor
+    ) -> Tensor:
+        return (gradient * weight).sub_((x * inverse).mul_(along)).mul_(inverse)
+
+
+REFERENCE: LayerKernels = _Operations()
+"""PyTorch's operations, each of which rounds once."""
+
+
+class HostLayerKernels(LayerKernels):
+    """The compiled ones. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL(str(compiled(_SOURCE)))
+            self._turn, self._norm = library.turn, library.norm
+        except (OSError, AttributeError) as error:
+            raise NoHostKernelsError(str(error)) from error
+        pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._turn.argtypes = [*[pointer] * 4, *[count] * 4, pointer, number, count, pointer, count]
+        self._norm.argtypes = [number, *[pointer] * 6, *[count] * 3, pointer, count]
+        self._turn.restype = self._norm.restype = None
+        self._parallel = openmp()
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
+        batch, heads, length, width = x.shape
+        strides = (ctypes.c_int64 * 6)(*x.stride()[:3], *out.stride()[:3])
+        at_once, threads = _shares(heads * width, batch * length)
+        self._turn(
+            *(tensor.data_ptr() for tensor in (x, cos, sin, out)),
+            *(batch, heads, length, width),
+            strides,
+            int(back),
+            *(at_once, self._parallel, threads),
+        )
+        return out
+
+    def scaled(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        return self._of_rows(_SCALE, x, x, inverse, weight, inverse)
+
+    def multiplied(self, gradient: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+        return self._of_rows(_MULTIPLY, x, gradient, inverse, inverse, inverse)
+
+    def straightened(
+        self, gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, along: Tensor
+    ) -> Tensor:
+        return self._of_rows(_STRAIGHTEN, x, gradient, inverse, weight, along)
+
+    def _of_rows(
+        self, kind: int, x: Tensor, y: Tensor, inverse: Tensor, weight: Tensor, along: Tensor
+    ) -> Tensor:
+        out = x.new_empty(x.shape)
+        at_once, threads = _shares(x.shape[-1], inverse.numel())
+        tensors = [*(one.contiguous() for one in (x, y, inverse, weight, along)), out]
+        self._norm(
+            kind,
+            *(tensor.data_ptr() for tensor in tensors),
+            inverse.numel(),
+            x.shape[-1],
+            *(at_once, self._parallel, threads),
+        )
+        return out
+
+
+def _shares(width: int, rows: int) -> tuple[int, int]:
+    """How many rows of ``width`` elements a thread takes at once, and how many threads are woken."""
+    at_once = max(1, _LEAST_SHARE // max(1, width))
+    return at_once, min(torch.get_num_threads(), -(-rows // at_once))
+
+
+def layer_kernels(*tensors: Tensor) -> LayerKernels:
+    """The compiled kernels if they take ``tensors``, and have the reference's bits on this machine; else the reference."""
+    if all(type(one) in (Tensor, torch.nn.Parameter) and one.dtype == torch.float32 for one in tensors):
+        return _tried()
+    return REFERENCE
+
+
+@functools.cache
+def _tried() -> LayerKernels:
+    try:
+        kernels = HostLayerKernels()
+    except NoHostKernelsError:  # the optimizer's kernels have warned of that, with the reason
+        return REFERENCE
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        sizes = torch.empty(shape, dtype=torch.float64).uniform_(-70, 40, generator=generator).exp2()
+        return (sizes * (torch.randint(0, 2, shape, generator=generator) * 2 - 1)).float()
+
+    return kernels if same_bits(kernels, draw(3, 5, 4, 38), draw(5, 38), draw(5, 38)) else REFERENCE
+
+
+def same_bits(kernels: LayerKernels, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """True if ``kernels`` have the reference's bits on these numbers: ``x`` ``(b, s, h, e)``, of which heads are turned, and tables ``(s, e)``."""
+    heads, rows = x.transpose(1, 2), x.flatten(0, 2)
+    gradient, inverse, along, weight = rows.flip(0), rows[:, :1].abs(), rows[:, 1:2], rows[0]
+
+    def results(of: LayerKernels) -> list[Tensor]:
+        return [
+            of.turned(heads, cos, sin),
+            of.turned(heads, cos, sin, back=True),
+            of.scaled(rows, inverse, weight),
+            of.multiplied(gradient, rows, inverse),
+            of.straightened(gradient, rows, inverse, weight, along),
+        ]
+
+    pairs = zip(results(kernels), results(REFERENCE), strict=True)
+    return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Their bits, but that all that is no number is the same one: which of them comes out of two is the processor's affair."""
+    return tensor.masked_fill(tensor.isnan(), torch.nan).contiguous().view(torch.int32)
