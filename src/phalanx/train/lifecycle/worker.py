@@ -57,6 +57,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
 
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
+    from phalanx.hardware.freed_memory import keep_freed_memory
     from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
@@ -69,6 +70,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
     place = rank_from_environment(os.environ) or RankEnvironment(0, 1, 0, "", "phalanx")
     device = device_for(spec.runtime.device, place.local_rank)
     make_deterministic(spec, device)
+    keep_freed_memory(device)
     return run_epoch(EpochInputs(spec, directory, attempt, device, ledger, stop))
 
 

@@ -56,6 +56,7 @@ from phalanx.fleet.node.worker_link import (
     WorkerEnd,
 )
 from phalanx.hardware.device import answers, give_back_memory, make_current, on_gpu
+from phalanx.hardware.freed_memory import keep_freed_memory
 from phalanx.hardware.throttle import Throttles
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.goodput import ledger_of
@@ -138,6 +139,7 @@ class Worker:
         self._meeting = MeetingPoint(args.host)
         self._began_ns, self._began_s = time.time_ns(), time.monotonic()
         make_deterministic(self._spec, self._device)
+        keep_freed_memory(self._device)
         with self._waiting_for_data():
             data = RunData.of_run(self._spec)
         self._warm = warm_up(self._spec, self._device, data)
