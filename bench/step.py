@@ -1,12 +1,13 @@
 """How fast is a training step, beside its peers and beside what the machine can multiply?
 
-One run, on one machine, everything interleaved, medians of paired ratios (machines are noisy; a ratio of two
-neighbors in time is not):
+One run, on one machine, everything interleaved, each contender in processes of its own, medians of paired ratios (machines are noisy;
+a ratio of two neighbors in time is not):
 
 (a) our step over the same model in a bare PyTorch loop (``F.cross_entropy``, ``clip_grad_norm_``, ``torch.optim.AdamW``);
 (b) our step over ``transformers``' Llama of the same shape in the same bare loop;
 (c) the FLOP/s that our step achieves (attention counted causally) over the machine's matrix-multiply peak;
-(d) at two ranks, the reproducible reduction over the fast one, with ZeRO-3, ZeRO-2 and plain replication;
+(d) at two ranks, the reproducible reduction over the fast one, with ZeRO-3, ZeRO-2 and plain replication, and each over the bare loop and
+    over ``transformers`` in ``DistributedDataParallel``, which exchanges gradients once a step too;
 (e) the shares of our step that forward and backward, the tree, the norm and the optimizer take, in processor time, and the pages
     of memory that a step maps afresh, each loop in a process of its own (``--only shares``): a loop that runs beside
     another finds the memory that the other gave back.
@@ -25,8 +26,8 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.hardware.device import wait_for_device
+from phalanx.hardware.freed_memory import keep_freed_memory
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
@@ -59,6 +62,8 @@ from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 
 Step = Callable[[], None]
+_TIMEOUT_S = 600.0
+"""Of a collective: one rank may be much slower than another in loading its libraries."""
 CPU = torch.device("cpu")
 
 
@@ -110,16 +115,21 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
     return stepper, step
 
 
-def bare_step(spec: RunSpec, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Step:
-    """A step as one writes it without a framework."""
+def bare_step(spec: RunSpec, module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> Step:
+    """A step as one writes it without a framework; on several ranks, each with its share of the samples, with PyTorch's own replication."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    samples = torch.from_numpy(random_samples(spec, spec.train.batch_size))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    samples = torch.from_numpy(random_samples(spec, spec.train.batch_size)).chunk(ranks)[rank]
+    spread = DistributedDataParallel(module) if ranks > 1 else None
+    called = module if spread is None else spread
 
     def step() -> None:
-        for sample in samples.split(1):
-            logits = forward(sample[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), sample[:, 1:].flatten())
-            (loss / len(samples)).backward()
+        for number, sample in enumerate(samples.split(1)):
+            exchanging = number == len(samples) - 1
+            with nullcontext() if spread is None or exchanging else spread.no_sync():
+                logits = forward(called, sample[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1), sample[:, 1:].flatten())
+                (loss / len(samples)).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -136,7 +146,7 @@ def same_model_bare(spec: RunSpec) -> Step:
     if spec.runtime.compile:
         for block in module.blocks.values():
             block.compile()
-    return bare_step(spec, module, module)
+    return bare_step(spec, module, lambda called, tokens: called(tokens))
 
 
 def transformers_bare(spec: RunSpec) -> Step:
@@ -161,7 +171,7 @@ def transformers_bare(spec: RunSpec) -> Step:
     if spec.runtime.compile:
         for block in module.model.layers:
             block.compile()
-    return bare_step(spec, module, lambda tokens: module(tokens).logits)
+    return bare_step(spec, module, lambda called, tokens: called(tokens).logits)
 
 
 def seconds_of(step: Step, device: torch.device = CPU) -> float:
@@ -172,72 +182,115 @@ def seconds_of(step: Step, device: torch.device = CPU) -> float:
     return time.perf_counter() - begin
 
 
+BUILDERS: dict[str, Callable[[RunSpec], Step]] = {
+    "ours": lambda spec: build_stepper(spec, CPU)[1],
+    "fast": lambda spec: build_stepper(_fast(spec), CPU)[1],
+    "bare_loop": same_model_bare,
+    "transformers": transformers_bare,
+}
+"""The contenders: our step, the same without the promise about bits, and what others would write."""
+
+
+def _fast(spec: RunSpec) -> RunSpec:
+    return dataclasses.replace(spec, train=dataclasses.replace(spec.train, reduction="fast"))
+
+
+def _crew_member(
+    rank: int, ranks: int, point: str, spec: RunSpec, names: Sequence[str], commands: Any
+) -> None:
+    join(RankEnvironment(rank, ranks, rank, point, "phalanx"), CPU, _TIMEOUT_S)
+    make_deterministic(spec, CPU)
+    if "ours" in names:  # as each of our ranks does
+        keep_freed_memory(CPU)
+    steps = {name: BUILDERS[name](spec) for name in names}
+    for step in steps.values():
+        step()
+    commands.send(0.0)
+    while (name := commands.recv()) is not None:
+        commands.send(seconds_of(steps[name]))
+    leave()
+
+
+class Crew:
+    """Ranks of some contenders, in processes that no other contender shares, since that would use the memory that they gave back."""
+
+    def __init__(self, names: Sequence[str], spec: RunSpec, ranks: int) -> None:
+        self.names = names
+        self._folder = tempfile.TemporaryDirectory()
+        point = (Path(self._folder.name) / "store").as_uri()
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(ranks)]
+        self._commands = [here for here, _ in pipes]
+        self._members = [
+            context.Process(target=_crew_member, args=(rank, ranks, point, spec, names, there))
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        for member in self._members:
+            member.start()
+        self._answers()
+
+    def _answers(self) -> float:
+        return max(float(commands.recv()) for commands in self._commands)
+
+    def seconds(self, name: str) -> float:
+        """Runs a step of one of them; the time of the slowest rank."""
+        for commands in self._commands:
+            commands.send(name)
+        return self._answers()
+
+    def end(self) -> None:
+        """Lets the processes end."""
+        for commands, member in zip(self._commands, self._members, strict=True):
+            commands.send(None)
+            member.join()
+        self._folder.cleanup()
+
+
+def rounds_of_turns(crews: Sequence[Crew], rounds: int) -> list[dict[str, float]]:
+    """Seconds of a step of each contender, who take turns."""
+    return [{name: crew.seconds(name) for crew in crews for name in crew.names} for _ in range(rounds)]
+
+
 def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     """(a), (b) and (c)."""
     spec = spec_for(arguments, arguments.threads)
-    make_deterministic(spec, CPU)
-    with tempfile.TemporaryDirectory() as folder:
-        join(RankEnvironment(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), CPU, 60.0)
-        ours, bare, hugging = build_stepper(spec, CPU)[1], same_model_bare(spec), transformers_bare(spec)
-        for step in (ours, bare, hugging):
-            step()
-        rows = []
-        for _ in range(arguments.rounds):
-            peak = measure_matmul_flops(CPU, torch.float32)
-            times = [seconds_of(step) for step in (ours, bare, hugging)]
-            peak = max(peak, measure_matmul_flops(CPU, torch.float32))
-            rows.append((*times, peak))
-        leave()
+    torch.set_num_threads(arguments.threads)
+    crews = [Crew([name], spec, 1) for name in ("ours", "bare_loop", "transformers")]
+    rows = []
+    for _ in range(arguments.rounds):
+        peak = measure_matmul_flops(CPU, torch.float32)
+        (row,) = rounds_of_turns(crews, 1)
+        rows.append(row | {"peak": max(peak, measure_matmul_flops(CPU, torch.float32))})
+    for crew in crews:
+        crew.end()
     tokens = spec.train.batch_size * spec.train.seq_len
     flops = count(spec.model, spec.train.seq_len).flops_per_token_causal * tokens
     median = statistics.median
     return {
-        "tokens_per_s": median(tokens / row[0] for row in rows),
-        "over_bare_loop": median(row[1] / row[0] for row in rows),
-        "over_transformers": median(row[2] / row[0] for row in rows),
-        "over_matmul_peak": median(flops / row[0] / row[3] for row in rows),
-        "bare_loop_over_matmul_peak": median(flops / row[1] / row[3] for row in rows),
-        "matmul_peak_flops_per_s": median(row[3] for row in rows),
+        "tokens_per_s": median(tokens / row["ours"] for row in rows),
+        "over_bare_loop": median(row["bare_loop"] / row["ours"] for row in rows),
+        "over_transformers": median(row["transformers"] / row["ours"] for row in rows),
+        "over_matmul_peak": median(flops / row["ours"] / row["peak"] for row in rows),
+        "bare_loop_over_matmul_peak": median(flops / row["bare_loop"] / row["peak"] for row in rows),
+        "matmul_peak_flops_per_s": median(row["peak"] for row in rows),
     }
-
-
-def _two_ranks_worker(rank: int, meeting_point: str, arguments: argparse.Namespace, results: Any) -> None:
-    join(RankEnvironment(rank, 2, rank, meeting_point, "phalanx"), CPU, 60.0)
-    found = {}
-    for sharding in ("zero3", "zero2", "none"):
-        spec = spec_for(arguments, 1)
-        spec = dataclasses.replace(spec, parallel=ParallelSpec(sharding=sharding))  # type: ignore[arg-type]
-        make_deterministic(spec, CPU)
-        fast_train = dataclasses.replace(spec.train, reduction="fast")
-        both = (spec, dataclasses.replace(spec, train=fast_train))
-        steps = [build_stepper(one, CPU)[1] for one in both]
-        for step in steps:
-            step()
-        ratios = []
-        for _ in range(arguments.rounds):
-            reproducible_s, fast_s = (seconds_of(step) for step in steps)
-            ratios.append(fast_s / reproducible_s)
-        found[f"reproducible_over_fast_{sharding}"] = statistics.median(ratios)
-    if rank == 0:
-        results.put(found)
-    leave()
 
 
 def two_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
     """(d)."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        point = (Path(folder) / "store").as_uri()
-        workers = [
-            context.Process(target=_two_ranks_worker, args=(rank, point, arguments, results))
-            for rank in range(2)
-        ]
-        for worker in workers:
-            worker.start()
-        found: dict[str, Any] = results.get(timeout=3600)
-        for worker in workers:
-            worker.join()
+    found: dict[str, Any] = {}
+    spec = spec_for(arguments, 1)
+    peers = [Crew([name], spec, 2) for name in ("bare_loop", "transformers") if arguments.peers]
+    for sharding in arguments.sharding or ("zero3", "zero2", "none"):
+        mine = dataclasses.replace(spec, parallel=ParallelSpec(sharding=sharding))
+        ours = Crew(["ours", "fast"], mine, 2)
+        rows = rounds_of_turns([ours, *peers], arguments.rounds)
+        ours.end()
+        for name in ("fast", *(peer.names[0] for peer in peers)):
+            ratio = statistics.median(row[name] / row["ours"] for row in rows)
+            found[f"reproducible_over_{name}_{sharding}"] = ratio
+    for peer in peers:
+        peer.end()
     return found
 
 
@@ -269,6 +322,7 @@ def _shares_worker(contender: str, arguments: argparse.Namespace, results: Any) 
         if contender == "bare":
             step = same_model_bare(spec)
         else:
+            keep_freed_memory(CPU)
             for owner, name, label in (
                 (TreeSummation, "_push", "tree"),
                 (exact_sum, "norm", "norm"),
@@ -320,6 +374,11 @@ GOALS = {
     "reproducible_over_fast_zero3": 0.95,
     "reproducible_over_fast_zero2": 0.97,
     "reproducible_over_fast_none": 0.95,
+    **{
+        f"reproducible_over_{peer}_{sharding}": goal
+        for peer, goal in (("bare_loop", 1.0), ("transformers", 1.05))
+        for sharding in ("zero3", "zero2", "none")
+    },
 }
 
 
@@ -334,6 +393,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of the single rank in (a) to (c)")
     parser.add_argument("--compile", action="store_true", help="compile the blocks of all contenders")
+    parser.add_argument(
+        "--sharding",
+        action="append",
+        choices=["zero3", "zero2", "none"],
+        help="of (d); all three if not given",
+    )
+    parser.add_argument(
+        "--no-peers", dest="peers", action="store_false", help="leave the loops of others out of (d)"
+    )
     parser.add_argument("--only", choices=["one-rank", "two-ranks", "shares"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
