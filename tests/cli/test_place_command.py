@@ -98,6 +98,24 @@ def test_an_allocation_is_verified_with_its_cost(files: Path) -> None:
     assert "of a step are lost" in place(files, "--share", "pod=0.001", "--allocation", "n[1-4,13-16]").output
 
 
+def test_an_allocation_of_a_run_that_names_no_number_of_nodes_is_used_whole_but_for_the_spares(
+    files: Path,
+) -> None:
+    text = (files / "run.toml").read_text()
+    (files / "run.toml").write_text(text.replace("nodes = 8\n", ""))
+    told = place(files, "--allocation", "n[1-4,6-11]")
+    assert told.exit_code == 0, told.output
+    (files / "run.toml").write_text(text)
+    assert told.output == place(files, "--allocation", "n[1-4,6-11]").output
+
+
+def test_flows_of_one_axis_are_told_apart(files: Path) -> None:
+    (line,) = [line for line in place(files).output.splitlines() if "sends in a step" in line]
+    flows = line.partition(": ")[2].split(") ")
+    assert len(flows) == len(set(flows)) > 2
+    assert "(8, ring)" in line
+
+
 def test_an_allocation_that_loses_more_than_it_may_is_refused_by_its_exit_code(files: Path) -> None:
     words = ["--share", "pod=0.001", "--most-lost-ms", "0.001", "--allocation"]
     assert place(files, *words, "n[9-16]").exit_code == 0

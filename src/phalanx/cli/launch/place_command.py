@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,8 @@ def command(
                 raise click.UsageError("--joining is about nodes that were given: --allocation HOSTS")
             _tell_joining(spec, topology, joins, expanded(allocation), most_lost_ms, as_json)
             return
+        if allocation:
+            spec = _on_all(spec, len(expanded(allocation)))
         traffic = traffic_of(spec, spec.launch.cluster)
         topology = with_rates_of(topology, spec, traffic)
         rule: Order | None = None if order is None else "pipeline" if order == "pipeline" else "data"
@@ -159,6 +162,13 @@ def command(
         click.echo(json.dumps(_as_json(topology, traffic, found)))
         return
     _print(spec, topology, traffic, found)
+
+
+def _on_all(spec: RunSpec, given: int) -> RunSpec:
+    """The run on all ``given`` nodes but its spares, if nothing says on how many it is to run."""
+    if spec.fleet.nodes or spec.parallel.ranks or given <= spec.fleet.spares:
+        return spec
+    return replace(spec, fleet=replace(spec.fleet, nodes=given - spec.fleet.spares))
 
 
 def _choice_json(choice: Choice) -> dict[str, object]:
@@ -247,7 +257,8 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
         f"{topology.node_bytes_per_s / 1e9:.4g} GB/s a node"
     )
     sums = ", ".join(
-        f"{flow.axis} ({flow.size}) {format_bytes(int(flow.sent_bytes))}" for flow in traffic.flows
+        f"{flow.axis} ({flow.size}, {flow.pattern.replace('_', ' ')}) {format_bytes(int(flow.sent_bytes))}"
+        for flow in traffic.flows
     )
     console.print(f"[dim]each rank sends in a step:[/] {sums or 'nothing'}")
     table = Table("unit", "order", "units", "straddling", "usable nodes", "NIC ms", box=None, pad_edge=False)
@@ -256,10 +267,8 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
     table.add_column("")
     for choice in found[:_LISTED]:
         cost = choice.price
-        seconds = [f"{1e3 * cost.uplink_s[name]:.4g}" for name in levels]
-        verdict = (
-            "no placement is faster" if cost.certified else f"+{1e3 * (cost.slowest_s - cost.bound_s):.3g} ms"
-        )
+        seconds = [_ms(cost.uplink_s[name]) for name in levels]
+        verdict = "no placement is faster" if cost.certified else f"+{_ms(cost.slowest_s - cost.bound_s)} ms"
         table.add_row(
             *(
                 str(choice.unit),
@@ -267,7 +276,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
                 str(len(choice.placement.units)),
                 str(choice.placement.straddling),
             ),
-            *(f"{choice.usable_nodes:,}", f"{1e3 * cost.nic_s:.4g}", *seconds, verdict),
+            *(f"{choice.usable_nodes:,}", _ms(cost.nic_s), *seconds, verdict),
         )
     console.print(table)
     best = found[0]
@@ -282,5 +291,9 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
 def _ratio(best: Choice) -> str:
     if best.price.certified:
         return "its slowest link is a node's own, so no placement is faster"
-    slowest, bound = 1e3 * best.price.slowest_s, 1e3 * best.price.bound_s
-    return f"its slowest link needs {slowest:.3g} ms of a step, where no placement needs less than {bound:.3g} ms"
+    slowest, bound = _ms(best.price.slowest_s), _ms(best.price.bound_s)
+    return f"its slowest link needs {slowest} ms of a step, where no placement needs less than {bound} ms"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"
