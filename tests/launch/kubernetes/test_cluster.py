@@ -165,6 +165,20 @@ def test_what_waits_says_why_in_the_words_of_its_queue_or_of_the_scheduler(clust
     assert "0/5 nodes are available" in told
 
 
+def test_an_image_that_cannot_be_pulled_is_said_with_what_to_do_also_where_other_pods_have_it(
+    cluster: ApiServer,
+) -> None:
+    submit()
+    name = name_of(cluster)
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "registry/none:1"'}
+    run_pods(cluster, name, "Pending", containerStatuses=[{"state": {"waiting": waiting}}])
+    told = phalanx("runs", "--on", "kubernetes")
+    assert 'Back-off pulling image "registry/none:1" (launch.container_image: is it there' in told
+    cluster.of("pods")[0]["status"] = {"phase": "Running"}
+    assert "running, 2 pods: 1 there; pod " in (told := phalanx("runs", "--on", "kubernetes"))
+    assert "Back-off pulling image" in told
+
+
 def test_the_status_of_a_run_that_trains_is_asked_of_the_pod_that_leads(cluster: ApiServer) -> None:
     submit()
     name = name_of(cluster)

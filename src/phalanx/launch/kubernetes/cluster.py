@@ -43,6 +43,11 @@ _INSTALL = {
 _ANSWER_S, _GONE_S = 60.0, 900.0
 
 
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+"""Of a container that waits, in the words of the kubelet (kubernetes/pkg/kubelet/images/types.go)."""
+_NO_IMAGE = " (launch.container_image: is it there under this name, and may the nodes pull it? cancel and submit again with --image)"
+
+
 class MissingKindError(EngineError):
     """A cluster does not know a kind of object."""
 
@@ -186,10 +191,13 @@ def _with_reason(job: ClusterJob) -> ClusterJob:
     doing, reason = job.state, job.reason
     pods = pods_of(job)
     phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
+    why = next(filter(None, map(_why_pending, pods)), "")
     if phases["Running"]:
-        doing, reason = "running", f"{phases['Running']} there" if phases["Running"] < job.pods else ""
+        doing, reason = "running", ""
+        if phases["Running"] < job.pods:
+            reason = f"{phases['Running']} there" + (f"; {why}" if why else "")
     elif not reason:
-        reason = _queue_says(job) or next(filter(None, map(_why_pending, pods)), "")
+        reason = _queue_says(job) or why
     return ClusterJob(job.name, job.namespace, job.resource, doing, reason, job.pods, job.run_dir, job.uid)
 
 
@@ -215,7 +223,8 @@ def _why_pending(pod: dict[str, Any]) -> str:
     for container in pod["status"].get("containerStatuses", []):
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("message"):
-            return f"pod {pod['metadata']['name']}: {waiting['message']}"
+            remedy = _NO_IMAGE if waiting.get("reason") in _IMAGE_REASONS else ""
+            return f"pod {pod['metadata']['name']}: {waiting['message']}{remedy}"
     return ""
 
 
