@@ -124,6 +124,7 @@ class SlurmCluster:
     environment: dict[str, str]
     """For its commands."""
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    nodes: int = NODES
 
     def tool(self, *words: str, check: bool = True) -> str:
         """What one of Slurm's commands prints."""
@@ -239,19 +240,25 @@ def _free_ports(count: int) -> int:
 
 @contextmanager
 def slurm_cluster(
-    folder: Path, *, accounting: bool = False, topology: Literal["tree", "block"] = "tree"
+    folder: Path,
+    *,
+    accounting: bool = False,
+    topology: Literal["tree", "block"] = "tree",
+    nodes: int = NODES,
 ) -> Iterator[SlurmCluster]:
-    """Starts a cluster of ``NODES`` nodes under two leaf switches, or in two blocks, in ``folder``, and leaves nothing behind.
+    """Starts a cluster of nodes under leaf switches, or in blocks, of ``LEAF``, in ``folder``, and leaves nothing behind.
 
     With ``accounting`` it enforces the limits of its accounts, which a slurmdbd keeps in a MariaDB of its own.
     """
     with TemporaryDirectory(prefix="phalanx-slurm-") as others:
-        yield from _running(folder, Path(others), accounting, topology)
+        yield from _running(folder, Path(others), accounting, topology, nodes)
 
 
-def _running(folder: Path, others: Path, accounting: bool, topology: str) -> Iterator[SlurmCluster]:
+def _running(
+    folder: Path, others: Path, accounting: bool, topology: str, nodes: int
+) -> Iterator[SlurmCluster]:
     """The cluster; what belongs to daemons of other users lies in ``others``: pytest closes its own folder to them whenever it starts somewhere."""
-    first = _free_ports(NODES + 2)
+    first = _free_ports(nodes + 2)
     # The port of a coordinator follows from its job's number, and clusters share this host.
     first_job = 1 + 20 * (first - _FIRST_PORT)
     for name in ("state", "dev"):
@@ -270,35 +277,37 @@ def _running(folder: Path, others: Path, accounting: bool, topology: str) -> Ite
             folder=folder,
             munge=munge,
             port=first,
-            nodes=NODES,
+            nodes=nodes,
             first=first + 1,
-            last=first + NODES,
+            last=first + nodes,
             gpus=GPUS,
             grace=GRACE_S,
             topology=topology,
             first_job=first_job,
         )
-        + (_ACCOUNTING.format(munge=munge, port=first + NODES + 1) if accounting else "")
+        + (_ACCOUNTING.format(munge=munge, port=first + nodes + 1) if accounting else "")
     )
-    (folder / "gres.conf").write_text(f"NodeName=n[1-{NODES}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
+    (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
     disabled = "CgroupPlugin=disabled\n" if slurm_version() >= (23,) else ""
     (folder / "cgroup.conf").write_text(disabled)
-    (folder / "topology.conf").write_text(
-        f"BlockName=block1 Nodes=n[1-{LEAF}]\nBlockName=block2 Nodes=n[{LEAF + 1}-{NODES}]\nBlockSizes={LEAF}\n"
-        if topology == "block"
-        else f"SwitchName=leaf1 Nodes=n[1-{LEAF}]\nSwitchName=leaf2 Nodes=n[{LEAF + 1}-{NODES}]\nSwitchName=core Switches=leaf[1-2]\n"
-    )
+    kind, name = ("BlockName", "block") if topology == "block" else ("SwitchName", "leaf")
+    leaves = range(1, nodes // LEAF + 1)
+    lines = [f"{kind}={name}{leaf} Nodes=n[{LEAF * (leaf - 1) + 1}-{LEAF * leaf}]" for leaf in leaves]
+    lines += [
+        f"BlockSizes={LEAF}" if topology == "block" else f"SwitchName=core Switches=leaf[1-{len(leaves)}]"
+    ]
+    (folder / "topology.conf").write_text("\n".join([*lines, ""]))
     path = f"{os.environ['PATH']}:/usr/sbin"
-    cluster = SlurmCluster(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path})
+    cluster = SlurmCluster(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}, nodes=nodes)
     try:
         words = [f"--socket={munge}/sock", f"--key-file={key}", f"--pid-file={munge}/pid"]
         words += [f"--log-file={munge}/log", f"--seed-file={munge}/seed"]
         cluster.start_daemon("munged", "runuser", "-u", "munge", "--", "munged", "-F", *words)
         _wait_for(munge / "sock")
         if accounting:
-            _keep_accounts(cluster, others, first + NODES + 1)
+            _keep_accounts(cluster, others, first + nodes + 1)
         cluster.start_daemon("slurmctld", "slurmctld", "-D", "-c")
-        for number in range(1, NODES + 1):
+        for number in range(1, nodes + 1):
             cluster.start_node(number)
         cluster.wait_for_nodes()
         yield cluster
@@ -310,7 +319,7 @@ def _running(folder: Path, others: Path, accounting: bool, topology: str) -> Ite
 
 def _end(cluster: SlurmCluster) -> None:
     """Ends all processes of jobs, then the daemons."""
-    for number in range(1, NODES + 1):
+    for number in range(1, cluster.nodes + 1):
         for pid in cluster.processes_of(f"n{number}"):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

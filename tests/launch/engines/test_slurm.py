@@ -256,17 +256,25 @@ def test_a_run_is_queued_once_whoever_submits_it_and_nothing_starts_before_all_n
         for at_once in [phalanx.start(*words), phalanx.start(*words)]
     )
     assert sorted(code for _, code in told) == [0, 1], told
+    assert "expected to start 20" in next(text for text, code in told if not code)
     refused = next(text for text, code in told if code)
     assert "is being submitted by process" in refused or "already (waits for 3 nodes" in refused
     job = read_record(run_dir).job  # type: ignore[union-attr]
     assert "already (waits for 3 nodes" in phalanx(*words, fails=True)
     assert cluster.tool("squeue", "-h", "-o", "%T", "-j", job).split() == ["PENDING"]
     assert not (run_dir / "launch" / f"job-{job}.log").exists()
+    # Who cancels it also cancels the job whose nodes were to join it, and its lender is asked to take its nodes again.
+    record = run_dir / "launch" / "submitted.json"
+    lent = {"taken_from": str(phalanx.folder / "no-lender"), "taken": 2}
+    record.write_text(json.dumps({**json.loads(record.read_bytes()), **lent}))
+    joins = [f"--comment=phalanx-joining:{run_dir}", "-o", "/dev/null", "--hold", "--wrap", "true"]
+    cluster.tool("sbatch", *joins)
+    assert "no-lender does not take its 2 nodes again: " in phalanx("cancel", str(run_dir))
+    assert not json.loads(phalanx("runs", "--on", "slurm", "--json"))
+    assert "ended without a word, or before it began" in phalanx("status", str(run_dir))
     # A job of somebody else is none of one's own; the record of the run has its number.
-    phalanx("cancel", str(run_dir))
     other = ["--uid=nobody", "-o", "/dev/null", "-D", "/", "--parsable", f"--comment=phalanx:{run_dir}"]
     number = cluster.tool("sbatch", "--hold", *other, "--wrap", "true").strip()
-    record = run_dir / "launch" / "submitted.json"
     record.write_text(json.dumps({**json.loads(record.read_bytes()), "job": number}))
     assert f"is job {number} already (waits for 1 nodes: JobHeldUser" in phalanx(*words, fails=True)
 
@@ -377,7 +385,14 @@ def test_a_run_lends_nodes_to_another_and_takes_them_again_without_computing_a_s
     # The scheduler takes them away once more; the agents leave at a step boundary.
     cluster.tool("scancel", "--signal=TERM", joining["id"])
     wait_until(lambda: len(members(lender, "member")) == 1, "the nodes have not left", lender / "launch")
+    # Who borrows and is cancelled before it begins gives back what it has borrowed.
+    later = ["--set", 'launch.options=["--begin=now+1hour"]']
+    never = phalanx.submit("never-begun", "--nodes", "8", "--take-from", str(lender), *later)
+    wait_until(lambda: len(members(lender, "member")) == 1, "nothing is lent", lender / "launch")
+    assert f"{lender} takes" in phalanx("cancel", str(never))
+    assert "takes" not in phalanx("cancel", str(never))
     phalanx("cancel", str(lender))
+    assert not [job for job in json.loads(phalanx("runs", "--on", "slurm", "--json")) if job["joins"]]
     seen = fleet_of(lender)
     assert seen["recoveries"] == 0
     assert int(str(seen["regroups"])) >= 3

@@ -217,6 +217,52 @@ def test_the_last_wrapper_of_an_agent_ends_the_job_or_queues_it_again_only_where
     assert not list((tmp_path / "launch" / "at-work").iterdir())
 
 
+def with_tools(folder: Path, **tools: str) -> dict[str, str]:
+    """The environment of a job whose tools are these lines of shell; what they note with ``said`` is in the file ``told``."""
+    (folder / "bin").mkdir()
+    for name, does in tools.items():
+        tool = folder / "bin" / name
+        tool.write_text(f'#!/bin/sh\nsaid() {{ echo "$@" >> {folder}/told; }}\n{does}\n')
+        tool.chmod(0o755)
+    return {**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+
+def test_who_cancels_a_run_just_when_its_job_queues_itself_again_is_obeyed_by_the_job_that_begins(
+    tmp_path: Path,
+) -> None:
+    told = replace(order(), run_dir=tmp_path, python=str(tmp_path / "bin" / "phalanx"), taken_from=tmp_path)
+    script = batch_script(replace(told, taken=2))
+    (tmp_path / "launch").mkdir()
+    environment = with_tools(
+        tmp_path, srun="said srun", squeue="", phalanx='[ "$3" = place ] || said "$@"', scontrol="said $@"
+    )
+
+    def job_says(restarts: str) -> list[str]:
+        (tmp_path / "launch" / "stopped").touch()
+        own = {**environment, **({"SLURM_RESTART_COUNT": restarts} if restarts else {})}
+        subprocess.run(["bash", "-c", script], env=own, capture_output=True, check=False)
+        noted = (tmp_path / "told").read_text().splitlines()
+        (tmp_path / "told").write_text("")
+        return noted
+
+    grows = f"-m phalanx fleet grow {tmp_path} --by 2"
+    assert job_says(restarts="1") == [grows]
+    assert job_says(restarts="") == ["srun"], "a new submission counts, and nodes are given back once"
+
+
+def test_jobs_that_wait_to_join_a_run_that_is_over_are_cancelled_and_no_others(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a|b"
+    (run_dir / "launch").mkdir(parents=True)
+    queue = [f"8|phalanx-joining:{run_dir}", f"9|phalanx-joining:{run_dir}-2", f"10|phalanx:{run_dir}"]
+    environment = with_tools(
+        tmp_path, srun="", phalanx="", scancel="said $@", squeue=f"printf '%s\\n' {shlex.join(queue)}"
+    )
+    script = batch_script(replace(order(), run_dir=run_dir, python=str(tmp_path / "bin" / "phalanx")))
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "told").read_text() == "8\n"
+
+
 @pytest.mark.parametrize(
     ("limit", "saves_in", "queued"),
     [("1m", (), 3), ("1m", (0,), 3), ("1m", (2,), 5), ("1h", (), 8), ("", (), 8)],

@@ -123,7 +123,6 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
       phalanx fleet grow runs/big-1f3a9c04 --by 2
       phalanx fleet grow runs/big-1f3a9c04 --by 2 --hosts more-hosts.txt
     """
-    from phalanx.fleet.core.messages import Grow
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
@@ -132,22 +131,27 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
         _grow_on_hosts(run_dir, by, hosts, made, certificates, as_json)
         return
     with explained(EngineError):
-        script = _joining_script(run_dir, by, made) if made is not None and made.engine == "slurm" else None
-        answer = ask(run_dir, Grow(by), certificates)
-        if answer != "accepted":
-            raise click.ClickException(answer)
-        if script is None:
-            how = "they come by themselves to a fleet that phalanx train --nodes has started"
-            _say(
-                {"wanted": by},
-                f"{by} more nodes are wanted: {how}; else phalanx agent --run {run_dir}",
-                as_json,
-            )
-            return
-        from phalanx.launch.engines import slurm
+        job = grown(run_dir, by, made, certificates)
+    if job:
+        _say({"wanted": by, "job": job}, f"job {job}: {by} nodes, which join the run when it starts", as_json)
+        return
+    how = "they come by themselves to a fleet that phalanx train --nodes has started"
+    _say({"wanted": by}, f"{by} more nodes are wanted: {how}; else phalanx agent --run {run_dir}", as_json)
 
-        job = slurm.submit(script)
-    _say({"wanted": by, "job": job}, f"job {job}: {by} nodes, which join the run when it starts", as_json)
+
+def grown(run_dir: Path, by: int, made: Submitted | None, certificates: Path | None = None) -> str:
+    """Asks the coordinator for ``by`` more nodes; the job that brings them, empty if the run has none of Slurm's.
+
+    Raises ``EngineError`` or ``click.ClickException``.
+    """
+    from phalanx.fleet.core.messages import Grow
+    from phalanx.launch.engines import slurm
+
+    script = _joining_script(run_dir, by, made) if made is not None and made.engine == "slurm" else None
+    answer = ask(run_dir, Grow(by), certificates)
+    if answer != "accepted":
+        raise click.ClickException(answer)
+    return slurm.submit(script) if script is not None else ""
 
 
 def _grow_on_hosts(

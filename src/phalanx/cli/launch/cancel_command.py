@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.launch.engines.submission import Submitted
 
 _POLL_S = 1.0
 
@@ -51,8 +55,13 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
         mark_stopped(run_dir)
+        if made.engine == "slurm":
+            slurm.cancel_joining(run_dir, waiting_only=True)  # they would get nodes for a run that ends
         if sentence(run_dir, made) is None:
             click.echo(f"{title(made)} has ended already")
+            if made.engine == "slurm":
+                slurm.cancel_joining(run_dir)
+            _give_back(run_dir, made)
             return
         job = slurm.job_of(run_dir) if made.engine == "slurm" else None
         if now or (job is not None and job.state == "PENDING"):
@@ -65,7 +74,34 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             click.echo(f"{title(made)} saves and ends (phalanx cancel --now ends it at once)")
         if not no_wait:
             wait_until_ended(run_dir, made, _POLL_S)
+            if made.engine == "slurm":
+                slurm.cancel_joining(run_dir)
+        if not no_wait or (job is not None and job.state == "PENDING"):
+            _give_back(run_dir, made)
     click.echo(f"{title(made)} is cancelled" if not no_wait else f"{title(made)} is asked to end")
+
+
+def _give_back(run_dir: Path, made: Submitted) -> None:
+    """Lets the run that has lent nodes to this one have as many again, where the job's own script did not come to it."""
+    from phalanx.cli.fleet.resize_command import grown
+    from phalanx.launch.engines.order import FOLDER
+    from phalanx.launch.engines.slurm_script import RETURNED
+    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.tools import EngineError
+
+    if not made.taken_from:
+        return
+    lender = Path(made.taken_from)
+    try:
+        (run_dir / FOLDER / RETURNED).mkdir()
+        job = grown(lender, made.taken, read_record(lender))
+    except FileExistsError:
+        return
+    except (EngineError, click.ClickException) as error:
+        said = error.message if isinstance(error, click.ClickException) else str(error)
+        click.echo(f"{lender} does not take its {made.taken} nodes again: {said}", err=True)
+        return
+    click.echo(f"{lender} takes {made.taken} nodes again: job {job}")
 
 
 def _ask_to_stop(run_dir: Path) -> None:

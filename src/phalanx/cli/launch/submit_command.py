@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -200,6 +201,7 @@ def _borrowed(order: LaunchOrder, lender: Path) -> LaunchOrder:
     """The order, once ``lender`` has given back as many nodes as are missing. Raises ``EngineError``."""
     from phalanx.cli.fleet.resize_command import asked_to_go, wait_until_gone
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.slurm_script import RETURNED
 
     missing = order.all_nodes - slurm.idle_nodes(order)
     if missing <= 0:
@@ -207,7 +209,19 @@ def _borrowed(order: LaunchOrder, lender: Path) -> LaunchOrder:
     names = asked_to_go(lender, missing, ())
     click.echo(f"{lender} gives back {' '.join(names)}", err=True)
     wait_until_gone(lender, names)
+    with suppress(FileNotFoundError):  # of an earlier loan to this run
+        (order.folder / RETURNED).rmdir()
     return replace(order, taken_from=lender.resolve(), taken=len(names))
+
+
+def _still_lent(order: LaunchOrder) -> str:
+    """What to do about nodes that were given back for a job which Slurm did not take then; empty if none were."""
+    if order.taken_from is None:
+        return ""
+    return (
+        f"; {order.taken_from} has given back {order.taken} nodes for it: phalanx fleet grow {order.taken_from} --by {order.taken} takes them "
+        "again"
+    )
 
 
 def _submit(
@@ -216,17 +230,21 @@ def _submit(
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import only_submission, order_of, record, write_files
+    from phalanx.launch.engines.tools import EngineError
 
     order = order_of(spec, working_dir)
     script = batch_script(order)  # what no job can have is refused before anything is written, or borrowed
     with only_submission(order):
         _refuse_second(order)
-        if lender is not None:
-            order = _borrowed(order, lender)
-            script = batch_script(order)
         path = write_files(order, spec, script)
         expected = slurm.test_submit(path)
-        job = slurm.submit(path)
+        if lender is not None:
+            order = _borrowed(order, lender)
+            write_files(order, spec, batch_script(order))
+        try:
+            job = slurm.submit(path)
+        except EngineError as error:
+            raise EngineError(f"{error}{_still_lent(order)}") from error
         made = record(order, "slurm", job)
     if as_json:
         price = (
@@ -238,8 +256,8 @@ def _submit(
     click.echo(
         f"job {job}: {order.nodes} nodes{spares}, {order.nodes * spec.fleet.workers_per_node} ranks; run directory {order.run_dir}"
     )
-    if expected.strip():
-        click.echo(f"  {expected.strip()}")
+    if expected:
+        click.echo(f"  expected to start {expected}")
     click.echo(f"  placement: {_placement_line(best, why_not)}")
     click.echo(
         f"follow it with  phalanx status {order.run_dir}  |  phalanx logs {order.run_dir} --follow  |  phalanx cancel {order.run_dir}"

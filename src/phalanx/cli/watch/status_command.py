@@ -100,7 +100,9 @@ def _job_line(run_dir: Path) -> str | None:
         doing = sentence(run_dir, made)
     except EngineError as error:
         return f"{title(made)}: not known here ({error})"
-    return f"{title(made)}: {doing or f'ended; its log is {log_of(run_dir, made)}'}{_given(run_dir)}"
+    log = log_of(run_dir, made)
+    ended = f"ended; its log is {log}" if log.exists() else "ended without a word, or before it began"
+    return f"{title(made)}: {doing or ended}{_given(run_dir)}"
 
 
 def _given(run_dir: Path) -> str:

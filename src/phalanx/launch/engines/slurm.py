@@ -185,13 +185,23 @@ def submit(script: Path) -> str:
 
 
 def test_submit(script: Path) -> str:
-    """What Slurm says of a script without queueing it: when it would start. Raises ``EngineError`` with its words if it never would."""
-    return run_tool(["sbatch", "--test-only", str(script)], environment=without_overrulers(os.environ))
+    """When Slurm expects a script to start, without queueing it; empty if it does not say. Raises ``EngineError`` with its words if it never would."""
+    words = ["sbatch", "--test-only", str(script)]
+    said = run_tool(words, environment=without_overrulers(os.environ), errors_too=True)
+    found = re.search(r"to start at (\S+)", said)
+    return found[1] if found else ""
 
 
 def cancel(job: str) -> None:
     """Ends a job, queued or running."""
     run_tool(["scancel", job])
+
+
+def cancel_joining(run_dir: Path, *, waiting_only: bool = False) -> None:
+    """Ends the jobs whose nodes join the fleet of a run that ends; only those that wait for nodes, if so told."""
+    for job in jobs_of(run_dir):
+        if job.joins and (not waiting_only or job.state == "PENDING"):
+            cancel(job.id)
 
 
 # --- before anything is queued --------------------------------------------------------------------

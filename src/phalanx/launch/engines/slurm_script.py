@@ -21,12 +21,14 @@ import math
 import shlex
 from collections.abc import Iterator
 
-from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
+from phalanx.launch.engines.order import FOLDER, LaunchOrder, seconds_of, slurm_time
 from phalanx.launch.engines.slurm_options import options_in, refuse
 from phalanx.launch.engines.tools import EngineError
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
 """Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""
+RETURNED = "returned"
+"""A folder of this name is made by who gives borrowed nodes back, so that it happens once."""
 _STOPPED = 75
 """Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
 _REFUSED = 3
@@ -124,7 +126,7 @@ def _quoted(name: str, value: str) -> str:
 
 def _environment(order: LaunchOrder) -> Iterator[str]:
     launch = order.launch
-    yield "# Written by Phalanx."
+    yield "# Written by phalanx submit, which also freezes the run file for it: without that, sbatch alone starts nothing."
     yield "export PYTHONUNBUFFERED=1"
     for variable in launch.environment:
         name, sign, value = variable.partition("=")
@@ -157,8 +159,14 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     yield f'head="$(hostname):{port}"' if order.port else f'head="$(hostname):"{port}'
     yield f"nonce={folder}/nonce"
     yield f"rm -rf {folder}/at-work {folder}/concluded"
-    yield f'[ -n "${{SLURM_RESTART_COUNT:-}}" ] || rm -f {folder}/saved-nothing-since'
-    yield f'rm -f {folder}/stopped {folder}/lead-exit; echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" > "$nonce"'
+    # Who cancels a run at the moment at which its job queues itself again finds it here.
+    yield f'if [ -n "${{SLURM_RESTART_COUNT:-}}" ] && [ -e {folder}/stopped ]; then'
+    yield '  echo "the run was cancelled: it does not go on"'
+    yield from (f"  {line}" for line in _given_back(order))
+    yield "  exit 0"
+    yield "fi"
+    yield f'[ -n "${{SLURM_RESTART_COUNT:-}}" ] || rm -f {folder}/saved-nothing-since {folder}/stopped'
+    yield f'rm -f {folder}/lead-exit; echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" > "$nonce"'
     yield from _verified(order, phalanx)
     yield from _on_grace(order, phalanx, run_dir)
     agent = [
@@ -175,6 +183,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     yield 'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done'
     yield from _queued_again(order)
     yield from _given_back(order)
+    yield from _nobody_joins(f"${{nonce%/{FOLDER}/nonce}}")
     yield 'exit "$code"'
 
 
@@ -211,8 +220,19 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
 def _given_back(order: LaunchOrder) -> Iterator[str]:
     """Lets the run that has lent nodes have as many again."""
     if order.taken_from is not None:
-        lender = shlex.quote(str(order.taken_from))
-        yield f"{shlex.join(order.program)} fleet grow {lender} --by {order.taken} || true"
+        lender, returned = shlex.quote(str(order.taken_from)), shlex.quote(str(order.folder / RETURNED))
+        yield f"! mkdir {returned} 2>/dev/null || {shlex.join(order.program)} fleet grow {lender} --by {order.taken} || true"
+
+
+def _nobody_joins(run_dir: str) -> Iterator[str]:
+    """Cancels jobs whose nodes were to join a run that is over, and that wait still: they would get nodes for nothing.
+
+    ``run_dir`` is an expression of the shell's.
+    """
+    yield f'joining="{JOINING_COMMENT}{run_dir}"'
+    yield 'squeue -h --me -t PENDING -o "%i|%k" | while IFS="|" read -r id comment; do'
+    yield '  [ "$comment" != "$joining" ] || scancel "$id"'
+    yield "done"
 
 
 def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
@@ -263,6 +283,7 @@ def _concluded(order: LaunchOrder) -> Iterator[str]:
     yield 'mkdir "$folder/concluded" 2>/dev/null || exit "$code"'
     yield from (line.replace("'", "'\\''") for line in _given_back(order))
     yield 'if [ -e "$folder/stopped" ] || [ -e "${folder%/*}/result.json" ] || grep -Eq ".phase.: *.failed" "${folder%/*}/fleet.json"; then'
+    yield from (f"  {line}" for line in _nobody_joins("${folder%/*}"))
     yield '  scancel "$SLURM_JOB_ID"'
     yield "else"
     yield '  scontrol requeue "$SLURM_JOB_ID"'

@@ -55,6 +55,10 @@ class Submitted:
     """Where relative paths of the run file begin."""
     leader: str = ""
     """The node that leads, if hosts were named; its log has the name."""
+    taken_from: str = ""
+    """The run that has lent nodes for this one; empty for none."""
+    taken: int = 0
+    """Number of those nodes."""
 
 
 def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
@@ -175,8 +179,10 @@ def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
 
 def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submitted:
     """Notes what was submitted."""
+    lender = "" if order.taken_from is None else str(order.taken_from)
     made = Submitted(
-        engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir), leader
+        *(engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir), leader),
+        *(lender, order.taken),
     )
     write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
     return made

@@ -23,8 +23,9 @@ def run_tool(
     stdin: str | None = None,
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
+    errors_too: bool = False,
 ) -> str:
-    """What a tool printed that ran in ``folder`` (by default here).
+    """What a tool printed that ran in ``folder`` (by default here), and with ``errors_too`` what it wrote as errors although it had none.
 
     Raises ``EngineError`` if it is not installed, ended with an error (with its own words), or took too long.
     """
@@ -52,4 +53,4 @@ def run_tool(
         said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         meaning = next((meaning for word, meaning in _MEANS.items() if word in said), said)
         raise EngineError(f"{words[0]}: {meaning}")
-    return done.stdout
+    return done.stdout + (done.stderr if errors_too else "")
