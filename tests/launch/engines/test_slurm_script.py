@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.launch.engines import slurm
 from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
 from phalanx.launch.engines.slurm import (
     NodeFacts,
@@ -248,6 +249,29 @@ def test_who_cancels_a_run_just_when_its_job_queues_itself_again_is_obeyed_by_th
     grows = f"-m phalanx fleet grow {tmp_path} --by 2"
     assert job_says(restarts="1") == [grows]
     assert job_says(restarts="") == ["srun"], "a new submission counts, and nodes are given back once"
+
+
+def test_nodes_leave_no_fleet_whose_job_cannot_be_made_smaller_and_a_busy_one_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "_PAUSE_S", 0.0)
+    run_dir, busy = (
+        tmp_path / "run",
+        "slurm_update error: Job update not available right now, the DB index is being set",
+    )
+    line = f"7|RUNNING|None|3|n[1-3]|x|1:00|phalanx-big|main|phalanx:{run_dir}"
+    fails = f'said "$@"; [ -e {tmp_path}/ready ] || {{ echo "{busy}" >&2; exit 1; }}'
+    path = with_tools(tmp_path, squeue=f"echo '{line}'", scontrol=fails)["PATH"]
+    monkeypatch.setenv("PATH", path)
+    with pytest.raises(EngineError, match="job 7 cannot be made smaller now: a Slurm that keeps no accounts"):
+        slurm.demand_resizable(run_dir)
+    with pytest.raises(EngineError, match="n3 have left the run, but Slurm keeps them in job 7"):
+        slurm.give_back(run_dir, {"n3"})
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == [f"update JobId=7 Comment=phalanx:{run_dir}", *3 * ["update JobId=7 NodeList=n1,n2"]]
+    (tmp_path / "ready").touch()
+    slurm.demand_resizable(run_dir)
+    assert slurm.give_back(run_dir, {"n3"}) == {"7": ("n3",)}
 
 
 def test_jobs_that_wait_to_join_a_run_that_is_over_are_cancelled_and_no_others(tmp_path: Path) -> None:

@@ -66,7 +66,14 @@ def asked_to_go(
 ) -> list[str]:
     """Names of the nodes that the coordinator lets go. Raises ``click.ClickException`` with its words if it refuses."""
     from phalanx.fleet.core.messages import Shrink
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.tools import EngineError
 
+    made = read_record(run_dir)
+    if made is not None and made.engine == "slurm":
+        with explained(EngineError):
+            slurm.demand_resizable(run_dir)
     accepted, *names = ask(run_dir, Shrink(by, nodes), certificates).split(" ")
     if accepted != "accepted":
         raise click.ClickException(" ".join((accepted, *names)))

@@ -287,7 +287,7 @@ def _placement(spec: RunSpec) -> tuple[Choice | None, str]:
 
 def _placement_line(best: Choice | None, why_not: str) -> str:
     if best is None:
-        return f"not known before the nodes are given ({why_not})"
+        return f"not priced: {why_not}"
     units = f"on what is free now, {len(best.placement.units)} units of {best.unit}, by {best.order}"
     if best.price.certified:
         return f"{units}: no placement is faster"

@@ -34,7 +34,13 @@ class RunSummary:
     @property
     def state(self) -> str:
         """The run's progress, for people."""
-        return "finished" if self.finished else f"saved step {self.saved_step} of {self.steps}"
+        if self.finished:
+            return "finished"
+        return (
+            f"saved step {self.saved_step} of {self.steps}"
+            if self.saved_step
+            else f"nothing saved yet of {self.steps} steps"
+        )
 
     def to_json(self) -> dict[str, object]:
         """The fields as a JSON object."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +52,12 @@ _REMEDIES = {
     "JobHeldUser": "it is held: scontrol release JOB",
     "JobHeldAdmin": "an administrator holds it",
 }
+
+
+_NO_INDEX = "the DB index is being set"
+"""What scontrol says of a job of which slurmdbd has not taken note yet since its last change; without slurmdbd it never does (tried with 22.05)."""
+_ONCE = "a Slurm that keeps no accounts makes a job smaller once (AccountingStorageType), and one that does must have taken note of the last time"
+_TRIES, _PAUSE_S = 3, 2.0
 
 
 @dataclass(frozen=True)
@@ -147,12 +154,46 @@ def give_back(run_dir: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
         if len(rest) < len(hosts):
             given[job.id] = tuple(host for host in hosts if host in names)
             if rest:
-                with (
-                    TemporaryDirectory() as folder
-                ):  # scontrol leaves scripts there that set the variables of a shell
-                    words = ["scontrol", "update", f"JobId={job.id}", f"NodeList={','.join(rest)}"]
-                    run_tool(words, folder=folder)
+                _make_smaller(job, rest, given[job.id])
     return given
+
+
+def demand_resizable(run_dir: Path) -> None:
+    """Raises ``EngineError`` if the job of a run cannot be made smaller, before nodes leave the fleet for nothing.
+
+    It is not asked where further jobs have joined: their nodes may be those that go.
+    """
+    found = jobs_of(run_dir)
+    if len(found) != 1 or found[0].joins or found[0].state != "RUNNING":
+        return
+    (job,) = found
+    try:  # changes nothing, and is answered as every change would be
+        run_tool(["scontrol", "update", f"JobId={job.id}", f"Comment={COMMENT}{job.run_dir}"])
+    except EngineError as error:
+        if _NO_INDEX in str(error):
+            raise EngineError(f"job {job.id} cannot be made smaller now: {_ONCE}: {error}") from error
+        raise
+
+
+def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str]) -> None:
+    """Takes the nodes out of a job that are not among the ``rest``. Raises ``EngineError``."""
+    words = ["scontrol", "update", f"JobId={job.id}", f"NodeList={','.join(rest)}"]
+    for tried in range(_TRIES):
+        try:
+            with (
+                TemporaryDirectory() as folder
+            ):  # scontrol leaves scripts there that set the variables of a shell
+                run_tool(words, folder=folder)
+            return
+        except EngineError as error:
+            if _NO_INDEX not in str(error):
+                raise
+            if tried == _TRIES - 1:
+                raise EngineError(
+                    f"{' '.join(gone)} have left the run, but Slurm keeps them in job {job.id}: {_ONCE}. To free them, phalanx cancel "
+                    f"{job.run_dir} and submit it again with fewer --nodes: {error}"
+                ) from error
+        time.sleep(_PAUSE_S)
 
 
 def idle_nodes(order: LaunchOrder) -> int:
