@@ -40,6 +40,12 @@ def test_a_worker_that_was_killed_is_named_and_those_that_lost_it_are_not(tmp_pa
     assert not inquiry.taken()
 
 
+def test_ranks_that_left_as_they_were_asked_to_have_not_failed(tmp_path: Path) -> None:
+    inquiry = made(tmp_path, {})
+    inquiry.heard(m.Broken("node-0", 1, 4, 0, m.LEFT_AS_ASKED))
+    assert not inquiry.taken()
+
+
 def test_of_a_node_whose_log_cannot_be_read_its_report_counts(tmp_path: Path) -> None:
     inquiry = made(tmp_path, {"node-0": LOST})
     inquiry.heard(m.Broken("node-0", 1, 4, 0, LOST))

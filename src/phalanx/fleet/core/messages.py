@@ -159,6 +159,10 @@ class WorkerHung(WireMessage, frozen=True):
     silent_s: float
 
 
+LEFT_AS_ASKED = "left at a step boundary, as asked"
+"""The text of ``Broken`` of a worker in which nothing failed."""
+
+
 class Broken(WireMessage, frozen=True):
     """A collective failed in a worker: evidence that another member of its epoch is gone."""
 

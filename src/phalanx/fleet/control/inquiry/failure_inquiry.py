@@ -50,6 +50,8 @@ class FailureInquiry:
         """Notes that a node has reported that something failed."""
         if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
             return
+        if isinstance(report, m.Broken) and report.text == m.LEFT_AS_ASKED:
+            return
         now_s = time.time()
         # What ended no epoch, such as a spare's worker that died hours ago, is not the beginning of what fails now.
         self._heard = {node: line for node, line in self._heard.items() if line.t > now_s - _RECENT_S}

@@ -32,12 +32,12 @@ from phalanx.checkpoint.snapshot.segments import segments_from
 from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.control.inquiry.hang import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
-from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP
+from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.quick import complaints, of_device
 from phalanx.fleet.node.rank.hooks import Hooks, NoHooks
 from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, NonFiniteStepError, RankGuardian
-from phalanx.fleet.node.rank.worker_orders import Orders
+from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
 from phalanx.fleet.node.worker_link import (
     Alive,
     Doubted,
@@ -250,7 +250,7 @@ class Worker:
             return TrainingFinished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
         except Exception as error:
             outcome = outcome_of(error, bind.epoch, over=self._orders.over(bind.epoch), device=self._device)
-            if isinstance(outcome, EpochBroken):
+            if isinstance(outcome, EpochBroken) and not isinstance(error, ParkedError):
                 traceback.print_exc()  # into this worker's log
                 sys.stderr.flush()
             return outcome
@@ -331,6 +331,9 @@ def outcome_of(error: Exception, epoch: int, *, over: bool, device: torch.device
         return None
     if isinstance(error, known_errors()) and not isinstance(error, _RECOVERABLE):
         return RunFailed(epoch, str(error), type(error).__name__, isinstance(error, RunFailedError))
+    if isinstance(error, ParkedError):
+        # Where the order to leave by plan is lost with its coordinator, this is what ends the epoch.
+        return EpochBroken(epoch, LEFT_AS_ASKED)
     return EpochBroken(epoch, text)
 
 
