@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.engines.slurm_cluster import missing
+from phalanx.cli.train.session import how_to_go_on
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, only_submission
@@ -51,6 +52,15 @@ def test_a_run_directory_that_cannot_be_written_is_said_to_be_none(tmp_path: Pat
     (tmp_path / "file").touch()
     with pytest.raises(EngineError, match="give another run_dir"), only_submission(order(tmp_path / "file")):
         pass
+
+
+def test_who_stops_a_submitted_run_is_not_told_to_start_an_agent_of_its_job_by_hand(tmp_path: Path) -> None:
+    frozen = order(tmp_path).run_file
+    job = ["agent", "--run", str(frozen), "--coordinator", "n1:20008"]
+    assert how_to_go_on(tmp_path, job, child=False) == "the same phalanx submit"
+    by_hand = ["train", "big.toml", "--set", "train.steps=5"]
+    assert how_to_go_on(tmp_path, by_hand, child=False).endswith(" train big.toml --set train.steps=5")
+    assert how_to_go_on(tmp_path, by_hand, child=True).endswith(f" train {tmp_path}")
 
 
 @pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")

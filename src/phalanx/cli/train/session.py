@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.directory.result import RunResult
@@ -129,6 +130,18 @@ def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Consol
     return 0
 
 
+def how_to_go_on(run_dir: Path, words: Sequence[str], *, child: bool) -> str:
+    """The command that goes on with a run that the ``words`` have started.
+
+    The directory of a child run says all; the command that made it would look for the parent again. The words of a run that was submitted are those of a job
+    on one of its nodes.
+    """
+    frozen = (run_dir / FOLDER / "run.toml").resolve()
+    if any(Path(word).resolve() == frozen for word in words):
+        return "the same phalanx submit"
+    return shlex.join([*_program(), *(["train", str(run_dir)] if child else words)])
+
+
 def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, story: FleetStory | None) -> int:
     """Reports how a run ended, with the fleet's ``story`` if it had one; returns the exit code."""
     for fault in story.faults_missed if story else ():
@@ -136,9 +149,7 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
     if ending.status == "finished":
         _report(run.directory, run.spec, console, as_json, story)
         return 0
-    # The directory of a child run says all; the command that made it would look for the parent again.
-    child = run.spec.checkpoint.init_with == "training"
-    again = shlex.join([*_program(), *(["train", str(run.directory.path)] if child else sys.argv[1:])])
+    again = how_to_go_on(run.directory.path, sys.argv[1:], child=run.spec.checkpoint.init_with == "training")
     if ending.status == "stopped":
         step = max(run.directory.committed_steps(), default=0)
         lost = f" without saving; the newest checkpoint is of step {step}"

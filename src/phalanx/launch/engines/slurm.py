@@ -48,7 +48,7 @@ _REMEDIES = {
     "QOSGrpGRES": "the limit of GPUs of the QOS is used up: wait, or another --qos",
     "QOSMaxNodePerUserLimit": "the QOS allows you fewer nodes at a time",
     "QOSMaxWallDurationPerJobLimit": "the QOS allows less time: --time",
-    "BeginTime": "it was queued again and starts in a moment",
+    "BeginTime": "its time has not come: it was queued again a moment ago, or --begin says so",
     "JobHeldUser": "it is held: scontrol release JOB",
     "JobHeldAdmin": "an administrator holds it",
 }
