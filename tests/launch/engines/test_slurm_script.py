@@ -251,14 +251,18 @@ def test_who_cancels_a_run_just_when_its_job_queues_itself_again_is_obeyed_by_th
     assert job_says(restarts="") == ["srun"], "a new submission counts, and nodes are given back once"
 
 
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "Job update not available right now, the DB index is being set",
+        "Unexpected message received for job 7",
+    ],
+)
 def test_nodes_leave_no_fleet_whose_job_cannot_be_made_smaller_and_a_busy_one_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "_PAUSE_S", 0.0)
-    run_dir, busy = (
-        tmp_path / "run",
-        "slurm_update error: Job update not available right now, the DB index is being set",
-    )
+    run_dir = tmp_path / "run"
     line = f"7|RUNNING|None|3|n[1-3]|x|1:00|phalanx-big|main|phalanx:{run_dir}"
     fails = f'said "$@"; [ -e {tmp_path}/ready ] || {{ echo "{busy}" >&2; exit 1; }}'
     path = with_tools(tmp_path, squeue=f"echo '{line}'", scontrol=fails)["PATH"]

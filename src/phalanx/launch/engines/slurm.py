@@ -54,8 +54,8 @@ _REMEDIES = {
 }
 
 
-_NO_INDEX = "the DB index is being set"
-"""What scontrol says of a job of which slurmdbd has not taken note yet since its last change; without slurmdbd it never does (tried with 22.05)."""
+_NO_INDEX = ("the DB index is being set", "Unexpected message received")
+"""What scontrol says, one or the other, of a job of which slurmdbd has not taken note yet since its last change; without slurmdbd it never does (tried with 22.05)."""
 _ONCE = "a Slurm that keeps no accounts makes a job smaller once (AccountingStorageType), and one that does must have taken note of the last time"
 _TRIES, _PAUSE_S = 3, 2.0
 
@@ -170,7 +170,7 @@ def demand_resizable(run_dir: Path) -> None:
     try:  # changes nothing, and is answered as every change would be
         run_tool(["scontrol", "update", f"JobId={job.id}", f"Comment={COMMENT}{job.run_dir}"])
     except EngineError as error:
-        if _NO_INDEX in str(error):
+        if any(sign in str(error) for sign in _NO_INDEX):
             raise EngineError(f"job {job.id} cannot be made smaller now: {_ONCE}: {error}") from error
         raise
 
@@ -186,7 +186,7 @@ def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str]) -> No
                 run_tool(words, folder=folder)
             return
         except EngineError as error:
-            if _NO_INDEX not in str(error):
+            if not any(sign in str(error) for sign in _NO_INDEX):
                 raise
             if tried == _TRIES - 1:
                 raise EngineError(
