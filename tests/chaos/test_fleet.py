@@ -16,6 +16,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import RunStarted
 from phalanx.observe.goodput import goodput
 from phalanx.observe.rank_stream import RankStream
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.layout import Layout
 from phalanx.watch.ranks.slowest import newest_windows, slowest, values_of
 from phalanx_process import last_json, run
@@ -171,10 +172,11 @@ AXES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], set[tuple[int, int]
         4,
         LANES + TILES + EXPERTS,
         (*OVER_TENSOR, *OVER_CONTEXT, "parallel.expert=4"),
-        {(2, 2), (1, 2)},
+        {(2, 2)},
     ),
 }
-"""Nodes of a fleet, what the run fixes, how the fleet divides it, and the degrees of tensor and context before and after a node is lost."""
+"""Nodes of a fleet, what the run fixes, how the fleet divides it, and the degrees of tensor and context before and after a node is lost; of
+two that may fall, the planner has said which falls first."""
 
 
 @pytest.mark.slow
@@ -197,6 +199,9 @@ def test_random_faults_that_change_the_degree_of_any_axis_change_no_bit(
     taken = [(one.get("tensor", 1), one.get("context", 1)) for one in layouts]
     # A busy machine may let a fleet begin before its last node has come, which then takes the smaller degree first.
     if taken[0] == max(degrees):
+        if degrees == {(2, 2)}:
+            first = read_resolved(RunDirectory(tmp_path / "run")).fleet.halve_first
+            degrees = degrees | {{"tensor": (1, 2), "context": (2, 1)}[first]}
         assert degrees <= set(taken), "a node was lost for good"
         last = result["layout"]
         assert EXPERTS[0] not in fixed or last["expert"] == last["tensor"] * last["context"] < math.prod(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import Literal
 
 import click
 import pytest
@@ -13,10 +15,13 @@ from phalanx.cli.train.session import event_display
 from phalanx.cli.train.train_as_rank import train_as_rank
 from phalanx.cli.train.train_fleet import fleet_story, train_fleet
 from phalanx.fleet.faults.fault_list import fault_marker
+from phalanx.hardware.catalog import cluster
+from phalanx.hardware.detect import system_here
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Message
-from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.spec import RunSpec
+from phalanx.plan.fewer_ranks import first_halved
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED
 from phalanx.train.start.open_run import OpenRun
@@ -59,6 +64,31 @@ def test_an_empty_token_file_is_named_with_the_remedy_before_a_fleet_starts(
     (tmp_path / "run" / "fleet.token").touch()
     with pytest.raises(click.ClickException, match=r"fleet\.token is empty.*start the run again"):
         train_fleet(replace_at(spec, "fleet.nodes", 1), tmp_path / "run.toml", (), as_json=True)
+
+
+@pytest.mark.parametrize("given", ["planned", "tensor", "context"])
+def test_which_degree_falls_first_is_the_users_or_the_planners_to_say_and_then_the_runs(
+    given: Literal["planned", "tensor", "context"], folder: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(folder / "words", tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "fleet.token").touch()  # which ends the start behind what is looked at
+    spec = dataclasses.replace(
+        spec,
+        model=dataclasses.replace(spec.model, lanes=2, context_tiles=2),
+        train=dataclasses.replace(spec.train, seq_len=24),
+        parallel=ParallelSpec(tensor=2, context=2, context_mode="allgather"),
+        fleet=FleetSpec(nodes=4, least_tensor=1, least_context=1, halve_first=given),
+    )
+    with pytest.raises(click.ClickException, match=r"fleet\.token is empty"):
+        train_fleet(spec, tmp_path / "run.toml", (), as_json=True)
+    kept = read_resolved(RunDirectory(tmp_path / "run")).fleet.halve_first
+    if given == "planned":
+        answer = first_halved(spec, cluster(f"{system_here()}:4"))
+        assert answer is not None
+        assert kept == answer.axis
+    else:
+        assert kept == given
 
 
 def test_a_rank_that_fails_where_nothing_can_be_printed_still_ends_at_once(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from phalanx.hardware import matmul_peak
-from phalanx.hardware.detect import gpu_count
+from phalanx.hardware.catalog import cluster
+from phalanx.hardware.detect import gpu_count, system_here
 from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 
@@ -77,3 +78,21 @@ def test_a_processor_that_multiplies_slowly_is_measured_on_matrices_that_it_can_
         sizes.clear()
         measure_matmul_flops(torch.device("cpu"), torch.bfloat16, budget_s)
         assert all(2 * size**3 / flops_per_s < budget_s for size in sizes if size > 256)
+
+
+def test_plans_take_this_machine_for_what_was_measured_else_for_its_gpus_else_for_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_THIS_MACHINE", str(tmp_path / "this.toml"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("phalanx.hardware.detect.metadata.version", lambda _name: "2.13.0+cu130")
+    driver = tmp_path / "gpus"
+    assert system_here(driver) == "cpu"
+    told = driver / "0000:01:00.0" / "information"
+    told.parent.mkdir(parents=True)
+    for model, system in (("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 9090", None)):
+        told.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 16\n")
+        assert system_here(driver) == system
+        assert system is None or cluster(f"{system}:8").accelerator.name.startswith(model)
+    (tmp_path / "this.toml").touch()
+    assert system_here(driver) == "this"

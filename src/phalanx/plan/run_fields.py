@@ -407,6 +407,7 @@ _WHOLE_RUN = {
                     "a plan does not count steps under a smaller degree, nor check that the larger shares of degree {value} fit"
                 ),
             ),
+            "halve_first": _irrelevant("which of two degrees falls first on a fleet with too few ranks"),
             "min_nodes": _noted("a plan does not count the time in which fewer than {value} nodes are left"),
             **_all(
                 "heartbeat_s lease_s worker_lease_s confirm_s coordinator_lease_s succession_s stall_s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -75,18 +76,29 @@ def test_a_least_degree_that_cannot_be_is_refused_with_a_remedy(
     assert problem.remedy
 
 
-def test_lanes_and_tiles_together_let_both_degrees_fall() -> None:
+@pytest.mark.parametrize(("first", "on_two"), [("planned", (1, 2)), ("tensor", (1, 2)), ("context", (2, 1))])
+def test_lanes_and_tiles_together_let_both_degrees_fall_one_before_the_other(
+    first: Literal["planned", "tensor", "context"], on_two: tuple[int, int]
+) -> None:
     model = replace(MODEL, context_tiles=4)
     parallel = ParallelSpec(tensor=2, context=2, context_mode="allgather")
-    fleet = FleetSpec(nodes=4, least_tensor=1, least_context=1)
+    fleet = FleetSpec(nodes=4, least_tensor=1, least_context=1, halve_first=first)
     spec = RunSpec(model=model, train=TRAIN, parallel=parallel, fleet=fleet)
     found = {ranks: divided_over(spec, ranks).parallel for ranks in (1, 2, 4)}
     assert {ranks: (one.tensor, one.context) for ranks, one in found.items()} == {
         1: (1, 1),
-        2: (1, 2),
+        2: on_two,
         4: (2, 2),
     }
     assert list(smaller_degree_problems(spec)) == []
+
+
+def test_a_degree_that_never_falls_cannot_fall_first() -> None:
+    fleet = FleetSpec(nodes=4, least_tensor=1, halve_first="context")
+    spec = RunSpec(model=MODEL, train=TRAIN, parallel=ParallelSpec(tensor=2), fleet=fleet)
+    (problem,) = smaller_degree_problems(spec)
+    assert (problem.path, problem.also) == ("fleet.halve_first", ("fleet.least_context",))
+    assert "planned" in problem.remedy
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from phalanx.cli.errors import explained
 from phalanx.cli.train.session import (
@@ -28,13 +29,16 @@ from phalanx.fleet.faults.fault import FaultError
 from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_faults
 from phalanx.fleet.node.local_fleet import run_fleet
 from phalanx.fleet.node.supervision.fleet_plan import Lead, LocalFleet
+from phalanx.hardware.catalog import cluster
+from phalanx.hardware.detect import system_here
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import Event
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.recoveries import recoveries
-from phalanx.run.degrees.smaller import problems_on
+from phalanx.run.degrees.smaller import halves, problems_on
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.kinds.whole_model import resolve as resolve_model
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx.train.start.open_run import OpenRun
@@ -53,6 +57,7 @@ def train_fleet(
         if problems:
             raise RunFileError(run_file, problems)
     planned = _faults(spec, faults)
+    spec = _with_planned_halving(spec, console)
     with explained(DataError, RunDirectoryError):
         if spec.run_dir and (done := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
             return already_done(spec, run_file, done, console, as_json)
@@ -81,6 +86,30 @@ def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
             f"at most {fleet.nodes + fleet.spares}, or more nodes",
             ("fleet.nodes", "fleet.spares"),
         )
+
+
+def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
+    """The run with the planner's answer to which degree falls first if too few ranks are left, where that is the planner's to say."""
+    if spec.fleet.halve_first != "planned" or len(halves(spec)) < 2:
+        return spec
+    from phalanx.plan.fewer_ranks import first_halved
+
+    system = system_here()
+    try:
+        vocabulary = spec.model.vocab_size or spec.data.vocab_size
+        asked = dataclasses.replace(spec, model=resolve_model(spec.model, vocabulary))
+        answer = None if system is None else first_halved(asked, cluster(f"{system}:{spec.parallel.ranks}"))
+    except ValueError as error:
+        console.print(f"with too few ranks the tensor degree falls first: no plan, {error}", markup=False)
+        answer = None
+    if answer is None:
+        return spec
+    seconds = ", ".join(f"{axis} {found.step_s:.3g} s" for axis, found in answer.estimates.items())
+    console.print(
+        f"[dim]with too few ranks the {answer.axis} degree falls first: a planned step on {answer.ranks} "
+        f"{'rank' if answer.ranks == 1 else 'ranks'} with half of a degree takes, by degree, {seconds}[/]"
+    )
+    return dataclasses.replace(spec, fleet=dataclasses.replace(spec.fleet, halve_first=answer.axis))
 
 
 def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 A run in lanes has the same bits under every tensor degree (``phalanx.parallel.tensor.lanes``), one in context tiles under every
 context degree (``phalanx.parallel.context.fixed``), so a fleet that lost half of a node need not wait for a spare: ``fleet.least_tensor``
-and ``fleet.least_context`` say how far the degrees may fall. They are halved until the ranks that are left suffice, and are those of the run file
-again once there are enough. Experts that are dealt to the ranks of a slot are dealt to fewer in the same proportion. Every rank and the coordinator
+and ``fleet.least_context`` say how far the degrees may fall, and ``fleet.halve_first`` which of them falls first. They are halved until the ranks that are
+left suffice, and are those of the run file again once there are enough. Experts that are dealt to the ranks of a slot are dealt to fewer in the same proportion. Every rank and the coordinator
 decide alike, from the run file and the number of ranks.
 """
 
@@ -11,22 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ParallelSpec, RunSpec
 
+Axis = Literal["tensor", "context"]
+"""A degree that may fall."""
+
 
 def divisions(spec: RunSpec) -> Iterator[ParallelSpec]:
-    """Yields the ways in which the run may divide its model: that of the run file, then ever smaller tensor, then context degrees."""
-    parallel, fleet = spec.parallel, spec.fleet
+    """Yields the ways in which the run may divide its model: that of the run file, then ever smaller degrees, one down to its least and then
+    the other; tensor first, unless ``fleet.halve_first`` names context."""
+    parallel = spec.parallel
     yield parallel
-    while fleet.least_tensor and parallel.tensor // 2 >= fleet.least_tensor:
-        parallel = replace(parallel, tensor=parallel.tensor // 2, expert=max(1, parallel.expert // 2))
-        yield parallel
-    while fleet.least_context and parallel.context // 2 >= fleet.least_context:
-        parallel = replace(parallel, context=parallel.context // 2, expert=max(1, parallel.expert // 2))
-        yield parallel
+    axes: tuple[Axis, ...] = ("tensor", "context")
+    for axis in reversed(axes) if spec.fleet.halve_first == "context" else axes:
+        while (halved := _halved(spec, parallel, axis)) is not None:
+            yield (parallel := halved)
+
+
+def _halved(spec: RunSpec, parallel: ParallelSpec, axis: Axis) -> ParallelSpec | None:
+    """``parallel`` with half of a degree, and of the experts' ranks; ``None`` if it may not fall so far."""
+    tensor, context = (parallel.tensor // 2, 0) if axis == "tensor" else (0, parallel.context // 2)
+    least = spec.fleet.least_tensor if axis == "tensor" else spec.fleet.least_context
+    if not 0 < least <= tensor + context:
+        return None
+    return replace(
+        parallel,
+        tensor=tensor or parallel.tensor,
+        context=context or parallel.context,
+        expert=max(1, parallel.expert // 2),
+    )
+
+
+def halves(spec: RunSpec) -> dict[Axis, ParallelSpec]:
+    """The run's division with half of each degree that may fall: half as many ranks, whichever it is."""
+    axes: tuple[Axis, ...] = ("tensor", "context")
+    found = {axis: _halved(spec, spec.parallel, axis) for axis in axes}
+    return {axis: parallel for axis, parallel in found.items() if parallel is not None}
 
 
 def legal_ranks(spec: RunSpec, parallel: ParallelSpec, most: int) -> tuple[int, ...]:
@@ -51,12 +75,20 @@ def problems_on(spec: RunSpec, ranks: int) -> list[Problem]:
 
 
 def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yields what is wrong about ``fleet.least_tensor`` and ``fleet.least_context``."""
+    """Yields what is wrong about ``fleet.least_tensor``, ``fleet.least_context`` and ``fleet.halve_first``."""
     fleet, parallel, model = spec.fleet, spec.parallel, spec.model
     yield from _problems("tensor", fleet.least_tensor, parallel.tensor, "model.lanes", model.lanes)
     yield from _problems(
         "context", fleet.least_context, parallel.context, "model.context_tiles", model.context_tiles
     )
+    first = fleet.halve_first
+    if first != "planned" and not (fleet.least_tensor if first == "tensor" else fleet.least_context):
+        yield Problem(
+            "fleet.halve_first",
+            f"the {first} degree never falls, first or last",
+            f'set fleet.least_{first} to how far it may fall, or fleet.halve_first = "planned"',
+            (f"fleet.least_{first}",),
+        )
     yield from _never_reached(spec)
 
 

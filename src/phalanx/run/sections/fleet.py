@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from phalanx.run.fields import FLEET, NOT_NEGATIVE, POSITIVE, ValueRange
 
@@ -26,6 +26,9 @@ class FleetSpec:
     bits stay, each rank holds a larger share. It needs model.lanes; 0 means parallel.tensor, so that the run waits for nodes."""
     least_context: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Smallest context degree with which the run goes on, likewise. It needs model.context_tiles; 0 means parallel.context."""
+    halve_first: Annotated[Literal["planned", "tensor", "context"], FLEET] = "planned"
+    """The degree that is halved first, down to its least, where both may fall; "planned" takes the one with which the planner, asked once at the
+    start of a fleet, expects the shorter step on half of the ranks, and memory enough."""
     heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
     """Seconds between two heartbeats of an agent."""
     lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0
