@@ -38,6 +38,10 @@ MODELS = {
     ),
     "mixture": dataclasses.replace(MIXTURE, **PIECES),
     "ahead": dataclasses.replace(DENSE, **PIECES | {"layers": 1}, tie_embeddings=True, mtp_depth=1),
+    # Whose lanes and pieces begin within cache lines, where a product may be rounded otherwise.
+    "odd widths": ModelSpec(
+        dim=33, heads=4, kv_heads=4, head_dim=6, ffn_dim=28, vocab_size=61, **PIECES | {"layers": 1}
+    ),
 }
 DEGREES: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
     ("dense", "fp32"): ((2, 1), (1, 2), (2, 2), (4, 1), (1, 4)),
@@ -47,6 +51,8 @@ DEGREES: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
     ("mixture", "bf16"): ((2, 2),),
     ("ahead", "fp32"): ((2, 2), (1, 4)),
     ("ahead", "bf16"): ((2, 2),),
+    ("odd widths", "fp32"): ((4, 1), (1, 4)),
+    ("odd widths", "bf16"): ((2, 2),),
 }
 """Tensor and context degrees of up to four ranks, by model and format."""
 
@@ -66,6 +72,10 @@ def divided(model: ModelSpec, tensor: int, context: int, **other: Any) -> Parall
     return ParallelSpec(tensor=tensor, context=context, context_mode="allgather", expert=expert, **other)
 
 
+OFFLOADS_ALL: Flaw = ("phalanx.train.transforms.offload", "offload_activations.__defaults__", (1,))
+"""No flaw: activations of any size are offloaded; else those of tiny models would all be too small."""
+
+
 @pytest.fixture(scope="module")
 def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
     """The result of a model of ``MODELS`` on one rank."""
@@ -74,7 +84,7 @@ def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
 
 @pytest.mark.parametrize(
     ("model", "compute"),
-    quick(DEGREES, of_the_suite=[("mixture", "fp32"), ("ahead", "bf16")]),
+    quick(DEGREES, of_the_suite=[("mixture", "fp32"), ("ahead", "bf16"), ("odd widths", "fp32")]),
 )
 def test_a_run_in_lanes_and_tiles_has_one_hash_whatever_its_tensor_and_context_degrees(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], model: str, compute: str
@@ -98,10 +108,14 @@ def test_so_it_has_on_eight_ranks(
 
 
 @pytest.mark.parametrize(
-    "changed", quick(["selective recomputation", "integer sums", "shards"], of_the_suite=["integer sums"])
+    "changed",
+    quick(
+        ["selective recomputation", "integer sums", "shards", "offload to files"],
+        of_the_suite=["integer sums"],
+    ),
 )
 def test_nothing_else_that_is_the_fleets_parts_such_runs(
-    ranks: Ranks, one_rank: Callable[[str, str], Whole], changed: str
+    ranks: Ranks, one_rank: Callable[[str, str], Whole], changed: str, tmp_path: Path
 ) -> None:
     model = MODELS["dense"]
     spec, ranks_used = spec_of(model, divided(model, 2, 2)), 4
@@ -111,6 +125,14 @@ def test_nothing_else_that_is_the_fleets_parts_such_runs(
     elif changed == "shards":
         parallel, ranks_used = divided(model, 2, 1, sharding="zero2"), 4
         spec = dataclasses.replace(spec, parallel=parallel)
+    elif changed == "offload to files":
+        memory = MemorySpec(
+            offload_activations="file", offload_optimizer="file", offload_path=str(tmp_path / "offload")
+        )
+        spec = dataclasses.replace(spec, memory=memory)
+        found = merged(ranks.run(ranks_used, flawed_step, spec, OFFLOADS_ALL))
+        assert same(found, reference)
+        return
     else:
         alone = spec_of(model, ParallelSpec())
         spec, alone = (replace_at(each, "train.reduction", "integer") for each in (spec, alone))

@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.model.layers.linear import Linear
 from phalanx.parallel.tensor.lanes.layers import LaneParameter
 from phalanx.parallel.tensor.lanes.rows import LaneRows
+from phalanx.parallel.tensor.tree_sums import dense
 
 LANES = 4
 
@@ -67,3 +68,48 @@ def test_nothing_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied == [(2, 50, 8)], "of the results alone"
     computed(torch.float32, apart=True)
     assert copied[1:] == [(2, 50, 8), (8, 16)]
+
+
+@pytest.mark.parametrize("width", [33, 47, 51])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_lane_has_the_bits_that_it_has_on_a_rank_of_its_own(width: int, side_by_side: bool) -> None:
+    # Its rows begin within a cache line where its rank has those before them too.
+    for rows_of_lane in (1, 7):
+        generator = torch.Generator().manual_seed(rows_of_lane)
+        layer = Linear(width, rows_of_lane * LANES, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
+        rows = LaneRows() if side_by_side else None
+        x = torch.randn(1, 50, width, generator=generator)
+        slope = torch.randn(1, 50, rows_of_lane, generator=generator)
+        gradients = []
+        for lane, (own,) in enumerate(LaneParameter(layer, "weight", 0, LANES, rows=rows).of_lanes()):
+            if rows is not None:
+                rows.lane = lane
+            here, there = (x.clone().requires_grad_() for _ in range(2))
+            matrix = layer.weight[lane * rows_of_lane : (lane + 1) * rows_of_lane]
+            matrix = matrix.detach().clone().requires_grad_()
+            y = F.linear(here, own) if rows is None else rows(here, own, None)
+            expected = F.linear(there, matrix)
+            assert torch.equal(y, expected)
+            y.backward(slope, retain_graph=True)
+            expected.backward(slope)
+            assert here.grad is not None
+            assert there.grad is not None
+            assert torch.equal(here.grad, there.grad)
+            assert matrix.grad is not None
+            gradients.append(matrix.grad)
+        assert layer.weight.grad is not None
+        assert torch.equal(layer.weight.grad, torch.cat(gradients))
+
+
+@pytest.mark.parametrize("count", [3, 7, 33])
+def test_a_piece_of_a_tensor_is_given_to_kernels_at_a_boundary_of_memory(count: int) -> None:
+    whole = torch.randn(4, count, requires_grad=True)
+    for number, piece in enumerate(whole.chunk(4)):
+        own = dense(piece)
+        assert own.is_contiguous()
+        assert own.data_ptr() % 64 == 0
+        assert torch.equal(own, whole[number : number + 1])
+    fitting = torch.randn(4, 16)
+    assert all(dense(piece).data_ptr() == piece.data_ptr() for piece in fitting.chunk(4)), "nothing is copied"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from phalanx.model.alignment import aligned
 from phalanx.model.autograd import apply_function, apply_function_of_many
 
 
@@ -38,16 +39,16 @@ def add_in_tree(summands: Iterable[Tensor], add: Callable[[Tensor, Tensor], Tens
 class _Dense(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:  # noqa: ARG004
-        return x.contiguous()
+        return aligned(x)
 
     @staticmethod
     def backward(ctx: object, *upstream: Tensor) -> Tensor:  # noqa: ARG004
-        return upstream[0].contiguous()
+        return aligned(upstream[0])
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` without gaps in memory, and so its gradient: kernels may add in another order where rows are apart, as those of a piece
-    of a larger tensor are."""
+    """``x`` without gaps in memory and begun at a boundary, and so its gradient: kernels may add in another order where rows are apart, or
+    begin within a cache line, as those of a piece of a larger tensor do."""
     return apply_function(_Dense, x)
 
 

@@ -20,7 +20,7 @@ order, over the context ranks too: the first reports the loss, and each some of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.model.alignment import aligned
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.linear import Affine
 from phalanx.parallel.context.fixed.ranks import RankTiles
@@ -102,26 +103,31 @@ def _in_chunks(
     grad_states = torch.empty_like(states) if wants_gradient else None
     # fp32, because it sums over chunks.
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_gradient else None
-    parts = _parts(len(weight), rows)
+    parts, in_lanes = _parts(len(weight), rows), rows is not None and bool(rows.lanes)
+    matrices = _matrices(weight, parts)
+    sums = None if grad_weight is None else _matrices(grad_weight, parts)
     for begin in range(0, len(states), chunk):
         now = states[begin : begin + chunk]  # (chunk, dim)
         # 1. Logits, at once turned into log-probabilities, and the losses.
         wanted, bends, scores, losses = _of_chunk(
-            now, weight, targets[begin : begin + chunk], parts, rows, cap
+            now, matrices, targets[begin : begin + chunk], parts, rows, cap
         )
         loss += losses.sum()
-        if grad_states is None or grad_weight is None:
+        if grad_states is None or sums is None:
             continue
         # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
         shares = []
-        for part, found, bend, target in zip(parts, scores, bends, wanted, strict=True):
+        for matrix, total, found, bend, target in zip(matrices, sums, scores, bends, wanted, strict=True):
             slope = _slope(found, target)  # (chunk, rows of the part)
             slope = (slope if bend is None else slope.mul_(bend)).to(now.dtype)
-            into = grad_states[begin : begin + chunk] if len(parts) == 1 else torch.empty_like(now)
-            shares.append(torch.mm(slope, weight[part.start : part.stop], out=into))
-            _accumulate(grad_weight[part.start : part.stop], slope, now, first=begin == 0)
-        if len(parts) > 1:
+            # In lanes, at a boundary of memory whether the rank has one of them or several.
+            into = torch.empty_like(now) if in_lanes else grad_states[begin : begin + chunk]
+            shares.append(torch.mm(slope, matrix, out=into))
+            _accumulate(total, slope, now, first=begin == 0)
+        if in_lanes:
             grad_states[begin : begin + chunk] = add_in_tree(shares, Tensor.add_)
+    if sums is not None and grad_weight is not None:
+        _put_together(grad_weight, parts, sums)
     return loss, None if grad_states is None else grad_states.view_as(hidden), grad_weight
 
 
@@ -139,15 +145,18 @@ class _Chunk(NamedTuple):
 
 def _of_chunk(
     states: Tensor,
-    weight: Tensor,
+    matrices: Sequence[Tensor],
     targets: Tensor,
     parts: list[range],
     rows: VocabularyPiece | None,
     cap: float,
 ) -> _Chunk:
-    """Logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``: all that the loss of training and a score compute alike."""
+    """Logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``: all that the loss of training and a score compute alike.
+
+    ``matrices`` are the projection's ``parts`` of rows.
+    """
     wanted = [_find(targets, part, rows) for part in parts]
-    pairs = [_logits(states, weight[part.start : part.stop], cap) for part in parts]
+    pairs = [_logits(states, matrix, cap) for matrix in matrices]
     scores, losses = _scores_and_losses([logits for logits, _ in pairs], wanted, rows)
     return _Chunk(wanted, [bend for _, bend in pairs], scores, losses)
 
@@ -163,7 +172,7 @@ def token_cross_entropy(
     states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     parts = _parts(len(weight), None)
     losses = [
-        _of_chunk(now, weight, target, parts, None, cap).losses
+        _of_chunk(now, [weight], target, parts, None, cap).losses
         for now, target in zip(torch.split(states, chunk), torch.split(wanted, chunk), strict=True)
     ]
     return torch.cat(losses).view_as(targets)
@@ -182,7 +191,7 @@ def _in_tiles(
     def grads_weight() -> Iterator[Tensor]:
         count = len(tiles.here)
         for states, wanted in zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True):
-            loss, grad_states, grad_weight = of_piece(states, wanted)
+            loss, grad_states, grad_weight = of_piece(aligned(states), wanted)
             losses.append(loss)
             if grad_states is not None and grad_weight is not None:
                 grads_hidden.append(grad_states)
@@ -226,6 +235,18 @@ def _parts(count: int, rows: VocabularyPiece | None) -> list[range]:
     sizes = (rows.lanes if rows is not None else ()) or (count,)
     ends = list(itertools.accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _matrices(whole: Tensor, parts: Sequence[range]) -> list[Tensor]:
+    """The ``parts`` of the rows of ``whole``: in its memory where they begin there as memory of their own would, else copies."""
+    return [whole] if len(parts) == 1 else [aligned(whole[part.start : part.stop]) for part in parts]
+
+
+def _put_together(whole: Tensor, parts: Sequence[range], sums: Sequence[Tensor]) -> None:
+    """Copies those ``parts`` of the rows of ``whole`` into it whose ``sums`` are not in its memory."""
+    for part, total in zip(parts, sums, strict=True):
+        if total.data_ptr() != whole[part.start : part.stop].data_ptr():
+            whole[part.start : part.stop] = total
 
 
 def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _Wanted:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from phalanx.model.alignment import aligned
 from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many
 from phalanx.model.layers.linear import Linear
 from phalanx.parallel.tensor.lanes.pieces import InPieces
@@ -34,13 +35,13 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _ColumnsContext, x: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(x, columns)
-        return torch.mm(x.flatten(0, -2), columns.contiguous().t()).view(*x.shape[:-1], -1)
+        return torch.mm(x.flatten(0, -2), aligned(columns).t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: _ColumnsContext, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         x, columns = ctx.saved_tensors
         gradient, rows = upstream[0].flatten(0, -2), x.flatten(0, -2)
-        return torch.mm(gradient, columns.contiguous()).view_as(x), torch.mm(gradient.t(), rows)
+        return torch.mm(gradient, aligned(columns)).view_as(x), torch.mm(gradient.t(), rows)
 
 
 class LaneOutput(Linear):
@@ -56,7 +57,7 @@ class LaneOutput(Linear):
         """``(b, s, inputs / lanes)`` to ``(b, s, outputs)``."""
         if self.product is None:
             return apply_function(_ColumnProduct, x, self.weight)
-        return self.product(x, self.weight.contiguous())
+        return self.product(x, aligned(self.weight))
 
     def add_bias(self, y: Tensor) -> Tensor:
         """``(b, s, outputs)`` to the same, with the bias."""
@@ -74,7 +75,9 @@ class _Cut(torch.autograd.Function):
         ctx: _CutContext, whole: Tensor, dim: int, parts: int, gradient: WholeGradient | None
     ) -> tuple[Tensor, ...]:
         ctx.dim, ctx.gradient = dim, gradient
-        return whole.chunk(parts, dim)
+        own = whole.chunk(parts, dim)
+        # Rows are multiplied where they lie; columns are copied together for each product.
+        return own if dim else tuple(map(aligned, own))
 
     @staticmethod
     def backward(ctx: _CutContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
