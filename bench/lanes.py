@@ -5,9 +5,10 @@
     python bench/lanes.py --dim 384 --layers 6 --seq-len 256
     python bench/lanes.py --lanes 0 --tiles 4               # one rank, 4 context tiles
     python bench/lanes.py --lanes 0 --tiles 2 --context 2   # as many context ranks as tiles, against a ring
+    python bench/lanes.py --seconds 100                     # begins no pair of steps after that
 
 The processor time of a rank is that of all its threads, without the kernel's; wall time is the slowest rank's. A ratio is the median
-of paired steps.
+of paired steps, of which the first is not counted.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ def spec_of(options: argparse.Namespace, lanes: int, tiles: int) -> RunSpec:
     return dataclasses.replace(spec, train=train)
 
 
-def timed(specs: list[RunSpec], steps: int) -> list[list[tuple[float, float]]]:
-    """The processor time and the wall time, s, of every step but the first of each run, in turn, on this rank."""
+def timed(specs: list[RunSpec], steps: int, seconds: float) -> list[list[tuple[float, float]]]:
+    """The processor time and the wall time, s, of every step but the first of each run, in turn, on this rank.
+
+    Up to ``steps`` of each, and after ``seconds`` no more.
+    """
     import torch
     import torch.distributed as dist
 
@@ -62,7 +66,7 @@ def timed(specs: list[RunSpec], steps: int) -> list[list[tuple[float, float]]]:
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper
 
-    steppers = []
+    steppers, ends = [], time.monotonic() + seconds
     for spec in specs:
         device = torch.device("cpu")
         make_deterministic(spec, device)
@@ -72,6 +76,11 @@ def timed(specs: list[RunSpec], steps: int) -> list[list[tuple[float, float]]]:
         steppers.append(Stepper(built, random_batches(spec, slots), Ledger(time.monotonic_ns())))
     times: list[list[tuple[float, float]]] = [[] for _ in specs]
     for number in range(1, steps + 1):
+        # All ranks stop together: when the first says so.
+        late = torch.tensor(number > 2 and time.monotonic() > ends)
+        dist.broadcast(late, 0)
+        if late:
+            break
         for stepper, found in zip(steppers, times, strict=True):
             before, began = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.monotonic()
             stepper.run(number)
@@ -91,11 +100,12 @@ def main() -> None:
         *(("seq-len", 512), ("vocabulary", 8192), ("steps", 6)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--against", choices=("ring", "allgather"), default="ring")
     options = parser.parse_args()
     specs = [spec_of(options, *pieces) for pieces in ((0, 0), (options.lanes, options.tiles))]
     ranks: list[Any] = Ranks(timeout_s=3600.0).run(
-        options.tensor * options.context, timed, specs, options.steps
+        options.tensor * options.context, timed, specs, options.steps, options.seconds
     )
     print(
         f"{options.lanes} lanes on {options.tensor} tensor ranks, {options.tiles} tiles on {options.context} context ranks "
@@ -109,9 +119,10 @@ def main() -> None:
             ]
             for run in (0, 1)
         )
-        ratio = statistics.median(b / a for a, b in zip(without, within, strict=True))
+        ratios = [b / a for a, b in zip(without, within, strict=True)]
         print(
-            f"{name} of a step: {statistics.median(within):.2f} s, without {statistics.median(without):.2f} s: {ratio:.3f}"
+            f"{name} of a step: {statistics.median(within):.2f} s, without {statistics.median(without):.2f} s: "
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} pairs)"
         )
 
 

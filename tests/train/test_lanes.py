@@ -144,9 +144,12 @@ def drawn(draw: st.DrawFn) -> tuple[str, int, RunSpec]:
     if parallel.pipeline > 1:
         schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
         parallel = dataclasses.replace(parallel, pipeline_schedule=schedule)
-    recompute = draw(st.sampled_from(("none", "full", "selective")))
+    memory = MemorySpec(
+        recompute=draw(st.sampled_from(("none", "full", "selective"))),
+        offload_optimizer=draw(st.sampled_from(("none", "host"))),
+    )
     spec = spec_of(MODELS[model], parallel, draw(st.sampled_from(("fp32", "bf16"))))
-    return model, count, dataclasses.replace(spec, memory=MemorySpec(recompute=recompute))
+    return model, count, dataclasses.replace(spec, memory=memory)
 
 
 @settings(
