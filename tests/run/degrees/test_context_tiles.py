@@ -64,6 +64,16 @@ def test_lanes_and_tiles_free_both_degrees_together() -> None:
             {"model.lanes": 4, "parallel.tensor": 2, "model.moe": MIXTURE, "parallel.expert": 2},
         ),
         ("parallel.expert_tensor", {"model.lanes": 4, "model.moe": MIXTURE, "parallel.expert_tensor": 2}),
+        ("model.moe.ffn_dim", {"model.moe": replace(MIXTURE, ffn_dim=24), "parallel.expert": 2}),
+        ("runtime.threads", {"model.moe": MIXTURE, "parallel.expert": 2, "runtime.threads": 2}),
+        (
+            "model.moe.ffn_dim",
+            {
+                "model.moe": replace(MIXTURE, ffn_dim=48),
+                "parallel.expert": 2,
+                "precision.compute": "bf16",
+            },
+        ),
     ],
 )
 def test_all_else_is_refused_with_the_field_to_change(path: str, values: dict[str, Any]) -> None:

@@ -8,6 +8,9 @@ from typing import Literal
 from phalanx.run.problems import Problem
 from phalanx.run.spec import RunSpec
 
+_REGISTER_BYTES = 64
+"""The longest vector register of a processor, AVX-512's: what is left over at the end of a loop over such is computed by other instructions."""
+
 Pieces = Literal["lanes", "context_tiles"]
 """The field of ``model`` that says how many pieces there are."""
 
@@ -26,6 +29,27 @@ def count_problems(spec: RunSpec, pieces: Pieces) -> list[Problem]:
     ]
 
 
+def _rounding_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
+    """Yields what would let an activation's bits depend on a rank's rows: what is computed at the end of a loop, by other instructions."""
+    assert spec.model.moe is not None, "asked of mixtures"
+    width = spec.model.moe.ffn_dim or spec.model.ffn_dim
+    register = _REGISTER_BYTES // (4 if spec.precision.compute in ("auto", "fp32") else 2)
+    if width % register:
+        yield Problem(
+            "model.moe.ffn_dim",
+            f"{width} elements do not fill a processor's registers, so an activation's rounding would depend on how many experts a rank has",
+            f"it must be a multiple of {register}; or model.{pieces} = 0",
+            (f"model.{pieces}", "model.ffn_dim", "precision.compute"),
+        )
+    if spec.runtime.threads > 1 and spec.runtime.device == "cpu":
+        yield Problem(
+            "runtime.threads",
+            f"{spec.runtime.threads} threads divide the rows of a rank's experts anywhere, so an activation's rounding would depend on how many it has",
+            f"set it to 1, and take more ranks; or model.{pieces} = 0",
+            (f"model.{pieces}",),
+        )
+
+
 def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
     """Yields what is impossible about where experts lie, if the run's ``pieces`` make the degrees of ranks that share a slot the fleet's."""
     parallel, train = spec.parallel, spec.train
@@ -34,6 +58,7 @@ def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
     fields = (*(f"parallel.{axis}" for axis in axes), f"model.{pieces}")
     if spec.model.moe is None:
         return
+    yield from _rounding_problems(spec, pieces)
     if parallel.expert % degree:
         yield Problem(
             "parallel.expert",
