@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         The loss is a readout, because only inside this call are the projection's weights whole on a rank.
 
         Args:
-            x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
+            x: Tokens ``(b, s)``, int64, or the first layer's hidden states ``(b, s, d)``, as for a stage without embedding.
             readout: See ``Readout``. A stage without norm does not call it, but returns its hidden states.
             positions: ``(s,)``, int64, of these tokens; by default from 0, or from the end of the cache.
             length: Tokens of the whole text, where the rotation depends on it; 0 takes the last of ``positions`` for its end.
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document: give either a cache or documents")
-        hidden = x if self.embedding is None else self.embedded(x)
+        hidden = x if x.is_floating_point() else self.embedded(x)
         if positions is None:
             start = cache[0].length if cache is not None else 0
             positions = torch.arange(start, start + x.shape[1], device=x.device)

@@ -22,12 +22,14 @@ class Course:
     """Guesses of the next tokens, which may be computed behind the last one."""
 
 
-def plan_step(courses: Sequence[Course], rows: int) -> list[tuple[str, int]]:
-    """The requests that take part in a step and how many rows each computes, at most ``rows`` together and none without one."""
+def plan_step(courses: Sequence[Course], rows: int, most: int | None = None) -> list[tuple[str, int]]:
+    """The requests that take part in a step, at most ``most``, and how many rows each computes, at most ``rows`` together and none without one."""
     planned: dict[str, int] = {}
     left = rows
     decoding = [course for course in courses if course.length - course.computed == 1]
     prefilling = [course for course in courses if course.length - course.computed > 1]
+    if most is not None:
+        decoding, prefilling = decoding[:most], prefilling[: max(0, most - len(decoding))]
     # A guess never takes the row of another's next token.
     for course, wanted in (
         *((course, 1) for course in decoding),

@@ -67,10 +67,19 @@ def stages_of(pid: int) -> list[int]:
     return found
 
 
-def test_a_stage_that_is_killed_ends_its_texts_with_its_name_and_health_says_so(
-    run_dir: Path, undisturbed: list[Any]
+@pytest.mark.parametrize(
+    ("divided", "whom", "sign", "why"),
+    [
+        ("--pipeline", "stage 1", signal.SIGKILL, "too early|reset|ended"),
+        ("--pipeline", "stage 1", signal.SIGSTOP, "no sign of life for 3 s"),
+        ("--tensor", "share 1 of 2", signal.SIGKILL, "too early|reset|ended"),
+        ("--tensor", "share 1 of 2", signal.SIGSTOP, "no sign of life for 3 s"),
+    ],
+)
+def test_a_process_that_is_killed_or_stands_still_ends_its_texts_with_its_name_and_health_says_so(
+    run_dir: Path, undisturbed: list[Any], divided: str, whom: str, sign: signal.Signals, why: str
 ) -> None:
-    with service(run_dir, "--context", "1000", "--pipeline", "2") as served:
+    with service(run_dir, "--context", "1000", divided, "2", "--stage-timeout", "3") as served:
         assert told(list(ask(served))) == undisturbed
         (stage,) = stages_of(served.process.pid)
         choices: list[Any] = []
@@ -79,14 +88,26 @@ def test_a_stage_that_is_killed_ends_its_texts_with_its_name_and_health_says_so(
             for choice in ask(served):
                 choices.append(choice)
                 if len(choices) == 20:
-                    os.kill(stage, signal.SIGKILL)
+                    os.kill(stage, sign)
 
-        with pytest.raises(openai.APIError, match="stage 1"):
+        with pytest.raises(openai.APIError, match=f"{whom} .*({why})"):
             disturbed()
         assert told(choices) == undisturbed[: len(choices)]
         health = httpx.get(served.url.replace("/v1", "/health"))
         assert health.status_code == 503
-        assert "stage 1" in health.json()["status"]
+        assert whom in health.json()["status"]
+        with pytest.raises(openai.APIError, match=whom):  # who comes later hears it at once
+            list(ask(served))
+
+
+def test_a_stage_that_stands_still_while_nothing_is_asked_is_told_by_health(run_dir: Path) -> None:
+    with service(run_dir, "--context", "1000", "--pipeline", "2", "--stage-timeout", "3") as served:
+        (stage,) = stages_of(served.process.pid)
+        os.kill(stage, signal.SIGSTOP)
+        health = until(
+            lambda: (found := httpx.get(served.url.replace("/v1", "/health"))).status_code == 503 and found
+        )
+        assert "no sign of life for 3 s (--stage-timeout)" in health.json()["status"]
 
 
 def test_texts_of_a_worker_whose_stage_is_killed_go_on_elsewhere_to_the_bit(run_dir: Path) -> None:

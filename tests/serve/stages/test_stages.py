@@ -18,6 +18,7 @@ from msgspec import structs
 
 from phalanx.checkpoint.snapshot.wire import RefusedError
 from phalanx.cli.weights.serve_command import command as serve_command
+from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
@@ -30,9 +31,11 @@ from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.stages import far_part, link
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.door import Door, read_token
+from phalanx.serve.stages.far_shares import FarShare, FarShares
 from phalanx.serve.stages.far_stages import FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
-from phalanx.serve.stages.part_weights import divided, restored_part
+from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
+from phalanx.serve.stages.shares import Share
 from phalanx.serve.stages.stage_main import StageTask, join
 from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Request, Sampling, Told
@@ -60,18 +63,23 @@ def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
     return file
 
 
-def staged(run: Path, stages: int, other_run: Path | None = None, **options: object) -> OpenedEngine:
+def staged(run: Path, count: int, other_run: Path | None = None, **options: object) -> OpenedEngine:
     """The engine of stages that join over the loopback, as from other machines; they end with its connections."""
 
     def tell(text: str) -> None:
         port = int(text.split(":")[1].split()[0])
         task = StageTask("127.0.0.1", port, TOKEN, -1)
-        for _ in range(stages - 1):
+        for _ in range(count - 1):
             threading.Thread(target=join, args=(task, other_run or run), daemon=True).start()
 
     file = token_file(run.parent)
-    one = served(run, stages=stages, stages_at="127.0.0.1:0", token_file=str(file), **options)
-    return open_engine(one, tell)
+    at = {"stages_at": "127.0.0.1:0", "token_file": str(file)}
+    return open_engine(served(run, **{"stages": count, **at, **options}), tell)
+
+
+def shared(run: Path, shares: int, **options: object) -> OpenedEngine:
+    """The engine of processes that share each layer."""
+    return staged(run, shares, stages=1, tensor=shares, **options)
 
 
 def paged(opened: OpenedEngine) -> Engine:
@@ -182,21 +190,144 @@ def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(
         engine.step()
 
 
-def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
-    links: list[StageLink] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        ("tied", 2),
+        ("latent mixture", 2),
+        pytest.param("dense", 2, marks=pytest.mark.slow),
+        pytest.param("window", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_share_each_layer_tell_what_one_tells_by_bits(
+    tmp_path: Path, kind: str, shares: int
+) -> None:
+    run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
+    whole, parted = open_engine(served(run)), shared(run, shares)
+    assert parted.identity == whole.identity
+    asked = requests(4)
+    assert run_all(paged(parted), asked) == run_all(paged(whole), asked)
+    again = [replace(asked[-1], id="again", sampling=Sampling(seed=9))]  # all its pages are held
+    assert run_all(paged(parted), again) == run_all(paged(whole), again)
+    assert paged(parted).statistics().cached_tokens == paged(whole).statistics().cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "latent mixture"])
+def test_shares_of_pages_come_back_in_the_place_of_those_given_up_and_go_to_other_servers(
+    tmp_path: Path, kind: str
+) -> None:
+    run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
+    whole = paged(open_engine(served(run)))
+    asked = [replace(one, prompt_logprobs=False) for one in requests(4)]
+    expected = run_all(whole, asked)
+    part = whole.page_bytes // (2 if kind == "dense" else 1)  # latents are whole in each process
+    crowded = paged(shared(run, 2, memory_bytes=4 * 2 * part))
+    assert crowded.pages()[1] == 4
+    assert {name: told[:-1] for name, told in run_all(crowded, asked).items()} == {
+        name: told[:-1] for name, told in expected.items()
+    }
+    assert crowded.statistics().preempted > 0
+    sender, fresh = paged(shared(run, 2)), paged(shared(run, 2))
+    run_all(sender, asked[-1:])
+    names = page_names(asked[-1].prompt, fresh.root)
+    assert sender.held_pages(names) == names
+    for before, name in zip([fresh.root, *names], names, strict=False):
+        assert fresh.write_page(name, sender.read_page(name), before)
+    assert run_all(fresh, asked[-1:])[asked[-1].id][:-1] == expected[asked[-1].id][:-1]
+    assert fresh.statistics().cached_tokens == len(names) * 64
+
+
+def test_a_share_has_its_part_of_the_weights(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", KINDS["latent mixture"])
+    shares = [restored_share(run, 1, Share(n, 2), torch.float32)[0] for n in range(2)]
+    sizes = [sum(value.numel() for value in share.parameters()) for share in shares]
+    whole = sum(value.numel() for value in Transformer(KINDS["latent mixture"]).parameters())
+    # Both have norms, routers, and what makes the latents.
+    assert whole < sum(sizes) < 1.2 * whole
+    assert max(sizes) < 0.7 * whole
+
+
+def test_a_step_that_fails_in_a_share_ends_the_service_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    engine = paged(shared(run, 2))
+
+    def failing(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(far_part.FarPart, "_passed", failing)
+    engine.submit(requests(1)[0])
+    for _ in range(2):
+        with pytest.raises(PartLostError, match=r"share 1 of 2 \(of every layer, 127.0.0.1:\d+\) .*no room"):
+            engine.step()
+
+
+def test_steps_of_other_texts_are_computed_while_one_is_with_a_later_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    engine = paged(staged(run, 2))
+    gate, entered = threading.Event(), threading.Event()
+    compute = far_part.FarPart._compute
+
+    def waiting(*given: object) -> object:
+        entered.set()
+        assert gate.wait(60)
+        return compute(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(far_part.FarPart, "_compute", waiting)
+    asked = [replace(one, prompt_logprobs=False) for one in requests(2)]
+    for one in asked:
+        engine.submit(one)
+    assert engine.step() == []  # the first text is with the other stage, and stays there
+    assert entered.wait(60)
+    here = engine._part.compute
+
+    def computed(*given: object) -> object:
+        gate.set()  # the other stage goes on once the second text is computed here
+        return here(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._part, "compute", computed)
+    assert {one.request for one in engine.step()} == {asked[0].id}
+    assert gate.is_set()
+
+
+def linked() -> tuple[StageLink, StageLink]:
+    """The server's end of a connection, and the stage's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         far_end = socket.create_connection(listener.getsockname())
-        proving = threading.Thread(target=lambda: links.append(StageLink(far_end, TOKEN, "client", "there")))
-        proving.start()
-        here = StageLink(listener.accept()[0], TOKEN, "server", "here")
-        proving.join()
-    far = FarStages([FarStage(1, range(3, 5), here)], 3, 10)
-    links[0].say(m.Here(1, 2))  # what waits to be read is no end
+        stage = pool.submit(StageLink, far_end, TOKEN, "client", "there")
+        return StageLink(listener.accept()[0], TOKEN, "server", "here"), stage.result()
+
+
+def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
+    here, there = linked()
+    far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3, 10)
+    there.say(m.Alive())  # what waits to be read is no end
     assert far.trouble() == ""
-    here.hear()
-    assert far.trouble() == ""
-    links[0].close()
+    there.close()
     assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked: bool) -> None:
+    (stage, still), (share, still_too) = linked(), linked()
+    for one in (stage, share):
+        one.expect_life(0.2)
+    stages = FarStages([FarStage(1, range(3, 5), stage)], DENSE, 3, 10)
+    shares = FarShares([FarShare(Share(1, 2), share)], DENSE, 10)
+    if asked:
+        for far in (stages, shares):
+            with pytest.raises(PartLostError, match=r"no sign of life for 0.2 s .*start the server again"):
+                far.hold(3)
+    assert "stage 1" in until(stages.trouble)
+    assert "share 1 of 2" in until(shares.trouble)
+    for said in (stages.trouble(), shares.trouble()):
+        assert "no sign of life for 0.2 s (--stage-timeout)" in said
+    for one in (still, still_too):  # connected to the end
+        one.close()
 
 
 @pytest.mark.timeout(60)
@@ -272,9 +403,8 @@ def test_a_step_that_fails_in_a_stage_changes_nothing_of_the_texts_after_it(
 
     with monkeypatch.context() as context:
         context.setattr(far_part.FarPart, "_compute", failing)
-        engine.submit(first)
         with pytest.raises(RuntimeError, match=r"stage 1 .*no room"):
-            engine.step()
+            run_all(engine, [first])
     engine.cancel(first.id)
     engine.step()
     told = run_all(engine, [replace(second, id="again")])["again"]
@@ -295,8 +425,10 @@ def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> No
     ("options", "said"),
     [
         ({"stages": 6}, "the model has 5 layers"),
-        ({"drafts": 1}, "stages draft nothing"),
-        ({"stream": True}, "divides the model of a run directory"),
+        ({"drafts": 1}, "drafts nothing"),
+        ({"stream": True}, "divide the model of a run directory"),
+        ({"tensor": 2}, "give one of them"),
+        ({"stages": 1, "tensor": 4}, "2 key heads .* give --tensor 2"),
         ({"stages_at": "7070"}, "give HOST:PORT"),
         ({"stages_at": "a..b:7070"}, "the name of no host"),
     ],

@@ -95,16 +95,30 @@ _PAGES_BYTES = 1 << 30
     help="Processes that share the layers, for models larger than the memory of one. With --workers, of each worker.",
 )
 @click.option(
+    "--tensor",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Processes that share each layer: its heads, inner elements, and experts. With --workers, of each worker.",
+)
+@click.option(
     "--stages-at",
     default="",
     metavar="HOST:PORT",
-    help="Where the other processes of --pipeline join from their machines (--join). Without it they are started here.",
+    help="Where the other processes of --pipeline or --tensor join from their machines (--join). Without it they are started here.",
+)
+@click.option(
+    "--stage-timeout",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(1),
+    help="Seconds after which one of these processes that gives no sign of life is given up.",
 )
 @click.option(
     "--join",
     default="",
     metavar="HOST:PORT",
-    help="Be one of the processes of the --pipeline that waits there, with the layers that it gives out.",
+    help="Be one of the processes of the --pipeline or --tensor that waits there, with the part that it gives out.",
 )
 @click.option(
     "--token-file",
@@ -172,7 +186,9 @@ def command(
     workers: tuple[Role, ...] | None,
     threads: int,
     pipeline: int,
+    tensor: int,
     stages_at: str,
+    stage_timeout: float,
     join: str,
     token_file: Path | None,
     audit: float,
@@ -193,6 +209,7 @@ def command(
       phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2
       phalanx serve model.pack --stream --memory 8GiB
       phalanx serve runs/quickstart-1f3a9c04 --pipeline 2
+      phalanx serve runs/quickstart-1f3a9c04 --tensor 2
       phalanx serve --new-key keys.txt --key-name alice --key-limits requests=60,concurrent=4
       phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
     """
@@ -203,19 +220,22 @@ def command(
     if run_dir is None:
         raise click.UsageError("give a run directory or a pack")
     if join or stages_at or token_file:
-        require_stage_options(pipeline, stages_at, join, token_file, with_workers=bool(workers))
+        require_stage_options(max(pipeline, tensor), stages_at, join, token_file, with_workers=bool(workers))
     if join and token_file:
         return join_stages(run_dir, join, token_file)
     if not workers and (threads or audit):
         raise click.UsageError("--threads and --audit are for --workers")
     if audit and workers is not None and len(workers) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
-    if pipeline > 1 and (stream or drafts or run_dir.is_file()):
+    divided = "--pipeline" if pipeline > 1 else "--tensor" if tensor > 1 else ""
+    if pipeline > 1 and tensor > 1:
+        raise click.UsageError("--tensor shares out each layer, and --pipeline the layers: give one of them")
+    if divided and (stream or drafts or run_dir.is_file()):
         raise click.UsageError(
-            "--pipeline divides the model of a run directory, which drafts nothing then: leave out --stream and --drafts, and give no pack"
+            f"{divided} divides the model of a run directory, which drafts nothing then: leave out --stream and --drafts, and give no pack"
         )
-    if follow and pipeline > 1:
-        raise click.UsageError("--follow exchanges the weights of one process: leave out --pipeline")
+    if follow and divided:
+        raise click.UsageError(f"--follow exchanges the weights of one process: leave out {divided}")
     if follow and (workers or step is not None or stream or run_dir.is_file()):
         raise click.UsageError(
             "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
@@ -234,6 +254,8 @@ def command(
         kept=kv,
         stream=stream,
         stages=pipeline,
+        tensor=tensor,
+        silence_s=stage_timeout,
         stages_at=stages_at,
         token_file="" if token_file is None else str(token_file),
         texts=requests,

@@ -93,7 +93,7 @@ def require_stage_options(
         raise click.UsageError("--token-file is for --stages-at and --join")
     if pipeline < 2:
         raise click.UsageError(
-            "--stages-at is where the other processes of --pipeline join: give --pipeline 2 or more"
+            "--stages-at is where the other processes of --pipeline or --tensor join: give one of them, 2 or more"
         )
     if with_workers:
         raise click.UsageError(

@@ -7,12 +7,12 @@ prompts, giving pages up and using another request's pages change no token and n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
-from dataclasses import replace
+from concurrent.futures import Future
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
@@ -20,9 +20,10 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
+from phalanx.serve.engine.flight import Flight, asked_rows
 from phalanx.serve.engine.kept import KeptName, kept_as
 from phalanx.serve.engine.page_memory import page_bytes, pages_within, piece_bytes
-from phalanx.serve.engine.part import Ask, FarLayers, FarSpan, ModelPart, Reading, Readings
+from phalanx.serve.engine.part import FarLayers, FarSpan, ModelPart, Reading, Readings
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.statistics import EngineStatistics
 from phalanx.serve.engine.supported import require_computable, require_supported
@@ -85,22 +86,25 @@ class Engine:
         form = kept_as(kept, spec, weight.dtype)
         self.page_bytes = page_bytes(spec, form)
         """Bytes of a page as it is kept, and as it travels."""
-        held = spec if far is None else replace(spec, layers=far.most_layers)
-        needed = page_bytes(held, form) + piece_bytes(held, weight.dtype, drafts)
-        pages = pages or pages_within(held, form, memory_bytes, drafts)
+        held = spec if far is None else far.held
+        held_form = kept_as(kept, held, weight.dtype)
+        needed = page_bytes(held, held_form) + piece_bytes(held, weight.dtype, drafts)
+        pages = pages or pages_within(held, held_form, memory_bytes, drafts)
         if pages < 1:
             raise EngineError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
-        self._exact = exact_numerics(model, spec, sequence) if exact else None
+        self._exact = (
+            exact_numerics(model, spec, sequence, 1 if far is None else far.shares) if exact else None
+        )
         self._spec, self._rows, self._texts, self._far = spec, rows, texts, far
         self._rule = Rule(exact, sequence, form if kept != "compute" else None)
-        self._part = ModelPart(model, self._rule, self._exact)
+        self._part = self._computing(model)
         self.context = min(context or pages * PAGE, pages * PAGE)
         layers = range(len(model.blocks))
         if far is not None:
             far.hold(pages)
-        self._pages = TextPages(spec, pages, form, prefix_cache=prefix_cache, layers=layers, far=far)
+        self._pages = TextPages(held, pages, held_form, prefix_cache=prefix_cache, layers=layers, far=far)
         self._dtype = weight.dtype
         self.numerics_id = numerics_id(numerics, weight.dtype, sequence, kept=kept)
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
@@ -112,15 +116,23 @@ class Engine:
         self._pending: list[Told] = []
         self._drafts, self._drafter = drafts, Drafter(model, drafts) if drafts else None
         self._drafted = self._accepted = 0
+        self.flights, self._flights = 1 if far is None else far.flights, deque[Flight]()
+        """Steps that are under way at most at a time."""
         self._rows_last = self._cached = self._preempted = self._recomputed = self._swaps = 0
         self._long_turn = False
+
+    def _computing(self, model: Transformer) -> ModelPart:
+        exact = self._exact
+        if self._far is not None:
+            return ModelPart(model, self._rule, exact, self._far.attach(model, exact))
+        return ModelPart(model, self._rule, exact, None if exact is None else exact.products)
 
     # What callers ask.
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
-        return bool(self._running or self._waiting or self._pending)
+        return bool(self._running or self._waiting or self._pending or self._flights)
 
     def statistics(self) -> EngineStatistics:
         """See ``EngineStatistics``."""
@@ -160,11 +172,16 @@ class Engine:
                 self._end(held, "cancelled")
 
     def step(self) -> list[Told]:
-        """Computes some rows and tells what came of them; ``[]`` if there is nothing to do."""
+        """Computes some rows and tells what came of them, or of those of an earlier step; ``[]`` if there is nothing to do, or nothing yet.
+
+        Where other processes have a part of the layers, as many steps are under way as keep all of them busy, each of other texts.
+        """
         self._admit()
         planned = self._planned()
         if planned:
-            self._compute(planned)
+            self._flights.append(self._begun(planned))
+        if self._flights and (not planned or len(self._flights) >= self.flights):
+            self._land(self._flights.popleft())
         told, self._pending = self._pending, []
         return told
 
@@ -217,7 +234,7 @@ class Engine:
             )
         if self._exact is not None:
             use_products(model, self._exact.products)
-        self._part, self.weights_id = ModelPart(model, self._rule, self._exact), weights_id
+        self._part, self.weights_id = self._computing(model), weights_id
         self._drafter = Drafter(model, self._drafts) if self._drafts else None
         self._pages.made_by(weights_id, self.numerics_id)
         self._swaps += 1
@@ -246,7 +263,8 @@ class Engine:
             self._running.append(self._waiting.pop(0))
 
     def _planned(self) -> list[tuple[RunningText, int]]:
-        running = self._running
+        flying = {span.piece for flight in self._flights for span in flight.spans}
+        running = [held for held in self._running if held.piece not in flying]
         # Texts that LongRoPE rotates by other factors have other tables: they take turns.
         sides = {self._pages.is_long(held) for held in running}
         if len(sides) == 2:
@@ -254,7 +272,9 @@ class Engine:
             running = [held for held in running if self._pages.is_long(held) == self._long_turn]
         by_id = {held.request.id: held for held in running}
         planned = []
-        for name, count in plan_step([held.course for held in running], self._rows):
+        # Divided among as many steps as can be under way, so that every process has some.
+        most = -(-len(self._running) // self.flights)
+        for name, count in plan_step([held.course for held in running], self._rows, most):
             held = by_id[name]
             sure = len(held.text) - held.computed
             if count > sure and not self._pages.room_for(held, held.computed + count):
@@ -276,7 +296,7 @@ class Engine:
     # A step.
 
     @torch.no_grad()
-    def _compute(self, planned: list[tuple[RunningText, int]]) -> None:
+    def _begun(self, planned: list[tuple[RunningText, int]]) -> Flight:
         spans = [Span(held.piece, held.computed, held.computed + count) for held, count in planned]
         tokens = [
             t
@@ -284,77 +304,66 @@ class Engine:
             for t in (*held.text, *held.drafts)[span.begin : span.end]
         ]
         self._rows_last = len(tokens)
-        asks, owners = self._wanted(planned)
+        asks, owners = asked_rows(planned)
         # Of these, all or none are behind LongRoPE's switch.
         length = max(len(held.text) for held, _ in planned) if longest_short(self._spec) else 0
-        passed = self._part.compute(torch.tensor(tokens), spans, length, asks)
-        readings = passed.readings
-        if self._far is not None:
+        rows, far = torch.tensor(tokens), self._far
+        if far is None:
+            passed = self._part.compute(rows, spans, length, asks)
+            readings: Readings | Future[Readings] | None = passed.readings
+        else:
             far_spans = [FarSpan(span.piece.number, span.begin, span.end) for span in spans]
-            readings = self._far.compute(passed.states, far_spans, length, asks)
+            with far.step(rows, far_spans, length, asks) as given:
+                passed = self._part.compute(given, spans, length, asks)
+            readings = passed.readings
+            if readings is None:
+                readings = far.compute(passed.states, far_spans, length, asks)
         assert readings is not None, "a part that ends the model, or one that goes on far away"
-        for held, count in planned:
+        given = [tokens[ask.row] for ask in asks]
+        return Flight(planned, spans, owners, given, passed.states, length, readings)
+
+    def _land(self, flight: Flight) -> None:
+        """Takes what a step has computed, of the texts that have not given it up meanwhile."""
+        readings, live = flight.landed(), flight.live(self._running)
+        for held, count in flight.planned:
+            if held not in live:
+                continue
             # Behind the text's own tokens there are guesses, which are counted when they are taken.
             sure = min(count, len(held.text) - held.computed)
             self._drafted += count - sure
             held.computed += sure
             self._pages.keep(held)
-        self._read_rows(owners, [tokens[ask.row] for ask in asks], readings)
+        self._read_rows(flight, readings, live)
         if self._drafter is not None:
-            self._guess(self._drafter, planned, spans, passed.states, length)
+            self._guess(self._drafter, flight)
 
-    def _guess(
-        self,
-        drafter: Drafter,
-        planned: list[tuple[RunningText, int]],
-        spans: list[Span],
-        states: Tensor,
-        length: int,
-    ) -> None:
-        """Guesses the next tokens of the texts that go on, by the states ``(rows, dim)`` of this step."""
+    def _guess(self, drafter: Drafter, flight: Flight) -> None:
+        """Guesses the next tokens of the texts that go on, by the states of this step."""
         going: list[RunningText] = []
         progress: list[Progress] = []
         start = 0
-        for (held, count), span in zip(planned, spans, strict=True):
+        for (held, count), span in zip(flight.planned, flight.spans, strict=True):
             held.drafts = ()
             wanted = self._pages.most_drafts(held, self._drafts)
             if held in self._running and held.computed > span.begin and wanted > 0:
-                rows = states[start : start + held.computed - span.begin]
+                rows = flight.states[start : start + held.computed - span.begin]
                 going.append(held)
                 progress.append(
                     Progress(held.text, rows, held.computed, wanted, held.request.sampling, held.ahead)
                 )
             start += count
         if going:
-            for held, found in zip(going, drafter.guess(progress, length), strict=True):
+            for held, found in zip(going, drafter.guess(progress, flight.length), strict=True):
                 held.ahead, held.drafts = found
 
-    def _wanted(
-        self, planned: list[tuple[RunningText, int]]
-    ) -> tuple[list[Ask], list[tuple[RunningText, int]]]:
-        """The rows whose distribution is asked for, and of each the request and its place in the text."""
-        asks: list[Ask] = []
-        owners: list[tuple[RunningText, int]] = []
-        start = 0
-        for held, count in planned:
-            for position in range(held.computed, held.computed + count):
-                scored = held.scores_prompt and position + 1 < len(held.request.prompt)
-                if scored or position + 1 >= len(held.text):
-                    given = held.text[position + 1] if position + 1 < len(held.text) else -1
-                    row, request = start + position - held.computed, held.request
-                    asks.append(Ask(row, position + 1, given, request.sampling, request.top_logprobs))
-                    owners.append((held, position))
-            start += count
-        return asks, owners
-
-    def _read_rows(self, owners: list[tuple[RunningText, int]], given: list[int], readings: Readings) -> None:
-        """Takes what the rows' distributions say; ``given`` are the tokens that they were computed for."""
-        for row, (held, position) in enumerate(owners):
-            if held not in self._running:
+    def _read_rows(self, flight: Flight, readings: Readings, live: set[RunningText]) -> None:
+        """Takes what the distributions of the rows of ``live`` texts say."""
+        for row, (held, position) in enumerate(flight.owners):
+            if held not in live or held not in self._running:
                 continue
             if position >= held.computed:
                 # A guess counts if it is the token that the row before has just drawn.
-                if held.text[position:] != [given[row]]:
+                if held.text[position:] != [flight.given[row]]:
                     continue
                 held.computed += 1
                 self._accepted += 1

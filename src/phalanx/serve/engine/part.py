@@ -8,13 +8,17 @@ read of a row is a few numbers, so that a distribution over the vocabulary never
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.model.layers.linear import Affine
 from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.sampling import draw, likeliest
@@ -64,24 +68,39 @@ class FarSpan:
 
 
 class FarLayers(Protocol):
-    """The layers behind those of this process, which other processes have.
+    """What other processes have of a model's layers.
 
     What is said of keys and values holds for the pieces and pages of their layers, in the order in which it is said.
     """
 
-    stages: int
-    """Processes that have a part of the model, this one too."""
-    most_layers: int
-    """The largest number of layers that any of them has."""
+    held: ModelSpec
+    """The description of what a process keeps keys and values of, that with most of them."""
+    shares: int
+    """Processes that each layer that is here is divided among."""
+    flights: int
+    """How many steps can be under way at a time, each of other texts."""
     page_bytes: int
-    """Bytes of a page's keys and values in these layers."""
+    """Bytes of a page's keys and values that this process does not have."""
 
     def hold(self, pages: int) -> None:
         """Has each process make room for so many pages, before anything else."""
         ...
 
-    def compute(self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]) -> Readings:
-        """Takes rows ``(rows, dim)`` through these layers. Raises PartLostError where a process does not answer any more."""
+    def attach(self, model: Transformer, exact: Exact | None) -> Affine | None:
+        """Has the layers that are here compute with the others; the product of the output projection."""
+        ...
+
+    def step(
+        self, tokens: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]
+    ) -> AbstractContextManager[Tensor]:
+        """Within which this process takes what it gives through the layers that are here: tokens ``(rows,)`` or states ``(rows, dim)``."""
+        ...
+
+    def compute(
+        self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]
+    ) -> Future[Readings]:
+        """Takes rows ``(rows, dim)`` through the layers behind those that are here. It raises PartLostError where a process does not answer
+        any more."""
         ...
 
     def drop(self, piece: int) -> None: ...
@@ -92,7 +111,9 @@ class FarLayers(Protocol):
 
     def read(self, place: int) -> bytes: ...
 
-    def write(self, place: int, content: bytes) -> None: ...
+    def write(self, place: int, content: bytes) -> None:
+        """Has the others keep what they have of the page ``content``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -108,8 +129,11 @@ class Passed:
 class ModelPart:
     """Layers of a model, with whose products rows are independent if ``exact``."""
 
-    def __init__(self, model: Transformer, rule: Rule, exact: Exact | None) -> None:
-        self._model, self._rule, self._exact = model, rule, exact
+    def __init__(
+        self, model: Transformer, rule: Rule, exact: Exact | None, projection: Affine | None = None
+    ) -> None:
+        """``projection`` is the product of the output projection; by default PyTorch's."""
+        self._model, self._rule, self._exact, self._projection = model, rule, exact, projection
 
     @torch.no_grad()
     def compute(self, x: Tensor, spans: Sequence[Span], length: int, asks: Sequence[Ask]) -> Passed:
@@ -121,9 +145,8 @@ class ModelPart:
         found: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
-            product = self._exact.products if self._exact else None
             if rows := self._padded([ask.row for ask in asks]):
-                found.append(log_probabilities(hidden[0, rows], weight, spec.logit_cap, product))
+                found.append(log_probabilities(hidden[0, rows], weight, spec.logit_cap, self._projection))
             return hidden
 
         rows = self._padded(list(range(count)))

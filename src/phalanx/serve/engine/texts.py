@@ -191,7 +191,7 @@ class TextPages:
                 f"a page has {here + self._far.page_bytes} bytes, and {len(content)} came: the other worker has another model or format"
             )
         self._memory.write(place, content[:here])
-        self._far.write(place, content[here:])
+        self._far.write(place, content)
         return None
 
     def _root_of(self, held: RunningText) -> bytes:

@@ -12,10 +12,12 @@ from phalanx.serve.numerics.facts import Facts
 from phalanx.serve.numerics.products import (
     RowProducts,
     Shape,
+    keeps_divided,
     product_facts,
     shape_of,
     shapes_of,
     use_products,
+    whole_shapes,
 )
 from phalanx.serve.numerics.widths import width_facts
 
@@ -31,10 +33,10 @@ class Exact:
     """In which numbers rows go through a model besides its products."""
 
 
-def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int) -> Exact:
+def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: int = 1) -> Exact:
     """What the probes find for ``model``, or a part of one, which then computes with products whose rows are independent.
 
-    ``sequence`` is the length of the training sequences, 0 if it is not known. Raises EngineError, which names what fails.
+    Of ``shares`` that each layer is divided into, ``model`` is one; products are then tried for the bits of the whole. ``sequence`` is the length of the training sequences, 0 if it is not known. Raises EngineError, which names what fails.
     """
     found: dict[Shape, Facts] = {}
     dtype = next(model.parameters()).dtype
@@ -50,8 +52,15 @@ def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int) -> Exact:
                 f"{name}: on this machine, rows of a {shape} depend on how many there are, {_INSTEAD}"
             )
         found[shape] = facts
+    wholes = whole_shapes(spec, dtype) if shares > 1 else []
+    for name, shape in wholes:
+        if not keeps_divided(shape, shares):
+            raise EngineError(
+                f"{name}: on this machine, a {shape} has other bits when its outputs are divided among {shares} processes, {_INSTEAD}, or "
+                "without --tensor"
+            )
     rows = Facts(1, 1)
-    for name, facts in width_facts(spec, dtype):
+    for name, facts in width_facts(spec, dtype, shares):
         if facts is None:
             raise EngineError(
                 f"{name}: on this machine, rows in {dtype} depend on how many there are, {_INSTEAD}"

@@ -13,6 +13,7 @@ has the bits of the library's many rows.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from phalanx.hardware.kernels.row_product import MOST_ROWS, row_kernel
 from phalanx.model.layers.expert_groups import Groups
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
 from phalanx.serve.numerics.facts import Facts, numbers_of_rows, recalled
 
 _MANY = 1024
@@ -66,6 +69,28 @@ def product_facts(shape: Shape) -> Facts | None:
 def _facts_of(shape: Shape, threads: int) -> Facts | None:  # noqa: ARG001  facts hold for a number of threads
     name = f"product {shape.outputs} {shape.inputs} {shape.dtype} {shape.bias}"
     return recalled(name, lambda: _search(shape), lambda facts: _keeps(shape, facts, many=64))
+
+
+def keeps_divided(shape: Shape, shares: int) -> bool:
+    """Whether the products of many rows with ``shares`` parts of a matrix's outputs have the bits of those with the whole."""
+    return _divided_facts(shape, shares, torch.get_num_threads()) is not None
+
+
+@functools.cache
+def _divided_facts(shape: Shape, shares: int, threads: int) -> Facts | None:  # noqa: ARG001  as above
+
+    @torch.no_grad()
+    def equal(many: int) -> bool:
+        rows, matrix, bias = _operands(shape, many)
+        cuts = [shape.outputs * n // shares for n in range(shares + 1)]
+        parts = [
+            F.linear(rows, matrix[begin:end].contiguous(), None if bias is None else bias[begin:end])
+            for begin, end in itertools.pairwise(cuts)
+        ]
+        return torch.equal(torch.cat(parts, 1), F.linear(rows, matrix, bias))
+
+    name = f"product {shape.outputs} {shape.inputs} {shape.dtype} {shape.bias} of {shares}"
+    return recalled(name, lambda: Facts(1, 1) if equal(_MANY) else None, lambda _: equal(256))
 
 
 @torch.no_grad()
@@ -197,6 +222,15 @@ def shapes_of(model: nn.Module) -> Iterator[tuple[str, Shape]]:
             for stack in (part.gate, part.up, part.down):
                 if stack is not None:
                     yield f"{name}, an expert", shape_of(stack[0])
+
+
+def whole_shapes(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[str, Shape]]:
+    """The products of a whole model, each shape once, but those of experts."""
+    with torch.device("meta"):
+        model = Transformer(spec).to(dtype)
+    named = [(name, shape) for name, shape in shapes_of(model) if not name.endswith("an expert")]
+    named.append(("the output projection", shape_of(model.projection())))
+    return [(name, shape) for shape, name in {shape: name for name, shape in reversed(named)}.items()]
 
 
 def use_products(model: nn.Module, products: RowProducts) -> None:

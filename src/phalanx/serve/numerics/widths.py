@@ -25,11 +25,13 @@ _WIDE = 1 << 14
 """Elements of a row from which on fewer rows are tried: a vocabulary's softmax goes through each row by itself."""
 
 
-def width_facts(spec: ModelSpec, dtype: torch.dtype) -> Iterator[tuple[str, Facts | None]]:
-    """Each operation of a resolved model that is no product, and how few rows it may have; ``None`` if no number keeps the bits."""
+def width_facts(spec: ModelSpec, dtype: torch.dtype, shares: int = 1) -> Iterator[tuple[str, Facts | None]]:
+    """Each operation of a resolved model that is no product, and how few rows it may have; ``None`` if no number keeps the bits. Activations of dense
+    layers are tried in the width of one of ``shares``, too."""
     yield f"the norm of width {spec.dim}", _norm(spec.dim, spec.norm_eps, spec.norm_offset, dtype)
     inner = {spec.ffn_dim, *((spec.moe.ffn_dim, spec.moe.shared * spec.moe.ffn_dim) if spec.moe else ())}
-    for width in sorted(inner - {0}):
+    dense = {spec.ffn_dim, spec.moe.shared * spec.moe.ffn_dim if spec.moe else 0}
+    for width in sorted((inner | {width // shares for width in dense}) - {0}):
         yield f"the activation of width {width}", _activation(spec, width, dtype)
     yield f"the softmax over {spec.vocab_size} tokens", _softmax(spec.vocab_size, spec.logit_cap, dtype)
     if spec.moe is not None:

@@ -12,21 +12,24 @@ import msgspec
 import torch
 
 from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.model.layers.linear import Affine
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.kept import kept_as
 from phalanx.serve.engine.page_memory import PageMemory, Piece
-from phalanx.serve.engine.part import ModelPart
+from phalanx.serve.engine.part import ModelPart, Passed
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.stages import messages as m
+from phalanx.serve.stages.far_shares import NearShare
 from phalanx.serve.stages.far_stages import bytes_of, tensor_of
 from phalanx.serve.stages.link import StageLink
-from phalanx.serve.stages.part_weights import checkpoint_name, restored_part
+from phalanx.serve.stages.part_weights import checkpoint_name, restored_part, restored_share
+from phalanx.serve.stages.shares import Share, assemble, held_share
 from phalanx.traffic.pages import PAGE
 
 _log = logging.getLogger(__name__)
@@ -35,18 +38,29 @@ _log = logging.getLogger(__name__)
 class FarPart:
     """The layers of an ``Open``, ready to compute."""
 
-    def __init__(self, opened: m.Open, run_dir: Path) -> None:
+    def __init__(self, opened: m.Open, run_dir: Path, link: StageLink) -> None:
         """Reads their weights from the run at ``run_dir``, and tries its products. Raises EngineError, and as ``restored_part`` does."""
         served = opened.served
         self._dtype = getattr(torch, served.dtype)
         self._layers = range(opened.begin, opened.end)
         sequence = read_resolved(RunDirectory(run_dir)).train.seq_len
-        model, self._spec, digests = restored_part(run_dir, opened.step, self._layers, self._dtype)
+        share = Share(opened.stage, opened.shares)
+        self._shares = opened.shares > 1
+        if self._shares:
+            model, self._spec, digests = restored_share(run_dir, opened.step, share, self._dtype)
+            self._layers = range(self._spec.layers)
+        else:
+            model, self._spec, digests = restored_part(run_dir, opened.step, self._layers, self._dtype)
         exact = served.numerics == "exact"
         require_supported(model, exact=exact, drafts=0, kept=served.kept)
-        self._kept = kept_as(served.kept, self._spec, self._dtype)
+        self._held = held_share(self._spec, opened.shares)
+        self._kept = kept_as(served.kept, self._held, self._dtype)
         rule = Rule(exact, sequence, self._kept if served.kept != "compute" else None)
-        self._part = ModelPart(model, rule, exact_numerics(model, self._spec, sequence) if exact else None)
+        found = exact_numerics(model, self._spec, sequence, opened.shares) if exact else None
+        projection: Affine | None = found.products if found is not None else None
+        if self._shares:
+            projection = assemble(model, share, NearShare(link), found)
+        self._part = ModelPart(model, rule, found, projection)
         self._memory = PageMemory(len(self._layers), 0, self._kept)
         self._pieces: dict[int, Piece] = {}
         self.ready = m.Ready(
@@ -75,6 +89,8 @@ class FarPart:
             match message:
                 case m.Hold():
                     link.say(m.Held())
+                case m.Compute() if self._shares:
+                    self._share(message, body)
                 case m.Compute():
                     self._answer(link, partial(self._compute, message, body))
                 case m.ReadPage():
@@ -90,8 +106,8 @@ class FarPart:
             case m.WritePage(errands, place):
                 self._run(errands)
                 self._memory.write(place, bytes(body))
-            case m.Open():
-                raise EngineError("a stage opens its layers once")
+            case m.Open() | m.Whole():
+                raise EngineError(f"nobody has asked for {type(message).__name__}")
 
     def _answer(self, link: StageLink, found: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
         try:
@@ -105,14 +121,27 @@ class FarPart:
         page = memoryview(self._memory.read(place))
         return m.Page(len(page)), page
 
-    def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
+    def _share(self, step: m.Compute, body: bytearray) -> None:
+        """Computes with the other shares, which hear what is wrong as their step ends in the middle."""
+        try:
+            self._passed(step, body)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            _log.exception("a step has failed")
+            raise EngineError(f"a step has failed: {error!r}"[:8000]) from error
+
+    def _passed(self, step: m.Compute, body: bytearray) -> Passed:
         spans = []
         for one in step.spans:
             piece = self._piece(one.piece)
             piece.grow(one.end)
             spans.append(Span(piece, one.begin, one.end))
         states = tensor_of(body, self._dtype, self._spec.dim)
-        passed = self._part.compute(states, spans, step.length, step.asks)
+        return self._part.compute(states, spans, step.length, step.asks)
+
+    def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
+        passed = self._passed(step, body)
         if passed.readings is not None:
             return m.Passed(0, tuple(passed.readings[n] for n in range(len(step.asks)))), memoryview(b"")
         sent = bytes_of(passed.states)
@@ -132,7 +161,7 @@ class FarPart:
 
     def _piece(self, number: int) -> Piece:
         if number not in self._pieces:
-            self._pieces[number] = Piece(self._spec, self._dtype, self._layers, number)
+            self._pieces[number] = Piece(self._held, self._dtype, self._layers, number)
         return self._pieces[number]
 
 
@@ -143,8 +172,16 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
     opened = m.to_stage.decode(link.hear())
     if not isinstance(opened, m.Open):
         return "the other side is no server of stages"
+    alive = link.keep_alive(opened.served.silence_s)
     try:
-        part = FarPart(opened, run_dir or opened.served.path)
+        return _run_opened(link, opened, run_dir)
+    finally:
+        alive.set()
+
+
+def _run_opened(link: StageLink, opened: m.Open, run_dir: Path | None) -> str:
+    try:
+        part = FarPart(opened, run_dir or opened.served.path, link)
     except (CheckpointError, RunDirectoryError, EngineError, NotPortableError, OSError) as error:
         link.say(m.Unable(str(error)[:8000]))
         return str(error)

@@ -1,26 +1,38 @@
 """The stages of a model as its first one has them: it sends each the states of the one before, and carries what they tell to the next.
 
 All connections end here: states go back and forth once for each stage, which is small beside what the layers compute, and a stage knows nothing of the
-others. What becomes of texts and pages waits for the next message, in its order.
+others. What is to be done is a *visit*, which goes from stage to stage in the order in which it was sent; each stage has a thread here, so while it
+computes some texts, those before it compute others. What becomes of texts and pages waits for the next visit, in its order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import Lock, Thread
 from typing import TypeVar
 
-import msgspec
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.model.layers.linear import Affine
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import PartLostError
 from phalanx.serve.engine.part import Ask, FarSpan, Readings
+from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import StageLink
+from phalanx.serve.stages.talk import StepFailedError, Talk, gone, looked
 
-_T = TypeVar("_T", bound=m.FromStage)
+_R = TypeVar("_R")
+_LOOK_S = 1.0
+"""How often it is asked of a stage that has nothing to do whether it is there."""
 
 
 @dataclass
@@ -31,48 +43,96 @@ class FarStage:
     """From 1: the first stage is the process itself."""
     layers: range
     link: StageLink
-    errands: list[m.Errand] = field(default_factory=list)
-    """What it is to do before the next."""
+    errands: deque[tuple[int, m.Errand]] = field(default_factory=deque)
+    """What it is to do at the visit of that number, or the first one after it."""
 
-    def due(self) -> tuple[m.Errand, ...]:
-        """The errands, which are sent with the next message."""
-        found = tuple(self.errands)
-        self.errands.clear()
-        return found
+    def due(self, visit: int) -> tuple[m.Errand, ...]:
+        """The errands that go with a visit."""
+        found = []
+        while self.errands and self.errands[0][0] <= visit:
+            found.append(self.errands.popleft()[1])
+        return tuple(found)
 
     def __str__(self) -> str:
         return f"stage {self.number} (layers {self.layers.start} to {self.layers.stop - 1}, {self.link.peer})"
 
 
-class FarStages:
-    """``phalanx.serve.engine.part.FarLayers`` of connected processes. Methods raise PartLostError once one of them is gone."""
+@dataclass(frozen=True)
+class _Visit:
+    """Something that every stage does in turn."""
 
-    def __init__(self, stages: Sequence[FarStage], most_layers: int, layer_page_bytes: int) -> None:
-        """``layer_page_bytes`` is what a layer's part of a page takes."""
-        self._far = list(stages)
-        self.stages, self.most_layers = len(stages) + 1, most_layers
+    number: int
+    at: Callable[[FarStage, Talk], None]
+    arrived: Callable[[], None]
+    failed: Callable[[Exception], None]
+
+
+@dataclass
+class _Rows:
+    """The states of a step's rows on their way, and what the last stage reads of them."""
+
+    states: Tensor
+    readings: Readings = ()
+
+
+class FarStages:
+    """``phalanx.serve.engine.part.FarLayers`` of connected processes. Once one of them is gone, methods and futures raise PartLostError."""
+
+    def __init__(
+        self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int, layer_page_bytes: int
+    ) -> None:
+        """``most_layers`` of ``spec`` are the most that a process has; ``layer_page_bytes`` is what a layer's part of a page takes."""
+        self._far, self.shares = list(stages), 1
+        self.flights = len(stages) + 1
+        self.held = replace(spec, layers=most_layers)
         self._page_bytes = [len(one.layers) * layer_page_bytes for one in stages]
         self.page_bytes = sum(self._page_bytes)
+        self._number, self._lost, self._sending = 0, "", Lock()
+        self._queues: list[queue.SimpleQueue[_Visit]] = [queue.SimpleQueue() for _ in stages]
+        for place in range(len(stages)):
+            Thread(target=self._relay, args=(place,), name=f"stage {place + 1}", daemon=True).start()
+
+    def attach(self, model: Transformer, exact: Exact | None) -> Affine | None:  # noqa: ARG002
+        """See ``FarLayers``: layers of other processes change nothing of those that are here."""
+        return None if exact is None else exact.products
 
     def hold(self, pages: int) -> None:
         """Has each stage make room for so many pages."""
-        for stage in self._far:
-            self._say(stage, m.Hold(pages))
-        for stage in self._far:
-            self._hear(stage, m.Held)
 
-    def compute(self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]) -> Readings:
+        def at(_: FarStage, talk: Talk) -> None:
+            talk.ask(m.Hold(pages), m.Held)
+
+        self._send(at, lambda: None).result()
+
+    @contextmanager
+    def step(
+        self,
+        tokens: Tensor,
+        spans: Sequence[FarSpan],  # noqa: ARG002  these layers come behind those that are here
+        length: int,  # noqa: ARG002
+        asks: Sequence[Ask],  # noqa: ARG002
+    ) -> Iterator[Tensor]:
         """See ``FarLayers``."""
-        readings: Readings = ()
-        for stage in self._far:
-            body = bytes_of(states)
+        yield tokens
+
+    def compute(
+        self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]
+    ) -> Future[Readings]:
+        """See ``FarLayers``."""
+        rows = _Rows(states)
+        number = self._number + 1
+
+        def at(stage: FarStage, talk: Talk) -> None:
+            body = bytes_of(rows.states)
             wanted = tuple(asks) if stage is self._far[-1] else ()
-            self._say(stage, m.Compute(stage.due(), tuple(spans), length, wanted, len(body)), body)
-            passed = self._hear(stage, m.Passed)
+            passed = talk.ask(
+                m.Compute(stage.due(number), tuple(spans), length, wanted, len(body)), m.Passed, body
+            )
             if passed.nbytes:
-                states = tensor_of(self._body(stage, passed.nbytes), states.dtype, states.shape[1])
-            readings = passed.readings
-        return readings
+                rows.states = tensor_of(talk.body(passed.nbytes), states.dtype, states.shape[1])
+            rows.readings = passed.readings
+
+        return self._send(at, lambda: rows.readings)
 
     def drop(self, piece: int) -> None:
         """See ``FarLayers``."""
@@ -88,68 +148,84 @@ class FarStages:
 
     def read(self, place: int) -> bytes:
         """See ``FarLayers``."""
-        parts = []
-        for stage in self._far:
-            self._say(stage, m.ReadPage(stage.due(), place))
-            parts.append(bytes(self._body(stage, self._hear(stage, m.Page).nbytes)))
-        return b"".join(parts)
+        parts: list[bytes] = []
+        visit = self._number + 1
+
+        def at(stage: FarStage, talk: Talk) -> None:
+            parts.append(bytes(talk.body(talk.ask(m.ReadPage(stage.due(visit), place), m.Page).nbytes)))
+
+        return self._send(at, lambda: b"".join(parts)).result()
 
     def write(self, place: int, content: bytes) -> None:
         """See ``FarLayers``."""
-        begin = 0
-        for stage, nbytes in zip(self._far, self._page_bytes, strict=True):
-            self._say(
-                stage, m.WritePage(stage.due(), place, nbytes), memoryview(content)[begin : begin + nbytes]
-            )
-            begin += nbytes
+        visit = self._number + 1
+        ends = itertools.accumulate(self._page_bytes, initial=len(content) - self.page_bytes)
+        parts = iter([memoryview(content)[begin:end] for begin, end in itertools.pairwise(ends)])
+
+        def at(stage: FarStage, talk: Talk) -> None:
+            part = next(parts)
+            talk.say(m.WritePage(stage.due(visit), place, len(part)), part)
+
+        self._send(at, lambda: None)
 
     def trouble(self) -> str:
         """Which stage is gone; empty if none is. From any thread."""
-        return next(
-            (_gone(stage, "its connection has ended") for stage in self._far if stage.link.ended()), ""
-        )
+        ended = (gone(stage, "its connection has ended") for stage in self._far if stage.link.ended())
+        return self._lost or next(ended, "")
 
     def close(self) -> None:
         """Ends all connections, with which the stages end."""
-        for stage in self._far:
-            stage.link.close()
+        self._lose(gone(self._far[0], "its connection was closed here"))
 
     def _later(self, errand: m.Errand) -> None:
         for stage in self._far:
-            stage.errands.append(errand)
+            stage.errands.append((self._number + 1, errand))
 
-    def _say(self, stage: FarStage, message: m.ToStage, body: memoryview | bytes = b"") -> None:
-        try:
-            stage.link.say(message, body)
-        except (CheckpointError, OSError) as error:
-            raise self._lost(stage, error) from error
+    def _send(self, at: Callable[[FarStage, Talk], None], result: Callable[[], _R]) -> Future[_R]:
+        """Sends a visit through all stages; its ``result`` once the last one has answered."""
+        self._number += 1
+        done: Future[_R] = Future()
+        self._pass_on(0, _Visit(self._number, at, lambda: done.set_result(result()), done.set_exception))
+        return done
 
-    def _hear(self, stage: FarStage, kind: type[_T]) -> _T:
-        try:
-            message = m.from_stage.decode(stage.link.hear())
-        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
-            raise self._lost(stage, error) from error
-        if isinstance(message, m.Unable):
-            raise self._lost(stage, RuntimeError(message.why))
-        if isinstance(message, m.Failed):
-            raise RuntimeError(f"{stage}: {message.why}")
-        if not isinstance(message, kind):
-            raise self._lost(stage, RuntimeError(f"it answers with {type(message).__name__}"))
-        return message
+    def _pass_on(self, place: int, visit: _Visit) -> None:
+        """To the stage at ``place``, or to its end behind the last."""
+        with self._sending:  # behind the loss of a stage nothing is put into a queue whose thread has ended
+            if self._lost:
+                visit.failed(PartLostError(self._lost))
+            elif place < len(self._far):
+                self._queues[place].put(visit)
+            else:
+                visit.arrived()
 
-    def _body(self, stage: FarStage, nbytes: int) -> bytearray:
-        try:
-            return stage.link.body(nbytes)
-        except (CheckpointError, OSError) as error:
-            raise self._lost(stage, error) from error
+    # The thread of a stage.
 
-    def _lost(self, stage: FarStage, error: Exception) -> PartLostError:
-        self.close()
-        return PartLostError(_gone(stage, str(error)))
+    def _relay(self, place: int) -> None:
+        stage, waiting = self._far[place], self._queues[place]
+        while not self._lost:
+            try:
+                visit = waiting.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if why := looked(stage, stage.link):
+                    self._lose(why)
+                continue
+            try:
+                visit.at(stage, Talk(stage, stage.link))
+            except StepFailedError as error:
+                visit.failed(error)
+            except Exception as error:  # an answer may be on its way, which nobody would take for another's
+                self._lose(str(error) if isinstance(error, PartLostError) else gone(stage, repr(error)))
+                visit.failed(PartLostError(self._lost))
+            else:
+                self._pass_on(place + 1, visit)
+        while not waiting.empty():
+            waiting.get().failed(PartLostError(self._lost))
 
-
-def _gone(stage: FarStage, why: str) -> str:
-    return f"{stage} of the model is gone, so nothing can be computed: {why}"
+    def _lose(self, why: str) -> None:
+        with self._sending:
+            self._lost = self._lost or why
+        for stage in self._far:
+            stage.link.close()
 
 
 def bytes_of(states: Tensor) -> memoryview:

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from phalanx.serve.engine.part import Ask, FarSpan, Reading
 from phalanx.serve.gateway.served.served_run import ServedRun
 
-PURPOSE = "phalanx serving stage, version 1"
+PURPOSE = "phalanx serving stage, version 2"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Text = Annotated[str, Meta(max_length=8192)]
@@ -50,6 +50,10 @@ class Ready(_Message, frozen=True):
     numerics_id: str
 
 
+class Alive(_Message, frozen=True):
+    """The process has not been stopped. Between any two other messages, and no answer to any."""
+
+
 class Held(_Message, frozen=True):
     """There is room for the pages."""
 
@@ -61,10 +65,16 @@ class Unable(_Message, frozen=True):
 
 
 class Passed(_Message, frozen=True):
-    """The step's rows are through; their states follow, or of the last stage what was asked for."""
+    """The step's rows are through a stage; their states follow, or of the last stage what was asked for."""
 
     nbytes: Count
     readings: tuple[Reading, ...] = ()
+
+
+class Piece(_Message, frozen=True):
+    """What this share has computed of a layer follows."""
+
+    nbytes: Count
 
 
 class Page(_Message, frozen=True):
@@ -88,6 +98,8 @@ class Open(_Message, frozen=True):
     begin: Count
     end: Count
     """Layers from ``begin`` up to ``end``."""
+    shares: Count = 1
+    """Where there are several, the process has share ``stage`` of each of the layers."""
 
 
 class Hold(_Message, frozen=True):
@@ -131,6 +143,12 @@ class Compute(_Message, frozen=True):
     nbytes: Count
 
 
+class Whole(_Message, frozen=True):
+    """What all shares have computed follows, the answer to ``Piece``."""
+
+    nbytes: Count
+
+
 class ReadPage(_Message, frozen=True):
     """Tell the page at ``place``, after ``errands``."""
 
@@ -146,8 +164,8 @@ class WritePage(_Message, frozen=True):
     nbytes: Count
 
 
-FromStage = Here | Ready | Held | Unable | Passed | Page | Failed
-ToStage = Open | Hold | Compute | ReadPage | WritePage
+FromStage = Here | Ready | Alive | Held | Unable | Passed | Piece | Page | Failed
+ToStage = Open | Hold | Compute | Whole | ReadPage | WritePage
 encode = msgspec.msgpack.Encoder().encode
 from_stage: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)
 to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,12 +16,14 @@ from phalanx.checkpoint.format.index import encode_index
 from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.tiers.digest import TensorDigest, tensor_digest
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore_weights import Rows
 from phalanx.model.facts.shape import parameters
 from phalanx.model.facts.stages import balance
 from phalanx.model.transformer import OutputProjection, Transformer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.stages.shares import Share, cut, settle_projection
 from phalanx.train.score.restored import restored_model
 
 
@@ -60,7 +63,7 @@ def checkpoint_name(run_dir: Path, step: int) -> str:
     return hashlib.sha256(encode_index(index)).hexdigest()[:16]
 
 
-def _cut(model: Transformer, layers: range) -> None:
+def _cut(model: Transformer, layers: range) -> dict[str, Rows]:
     if layers.stop > model.spec.layers:
         raise EngineError(
             f"layer {layers.stop - 1} is asked for, and the model of this run has {model.spec.layers} layers: give every stage the same run"
@@ -68,6 +71,40 @@ def _cut(model: Transformer, layers: range) -> None:
     first, last = layers.start == 0, layers.stop == model.spec.layers
     # A tied output projection is the embedding, which the last part then reads too.
     model.keep(layers, first=first or (last and model.head is None), last=last)
+    return {}
+
+
+def restored_share(
+    run_dir: Path, step: int, share: Share, dtype: torch.dtype
+) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
+    """A share of each layer with the weights of ``step``, in the first also the embedding; the whole model's description; and the digests of
+    the whole tensors that it is this process's to tell. Raises as ``restored_model`` does."""
+    # A share has no whole tensors to hash: each process reads some of them for that alone, before its own.
+    names: list[str] = []
+
+    def to_hash(model: Transformer) -> dict[str, Rows]:
+        names.extend(sorted(model.state_dict())[share.number :: share.of])
+        _keep_tensors(model, names)
+        return {}
+
+    hashed, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=to_hash)
+    digests = tensor_digests(hashed)
+    del hashed
+    model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(cut, share=share))
+    assert isinstance(model, Transformer), "others are refused where they are cut"
+    settle_projection(model, share)
+    return model, spec, digests
+
+
+def _keep_tensors(model: nn.Module, names: Collection[str]) -> None:
+    """Takes all others away: the model computes nothing any more."""
+    for prefix, module in list(model.named_modules()):
+        for own in [
+            *dict(module.named_parameters(recurse=False)),
+            *dict(module.named_buffers(recurse=False)),
+        ]:
+            if (f"{prefix}.{own}" if prefix else own) not in names:
+                setattr(module, own, None)
 
 
 def _take_projection(model: Transformer) -> None:

@@ -12,8 +12,8 @@ from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.portable import numerics_environment
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
+from phalanx.serve.gateway.served.of_processes import newest_step
 from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
-from phalanx.serve.gateway.served.of_stages import newest_step
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.router import RouterSettings

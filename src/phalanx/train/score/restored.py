@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.tiers.restore_weights import restore_weights
+from phalanx.checkpoint.tiers.restore_weights import Rows, restore_weights
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.layers.router import routers
@@ -27,13 +27,13 @@ def restored_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     ahead: bool = False,
-    cut: Callable[[Transformer], None] | None = None,
+    cut: Callable[[Transformer], Mapping[str, Rows]] | None = None,
 ) -> tuple[Transformer | Chain, ModelSpec, int]:
     """The model with the weights of ``step``, or of the newest step that can be read; its resolved description; and the step.
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). What predicts further
     ahead is left out, unless ``ahead`` asks for it. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
-    beginning. ``cut`` takes away what is not wanted of the model before anything is read. Of a run with portable numerics, all that this process computes afterwards is portable. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+    beginning. ``cut`` takes away what is not wanted of the model before anything is read, and tells of what tensors it has left some rows. Of a run with portable numerics, all that this process computes afterwards is portable. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
@@ -45,6 +45,7 @@ def restored_model(
         raise RunDirectoryError(
             f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
         )
+    parts: Mapping[str, Rows] = {}
     with torch.device("meta"):
         model = whole_model(spec, seq_len)
         if cut is not None:
@@ -52,9 +53,9 @@ def restored_model(
                 raise RunDirectoryError(
                     f"{directory.run_file}: model.factory makes a model that cannot be cut"
                 )
-            cut(model)
+            parts = cut(model)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
     for _, router in routers(model):
         # fp32 like all of the choice of experts, whatever the rest computes in.
         router.bias = None if router.bias is None else router.bias.float()
-    return model, spec, restore_weights(directory, model, step)
+    return model, spec, restore_weights(directory, model, step, parts)

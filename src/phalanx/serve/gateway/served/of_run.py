@@ -19,7 +19,7 @@ from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_pack import open_packed
-from phalanx.serve.gateway.served.of_stages import open_staged
+from phalanx.serve.gateway.served.of_processes import open_divided
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
@@ -46,8 +46,8 @@ def open_run(
 
 def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:
     """The engine of a run or a pack; ``tell`` hears what is waited for. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
-    if served.stages > 1:
-        return open_staged(served, tell)
+    if served.stages > 1 or served.tensor > 1:
+        return open_divided(served, tell)
     require_drafts(served)
     if served.stream or is_pack(served.path):
         return open_packed(served)

@@ -31,10 +31,14 @@ class ServedRun(Struct, frozen=True):
     """Whether weights are read as they are computed with."""
     stages: int = 1
     """Processes that have a part of the layers each."""
+    tensor: int = 1
+    """Processes that have a share of each layer."""
     stages_at: str = ""
     """Where all but the first are waited for, HOST:PORT; without it they are started on this machine."""
     token_file: str = ""
     """With ``stages_at``, the file of the token that they prove to know."""
+    silence_s: float = 30.0
+    """Seconds after which one of these processes that gives no sign of life is given up."""
     texts: int = 256
     """The most texts that are computed at a time where weights are streamed."""
 

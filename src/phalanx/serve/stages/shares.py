@@ -1,0 +1,223 @@
+"""A share of each layer: heads, inner elements, experts and tokens of the vocabulary dealt out among processes, with the bits of one.
+
+Tensor parallelism as it is trained (arXiv 1909.08053) divides the last matrix of a layer by its inputs, and adds up what the ranks make of them, so another
+degree is another order of additions. Here every matrix is divided by its *outputs* alone: a row of the result is a sum over all inputs in one process, as if it
+had the whole matrix, and what is inner (heads' results, activations, experts' rows) is put together from all processes before the next matrix reads it.
+That sends more than a sum of results would, by the inner width over the model's, and rounds nothing: any number of processes gives the bits of
+one, if products of a part of a matrix's rows have the bits that they have of the whole, which is tried (``phalanx.serve.numerics``).
+
+| divided | by | put together |
+|---|---|---|
+| queries, keys, values, sinks, what expands latents | heads | heads' results, before the output matrix |
+| gate and up of a feed-forward layer | inner elements | activations, before the down matrix |
+| experts | experts, whole ones | rows of all experts, before they are added |
+| output and down matrices | elements of the hidden state | their results |
+| the output projection | tokens | scores, in the first process alone |
+
+Norms, routers, latents of attention, and with the first process the embedding, are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.checkpoint.tiers.restore_weights import Rows
+from phalanx.model.block import Block
+from phalanx.model.layers.attention import Attention
+from phalanx.model.layers.expert_groups import groups_of_one_slot
+from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.linear import Affine, Linear
+from phalanx.model.layers.moe import Experts, MoE, combine, copies_by_expert, order_by_expert
+from phalanx.model.layers.router import Routing
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.numerics.exact import Exact
+from phalanx.serve.numerics.facts import Facts
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of how many."""
+
+    number: int
+    of: int
+
+    def rows(self, count: int) -> range:
+        """Those of ``count`` that are of this share: neighbors."""
+        return range(count * self.number // self.of, count * (self.number + 1) // self.of)
+
+
+class Assembly(Protocol):
+    """How what the processes have computed comes together; all of them call it in the same order."""
+
+    def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
+        """The pieces of all shares, side by side along ``dim``."""
+        ...
+
+    def scores(self, piece: Tensor) -> Tensor:
+        """The same along the last dimension, in the first process; others get back their piece."""
+        ...
+
+
+def require_shares(spec: ModelSpec, shares: int) -> None:
+    """Raises EngineError for a model that so many processes cannot share."""
+    if spec.qk_norm and spec.qk_norm_width != "head":
+        raise EngineError(
+            f"--tensor {shares}: the model normalizes queries and keys over all heads (model.qk_norm_width), which cannot be shared: serve it "
+            "without --tensor, or with --pipeline"
+        )
+    parts = dict(_shared_counts(spec))
+    wrong = [f"{count} {name}" for name, count in parts.items() if count % shares]
+    if wrong:
+        possible = [
+            n for n in range(2, min(parts.values()) + 1) if not any(count % n for count in parts.values())
+        ]
+        instead = (
+            f"--tensor {' or '.join(map(str, possible))}"
+            if possible
+            else "--pipeline, which divides by layers"
+        )
+        raise EngineError(
+            f"--tensor {shares}: the model's {' and '.join(wrong)} cannot be dealt out equally to {shares} processes: give {instead}"
+        )
+
+
+def _shared_counts(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    yield "heads", spec.heads
+    if spec.mla is None:
+        yield "key heads (model.kv_heads)", spec.kv_heads
+    yield "inner elements (model.ffn_dim)", spec.ffn_dim
+    if spec.moe is not None:
+        yield "experts (model.moe.experts)", spec.moe.experts
+        if spec.moe.shared:
+            yield "inner elements of shared experts", spec.moe.shared * spec.moe.ffn_dim
+
+
+def held_share(spec: ModelSpec, shares: int) -> ModelSpec:
+    """The description of the keys and values that one of ``shares`` processes keeps: those of its heads, or latents, which all keep."""
+    if spec.mla is not None:
+        return spec
+    return replace(spec, heads=spec.heads // shares, kv_heads=spec.kv_heads // shares)
+
+
+def cut(model: Transformer, share: Share) -> dict[str, Rows]:
+    """Leaves to a whole model without weights those of a share; where the tensors that are smaller now lie in those of the whole, by name."""
+    found: dict[str, Rows] = {}
+    for layer, block in model.blocks.items():
+        assert isinstance(block, Block), "the model's layers"
+        for name, module, own in _divided(block):
+            found[f"blocks.{layer}.{name}"] = _take_rows(module, own, share)
+    # A tied embedding is the projection of the other processes, and the first one's own.
+    if model.head is not None:
+        found["head.weight"] = _take_rows(model.head, "weight", share)
+        if share.number:
+            model.embedding = None
+    elif share.number:
+        assert model.embedding is not None, "it is the projection"
+        found["embedding.weight"] = _take_rows(model.embedding, "weight", share)
+    return found
+
+
+def _divided(block: Block) -> Iterator[tuple[str, nn.Module, str]]:
+    """The tensors of a layer that are divided: a name in the layer, the module, and the tensor's name there."""
+    attention = block.attention
+    whole = {*attention.BY_TOKENS, "query_norm", "key_norm"}
+    parts: list[tuple[str, nn.Module]] = [
+        (f"attention.{name}", part) for name, part in attention.named_children() if name not in whole
+    ]
+    if isinstance(attention, Attention) and attention.sinks is not None:
+        yield "attention.sinks", attention, "sinks"
+    if isinstance(block.ffn, MoE):
+        parts.append(("ffn.experts", block.ffn.experts))
+        if block.ffn.shared is not None:
+            parts += [(f"ffn.shared.{name}", part) for name, part in block.ffn.shared.named_children()]
+    else:
+        parts += [(f"ffn.{name}", part) for name, part in block.ffn.named_children()]
+    for name, part in parts:
+        for own, _ in part.named_parameters(recurse=False):
+            yield f"{name}.{own}", part, own
+
+
+def _take_rows(module: nn.Module, name: str, share: Share) -> Rows:
+    whole: Tensor = getattr(module, name)
+    rows = share.rows(whole.shape[0])
+    setattr(module, name, nn.Parameter(whole[rows.start : rows.stop].clone(), requires_grad=False))
+    return Rows(rows.start, whole.shape[0])
+
+
+def settle_projection(model: Transformer, share: Share) -> None:
+    """Gives a model whose output projection is tied to the embedding one of its own: the share's rows."""
+    if model.head is not None:
+        return
+    assert model.embedding is not None, "it is the projection"
+    matrix = model.embedding.weight.detach()
+    if not share.number:
+        rows = share.rows(len(matrix))
+        matrix = matrix[rows.start : rows.stop]
+    else:
+        model.embedding = None
+    with torch.device("meta"):
+        head = Linear(matrix.shape[1], matrix.shape[0], bias=False)
+    head.weight = nn.Parameter(matrix, requires_grad=False)
+    model.head = head
+
+
+def assemble(model: Transformer, share: Share, assembly: Assembly, exact: Exact | None) -> Affine:
+    """Has a share of each layer compute with the others, by the products that it has; the product of its output projection."""
+    rows = None if exact is None else exact.rows
+    for block in model.blocks.values():
+        assert isinstance(block, Block), "the model's layers"
+        ends: list[nn.Module] = [block.attention.output]
+        if isinstance(block.ffn, MoE):
+            block.ffn.exchange = SharedExperts(block.ffn.router.moe.experts, share, assembly, rows)
+            ends += [block.ffn.shared.down] if block.ffn.shared is not None else []
+        else:
+            assert isinstance(block.ffn, FeedForward), "the model's layers"
+            ends.append(block.ffn.down)
+        for end in ends:
+            assert isinstance(end, Linear), "the model's matrices"
+            end.affine = _Assembled(assembly, F.linear if end.affine is None else end.affine)
+    through = F.linear if exact is None else exact.products
+    return lambda x, matrix, bias: assembly.scores(through(x, matrix, bias))
+
+
+class _Assembled:
+    """A product of what all processes have, whose result all of them have: ``(..., inputs here)`` to ``(..., outputs of all)``."""
+
+    def __init__(self, assembly: Assembly, product: Affine) -> None:
+        self._assembly, self._product = assembly, product
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return self._assembly.whole(self._product(self._assembly.whole(x), matrix, bias))
+
+
+class SharedExperts:
+    """The exchange of processes that have some experts each, and all tokens: each computes the rows of its own, and gets those of all."""
+
+    def __init__(self, count: int, share: Share, assembly: Assembly, numbers: Facts | None) -> None:
+        """``count`` is that of all experts; ``numbers`` are those of rows that keep their bits where all experts' go through activations
+        together: in one process they do, since the rows of a step are so many."""
+        self._count, self._share, self._assembly, self._numbers = count, share, assembly, numbers
+
+    def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        """``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
+        order = order_by_expert(routing.experts, self._count)
+        own = self._share.rows(self._count)
+        ends = order.counts.cumsum(0).tolist()
+        begin, end = (ends[place - 1] if place else 0 for place in (own.start, own.stop))
+        rows = copies_by_expert(tokens, order)[begin:end]
+        counts = order.counts[own.start : own.stop]
+        if added := self._numbers.padding(len(rows)) if self._numbers is not None and len(rows) else 0:
+            # Once more the last row, for the last expert that has any.
+            rows = torch.cat((rows, rows[-1:].expand(added, -1)))
+            counts = counts.clone()
+            counts[int(counts.nonzero()[-1])] += added
+        here = experts(rows, groups_of_one_slot(counts))[: end - begin]
+        return combine(self._assembly.whole(here, 0), order, routing.weights)
