@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_llama3(folder: Path) -> Any:
-    """The whole folder; returns the model of ``transformers``."""
+def save_llama3(folder: Path, shape: Mapping[str, int] | None = None) -> Any:
+    """The whole folder, with the numbers of ``shape`` in the place of the smallest; returns the model of ``transformers``."""
     tokenizer = save_tokenizer(folder)
     end = [tokenizer.convert_tokens_to_ids(token) for token in ("<|end_of_text|>", "<|eot_id|>")]
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": end, "pad_token_id": end[0]}
@@ -93,6 +94,7 @@ def save_llama3(folder: Path) -> Any:
             "vocab_size": len(tokenizer) + 5,
             "max_position_embeddings": 131072,
             "rope_parameters": LLAMA3_ROPE,
+            **(shape or {}),
         }
     )
     model = hf_model(config)

@@ -138,8 +138,11 @@ _answers: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
 class Wire:
     """One authenticated connection. Every method raises WireError where it breaks or is silent for the timeout."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
-        self._connection = connection
+    def __init__(
+        self, connection: socket.socket, peer: str, then: str = "; the other holders are asked instead"
+    ) -> None:
+        """``then`` says what comes of it when the connection breaks."""
+        self._connection, self._then = connection, then
         self._deadline_s: float | None = None
         self.peer = peer
 
@@ -228,7 +231,7 @@ class Wire:
 
     def _broken(self, error: OSError) -> WireError:
         kind = EndedError if isinstance(error, ConnectionResetError | BrokenPipeError) else WireError
-        return kind(f"{self.peer}: {error or type(error).__name__}; the other holders are asked instead")
+        return kind(f"{self.peer}: {error or type(error).__name__}{self._then}")
 
 
 def authenticate(

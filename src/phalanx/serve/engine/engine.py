@@ -313,8 +313,8 @@ class Engine:
             readings: Readings | Future[Readings] | None = passed.readings
         else:
             far_spans = [FarSpan(span.piece.number, span.begin, span.end) for span in spans]
-            with far.step(rows, far_spans, length, asks) as given:
-                passed = self._part.compute(given, spans, length, asks)
+            with far.step(rows, far_spans, length, asks) as taken:
+                passed = self._part.compute(taken, spans, length, asks)
             readings = passed.readings
             if readings is None:
                 readings = far.compute(passed.states, far_spans, length, asks)

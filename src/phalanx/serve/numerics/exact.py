@@ -56,8 +56,8 @@ def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: i
     for name, shape in wholes:
         if not keeps_divided(shape, shares):
             raise EngineError(
-                f"{name}: on this machine, a {shape} has other bits when its outputs are divided among {shares} processes, {_INSTEAD}, or "
-                "without --tensor"
+                f"{name}: on this machine, a {shape} has other bits when its outputs are divided among {shares} processes, so numerics cannot be "
+                "exact: serve with fewer processes in --tensor, with --pipeline, or with --numerics fast"
             )
     rows = Facts(1, 1)
     for name, facts in width_facts(spec, dtype, shares):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -157,11 +158,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def opened_stages(links: Sequence[StageLink]) -> list[m.Ready]:
-    """What each stage says once its layers are open. Raises EngineError with the reason of the first that cannot."""
+    """What each process says once its part is open. Raises EngineError with the reason of the first that cannot."""
     ready = []
     for number, link in enumerate(links, 1):
         try:
-            said = m.from_stage.decode(link.hear())
+            said = m.from_stage.decode(link.hear(math.inf))  # weights may be long in coming
         except (CheckpointError, OSError, msgspec.MsgspecError) as error:
             raise EngineError(
                 f"stage {number} ({link.peer}) ended while it opened its layers: {error}"

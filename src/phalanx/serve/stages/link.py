@@ -44,7 +44,7 @@ class StageLink:
         secured = (
             secured_client(connection, None, "") if role == "client" else secured_server(connection, None)
         )
-        wire = Wire(secured, peer)
+        wire = Wire(secured, peer, then="")
         wire.set_deadline(PROOF_S)
         self._connection = secured
         self._sealed = SealedWire(wire, token, role, m.PURPOSE)
@@ -84,16 +84,16 @@ class StageLink:
             except WireError as error:
                 raise self._explained(error) from error
 
-    def hear(self) -> bytes:
-        """The next message, encoded; of a stage, the next that is no sign of life."""
+    def hear(self, longest_s: float = LONGEST_STEP_S) -> bytes:
+        """The next message, encoded; of a stage, the next that is no sign of life. Raises SilentError if there are only such for so long."""
         begun = time.monotonic()
         while True:
             found = self._received()
             if found != _SIGN:
                 return found
-            if time.monotonic() - begun > LONGEST_STEP_S:
+            if time.monotonic() - begun > longest_s:
                 raise SilentError(
-                    f"it has owed an answer for {LONGEST_STEP_S:g} s, though it says that it is alive"
+                    f"it has owed an answer for {longest_s:g} s, though it says that it is alive"
                 )
 
     def body(self, nbytes: int) -> bytearray:
