@@ -25,7 +25,7 @@ from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.far_stages import bytes_of
 from phalanx.serve.stages.link import StageLink
-from phalanx.serve.stages.shares import Share, assemble, held_share
+from phalanx.serve.stages.shares import Share, assemble, held_share, keeps_heads
 from phalanx.serve.stages.talk import Talk, gone, looked
 
 _LOOK_S = 1.0
@@ -63,7 +63,7 @@ class FarShares:
         """``share_page_bytes`` is what a process's part of a page takes."""
         self._far, self.shares = list(shares), len(shares) + 1
         self.held = held_share(spec, self.shares)
-        self._alike = spec.mla is not None  # all keep the latents, which are of no head
+        self._alike = not keeps_heads(spec)  # all keep the latents, which are of no head
         self._part_bytes = share_page_bytes
         self.page_bytes = 0 if self._alike else len(shares) * share_page_bytes
         self._model: Transformer | None = None

@@ -36,6 +36,8 @@ from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.layers.moe import Experts, MoE, combine, copies_by_expert, order_by_expert
 from phalanx.model.layers.router import Routing
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds import grouped_attention
+from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.numerics.exact import Exact
@@ -91,7 +93,7 @@ def require_shares(spec: ModelSpec, shares: int) -> None:
 
 def _shared_counts(spec: ModelSpec) -> Iterator[tuple[str, int]]:
     yield "heads", spec.heads
-    if spec.mla is None:
+    if keeps_heads(spec):
         yield "key heads (model.kv_heads)", spec.kv_heads
     yield "inner elements (model.ffn_dim)", spec.ffn_dim
     if spec.moe is not None:
@@ -100,9 +102,14 @@ def _shared_counts(spec: ModelSpec) -> Iterator[tuple[str, int]]:
             yield "inner elements of shared experts", spec.moe.shared * spec.moe.ffn_dim
 
 
+def keeps_heads(spec: ModelSpec) -> bool:
+    """Whether keys and values are kept of each head by itself, so that they can be shared; latents are of all heads."""
+    return attention_kind(spec) is grouped_attention
+
+
 def held_share(spec: ModelSpec, shares: int) -> ModelSpec:
     """The description of the keys and values that one of ``shares`` processes keeps: those of its heads, or latents, which all keep."""
-    if spec.mla is not None:
+    if not keeps_heads(spec):
         return spec
     return replace(spec, heads=spec.heads // shares, kv_heads=spec.kv_heads // shares)
 
