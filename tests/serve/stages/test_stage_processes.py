@@ -40,12 +40,13 @@ def undisturbed(run_dir: Path) -> list[Any]:
         return told(list(ask(one)))
 
 
-def ask(served: Service, tokens: int = 200) -> Iterator[Any]:
+def ask(served: Service) -> Iterator[Any]:
+    """The choices of a stream that is long enough to be computed still when its first tokens are read on a busy machine."""
     client = OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
     stream = client.completions.create(
         model="run",
         prompt="the cat and the dog " * 20,
-        max_tokens=tokens,
+        max_tokens=500,
         seed=5,
         logprobs=2,
         stream=True,
