@@ -123,8 +123,7 @@ def test_texts_of_a_worker_whose_stage_is_killed_go_on_elsewhere_to_the_bit(run_
         for number, choice in enumerate(ask(served)):
             disturbed.append(choice)
             if number == 20:
-                worker = until(lambda: served.busy("both"))
-                (stage,) = stages_of(served.pids[worker])
+                (stage,) = stages_of(until(lambda: served.busy_process("both")))
                 os.kill(stage, signal.SIGKILL)
         assert told(disturbed) == reference
         assert served.count("phalanx_requests_moved_total") >= 1

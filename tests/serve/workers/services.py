@@ -60,6 +60,11 @@ class Service:
         """The number of a worker of a role that has a job."""
         return next((w["number"] for w in self.workers() if w["role"] == role and w["jobs"]), None)
 
+    def busy_process(self, role: str) -> int | None:
+        """The process of a worker of a role that has a job."""
+        number = self.busy(role)
+        return None if number is None else self.pids[number]
+
     def whole(self) -> bool:
         """Whether all workers are ready."""
         return all(worker["state"] == "ready" for worker in self.workers())
