@@ -15,6 +15,14 @@ A band learned from few is too narrow for one more: of n independent runs, the k
 k / (n + 1), whatever their distribution (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005; Lei et al., JASA
 113, 2018). So a band's quantiles are taken at positions of n + 1, where n is the number of independent runs that a sample is worth.
 
+The correction belongs to all three kinds, and to ``never`` before the others: what comes next is one run of one more software, and it is
+software that is exchangeable, not runs. Methods for such data promise coverage of a run of a new group, each group with one vote
+(Dunn, Wasserman and Ramdas, JASA 118, 2023, arXiv 1809.07441: pooled distributions, which have no correction, cover in the limit of many
+groups alone, and subsamples, one run of each of k groups, are corrected with k + 1; Lee, Barber and Willett, arXiv 2306.06342). These count
+a software as one run however little its runs have in common; with five programs such a band holds all there is. Worth by the intraclass
+correlation lies between that and no correction. In drawn programs as many, as large and as correlated as those of the table it holds what it
+should, and without the correction it does not (tests/validation/test_bands.py).
+
 How honest a band is, ``coverage`` tells: for each software, bands are learned from all others (and, for ``here``, from its other models,
 with factors that do not know the model), and its runs are counted that they hold.
 """

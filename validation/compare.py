@@ -5,7 +5,8 @@ end-to-end measurement used at all, and after one factor for the software stack 
 (``validation.factors``). Memory is judged where a source says what it measured, and every run that ran out of memory,
 or did not, is a fact that the planner must reproduce. Where one model was run in several layouts on the same machines, what
 counts is the decision: how much slower than the best measured layout is the one that the planner would have chosen (its
-*regret*), and how far the two orders agree (Kendall's tau; Kendall, Biometrika 30, 1938).
+*regret*), and how far the two orders agree (Kendall's tau; Kendall, Biometrika 30, 1938). The planner chooses as ``phalanx plan``
+does: among layouts that it predicts to fit, by time, one with room in memory before one without that is hardly faster.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from statistics import fmean, median
 from typing import Literal
 from zlib import crc32
 
+from phalanx.plan.search.room import free_share, with_room_first
 from phalanx.plan.step_cost.estimate import Estimate, estimates
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from validation.factors import NO_SCALAR, CalibrationPoint, Scalar, scalar_for, scalars
@@ -116,9 +118,13 @@ class Sweep:
     """Layouts of one model on the same machines."""
 
     name: str
+    origin: str
+    """The source whose runs these are."""
     layouts: int
     regret: float
     """Measured time of the planner's choice over the best measured, less one."""
+    regret_by_time: float
+    """The same had it chosen by time alone, whether its choice is predicted to fit or not."""
     mean_regret: float
     """Expected regret of a choice at random."""
     tau: float
@@ -283,10 +289,19 @@ def errors(values: Iterable[float]) -> Errors | None:
     return Errors(len(found), median(map(abs, found)), max(found, key=abs), median(found))
 
 
-def sweeps(outcomes: Sequence[Outcome], predicted_s: Mapping[str, float] | None = None) -> list[Sweep]:
+@dataclass(frozen=True)
+class Prediction:
+    """Step and memory of one layout as they were predicted, by which it is chosen or not."""
+
+    step_s: float
+    memory_bytes: float
+    capacity_bytes: float
+
+
+def sweeps(outcomes: Sequence[Outcome], predicted: Mapping[str, Prediction] | None = None) -> list[Sweep]:
     """Rows that differ in nothing but their layout, where there are several layouts.
 
-    The choice is by the times that were predicted, or by ``predicted_s``, other predictions by the row's name. A factor of the
+    The choice is by what was predicted, or by ``predicted``, other predictions by the row's name. A factor of the
     software changes no choice, since it is the same for all layouts of one model on the same machines.
     """
     groups: dict[tuple[object, ...], list[Outcome]] = {}
@@ -294,7 +309,7 @@ def sweeps(outcomes: Sequence[Outcome], predicted_s: Mapping[str, float] | None 
         if outcome.time is not None:
             groups.setdefault(_question(outcome), []).append(outcome)
     return [
-        _sweep(members, predicted_s or {})
+        _sweep(members, predicted or {})
         for members in groups.values()
         if len({_answer(member) for member in members}) > 1
     ]
@@ -314,21 +329,43 @@ def _answer(outcome: Outcome) -> PlannedLayout:
     return outcome.estimate.layout
 
 
-def _sweep(members: Sequence[Outcome], predicted_s: Mapping[str, float]) -> Sweep:
-    measured: dict[PlannedLayout, list[tuple[float, float]]] = {}
+def _sweep(members: Sequence[Outcome], predicted: Mapping[str, Prediction]) -> Sweep:
+    measured: dict[PlannedLayout, list[tuple[float, Prediction]]] = {}
     for member in members:
         if member.time is not None:
-            predicted = predicted_s.get(member.run.id, member.time.predicted_s)
-            measured.setdefault(_answer(member), []).append((member.time.measured_s, predicted))
+            found = predicted.get(member.run.id) or _prediction(member)
+            measured.setdefault(_answer(member), []).append((member.time.measured_s, found))
     # A layout that was measured more than once is one layout, and its best time is what it can do.
     pairs = [(min(time for time, _ in times), times[0][1]) for times in measured.values()]
     best = min(time for time, _ in pairs)
-    chosen = min(pairs, key=lambda pair: pair[1])[0]
+    quickest = min(pairs, key=lambda pair: pair[1].step_s)
     run = members[0].run
-    name = f"{run.model}, {run.gpus} {run.gpu}, batch {run.global_batch_seqs}"
     return Sweep(
-        name, len(pairs), chosen / best - 1, fmean(time for time, _ in pairs) / best - 1, kendall_tau(pairs)
+        name=f"{run.model}, {run.gpus} {run.gpu}, batch {run.global_batch_seqs}",
+        origin=run.origin,
+        layouts=len(pairs),
+        regret=_chosen(pairs) / best - 1,
+        regret_by_time=quickest[0] / best - 1,
+        mean_regret=fmean(time for time, _ in pairs) / best - 1,
+        tau=kendall_tau([(time, found.step_s) for time, found in pairs]),
     )
+
+
+def _prediction(outcome: Outcome) -> Prediction:
+    assert outcome.time is not None, "a row of a sweep has a time"
+    assert outcome.estimate is not None, "a row with a time has an estimate"
+    return Prediction(
+        outcome.time.predicted_s, outcome.estimate.memory_bytes, outcome.estimate.capacity_bytes
+    )
+
+
+def _chosen(pairs: Sequence[tuple[float, Prediction]]) -> float:
+    """Measured time of the layout that ``phalanx plan`` would choose; of all, where none is predicted to fit."""
+    found = sorted((prediction.step_s, place) for place, (_, prediction) in enumerate(pairs))
+    ranked = [pairs[place] for _, place in found]
+    fitting = [pair for pair in ranked if free_share(pair[1]) >= 0] or ranked
+    first, *_ = with_room_first([prediction for _, prediction in fitting], lambda one: one.step_s)
+    return next(time for time, prediction in fitting if prediction is first)
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:

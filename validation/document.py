@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from validation.bands import KINDS, LeftOut, coverage, left_out, left_out_sources, program_coverage
-from validation.compare import Errors, Outcome, Sweep, Validation, errors, sweeps
+from validation.compare import Errors, Outcome, Prediction, Sweep, Validation, errors, sweeps
 from validation.judged import Judged
 
 FAMILY_LIMIT = 0.20
@@ -69,11 +69,17 @@ def _goals_of_unseen_software(validation: Validation, judged: Sequence[Judged]) 
 
 def _unseen_sweeps(validation: Validation, judged: Sequence[Judged]) -> list[Sweep]:
     """The decisions as they are made for software that the planner has not seen."""
-    ratios = {one.run: one.unseen_ratio for one in judged}
+    known = {one.run: one for one in judged}
     predicted = {
-        outcome.run.id: outcome.time.measured_s / ratios[outcome.run.id]
+        outcome.run.id: Prediction(
+            outcome.time.measured_s / one.unseen_ratio,
+            (1 - one.unseen_free) * outcome.estimate.capacity_bytes,
+            outcome.estimate.capacity_bytes,
+        )
         for outcome in validation.outcomes
-        if outcome.time is not None and outcome.run.id in ratios
+        if outcome.time is not None
+        and outcome.estimate is not None
+        and (one := known.get(outcome.run.id)) is not None
     }
     return sweeps(validation.outcomes, predicted)
 
@@ -137,10 +143,12 @@ def _bands_part(judged: Sequence[Judged]) -> str:
     text = """## Bands
 
 What `phalanx plan` prints as P5-P95, learned from these rows by `validation.bands` (`python -m validation --learn`), with the
-correction for samples of few independent runs, and judged on software that was left out: *here*, there are runs of the software on the accelerator (of other models; the band is from these and
+correction for samples of few independent runs, which belongs to all kinds (that module says why), and judged on software that was left out: *here*, there are runs of the software on the accelerator (of other models; the band is from these and
 from all other software); *elsewhere*, there are runs of it on other accelerators only (likewise); *never*, it was not seen at all, and its
 stack is planned for without habits, recipe or factor. Where fewer than four programs are left, coverage says little. Some programs have
-two hundred runs and some three: the last two columns give each program one vote, which is what new software may expect.
+two hundred runs and some three: the last two columns give each program one vote, which is what new software may expect. The share of runs that an
+80 % band holds moves by chance too: by 5 to 6 points (a standard deviation) between tables of as many dense programs, of as many runs each and as
+alike, and by 4 to 8 with five programs; with one vote a program by 2 and 5 (`tests/validation/test_bands.py` draws such tables).
 
 """
     return text + _table(
@@ -255,31 +263,57 @@ def _fits_part(validation: Validation) -> str:
 def _sweeps_part(validation: Validation, judged: Sequence[Judged]) -> str:
     if not validation.sweeps:
         return "## Decisions\n\nNo model was measured in several layouts."
-    means = [
-        fmean(getattr(sweep, name) for sweep in validation.sweeps)
-        for name in ("regret", "mean_regret", "tau")
+    pairs = list(zip(validation.sweeps, _unseen_sweeps(validation, judged), strict=True))
+    means, tau = _mean_regrets(pairs), fmean(sweep.tau for sweep in validation.sweeps)
+    text = (
+        "## Decisions\n\nWhere one source ran one model on the same machines in several layouts: measured time of the planner's "
+        "choice over the best measured, less one. It chooses as `phalanx plan` does: of the layouts that it predicts to fit (of all, where none is) "
+        "the fastest, but one that leaves room in memory before one that does not and is less than 3 % faster. "
+        f"Mean regret {means[0]:.1%} (of a choice at random {means[4]:.1%}), mean of Kendall's tau {tau:+.2f}, over {len(pairs)} choices. "
+        "Factors, whichever runs they are learned from, change no choice: "
+        "one factor holds for all layouts of a choice. What is known of the software (habits, recipe, facts) does: with that left out too, "
+        f"chosen by the stack of its kind alone, the mean regret is {means[1]:.1%}. Chosen by time alone, whether it is predicted to fit or not, "
+        f"the two would be {means[2]:.1%} and {means[3]:.1%}.\n\n"
+    )
+    sources = sorted({sweep.origin for sweep, _ in pairs})
+    by_source = [
+        (origin, str(len(mine)), *(f"{mean:.1%}" for mean in _mean_regrets(mine)))
+        for origin in sources
+        if (mine := [pair for pair in pairs if pair[0].origin == origin])
     ]
-    unseen = _unseen_sweeps(validation, judged)
+    kinds = (
+        "regret",
+        "software left out",
+        "regret, by time alone",
+        "software left out, by time alone",
+        "at random",
+    )
     rows = [
         (
             sweep.name,
             str(sweep.layouts),
-            f"{sweep.regret:.1%}",
-            f"{other.regret:.1%}",
-            f"{sweep.mean_regret:.1%}",
+            *(f"{mean:.1%}" for mean in _mean_regrets([(sweep, other)])),
             f"{sweep.tau:+.2f}",
         )
-        for sweep, other in zip(validation.sweeps, unseen, strict=True)
+        for sweep, other in pairs
     ]
-    header = ("model, machines, sequences", "layouts", "regret", "software left out", "at random", "tau")
-    text = (
-        "## Decisions\n\nWhere one source ran one model on the same machines in several layouts: measured time of the planner's "
-        f"choice over the best measured, less one. Mean regret {means[0]:.1%} (of a choice at random {means[1]:.1%}), "
-        f"mean of Kendall's tau {means[2]:+.2f}, over {len(rows)} choices. Factors, whichever runs they are learned from, change no choice: "
-        "one factor holds for all layouts of a choice. What is known of the software (habits, recipe, facts) does: with that left out too, "
-        f"chosen by the stack of its kind alone, the mean regret is {fmean(sweep.regret for sweep in unseen):.1%}.\n\n"
+    return "\n\n".join(
+        (
+            text + _table(("source", "choices", *kinds), by_source),
+            _table(("model, machines, sequences", "layouts", *kinds, "tau"), rows),
+        )
     )
-    return text + _table(header, rows)
+
+
+def _mean_regrets(pairs: Sequence[tuple[Sweep, Sweep]]) -> tuple[float, ...]:
+    """Mean regret of choices, of choices with the software left out, of both by time alone, and at random."""
+    return (
+        fmean(known.regret for known, _ in pairs),
+        fmean(unseen.regret for _, unseen in pairs),
+        fmean(known.regret_by_time for known, _ in pairs),
+        fmean(unseen.regret_by_time for _, unseen in pairs),
+        fmean(known.mean_regret for known, _ in pairs),
+    )
 
 
 def _scalars_part(validation: Validation) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.plan.search.room import free_share
 from validation.compare import Outcome
 from validation.factors import CalibrationPoint
 
@@ -35,6 +36,8 @@ class Judged:
     """Measured over predicted time, with the facts of the software and no factor."""
     unseen_ratio: float
     """The same, predicted as if the planner had not seen the software."""
+    unseen_free: float
+    """Share of the accelerator's memory that the fullest rank leaves free, predicted likewise; below zero where it does not fit."""
     mfu: float
     """Measured model FLOP, attention causal, over the dense peak of the format."""
 
@@ -67,6 +70,7 @@ def _judged(known: Outcome, other: Outcome) -> Judged:
     assert point is not None, "a row with a time is a point"
     assert known.estimate is not None, "a row with a time has an estimate"
     assert other.time is not None, "the caller chose rows with a time"
+    assert other.estimate is not None, "a row with a time has an estimate"
     precision = known.estimate.layout.precision
     accelerator = setup.job.cluster.accelerator
     flops = setup.job.workload.counts.flops_per_token_causal * known.estimate.tokens / known.estimate.ranks
@@ -80,6 +84,7 @@ def _judged(known: Outcome, other: Outcome) -> Judged:
         precision=precision,
         ratio=round(point.ratio, 5),
         unseen_ratio=round(other.time.measured_s / other.time.predicted_s, 5),
+        unseen_free=round(free_share(other.estimate), 5),
         mfu=round(flops / time.measured_s / accelerator.flops[precision].value, 5),
     )
 

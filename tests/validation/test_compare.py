@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from validation.compare import Validation, errors, fits, kendall_tau, outcome_of, sweeps, validate
+from validation.compare import Prediction, Validation, errors, fits, kendall_tau, outcome_of, sweeps, validate
 from validation.document import document, goals
 from validation.factors import CalibrationPoint, scalar_for, scalars
 from validation.runs import PublishedRun, read_published
@@ -199,10 +199,33 @@ def test_other_predictions_choose_other_layouts() -> None:
     timed = [outcome for outcome in outcomes if outcome.time is not None][:2]
     regrets = []
     for favored in timed:
-        predicted = {outcome.run.id: 1.0 if outcome is favored else 2.0 for outcome in timed}
+        predicted = {
+            outcome.run.id: Prediction(1.0 if outcome is favored else 2.0, 0.5, 1.0) for outcome in timed
+        }
         regrets.append(sweeps(outcomes, predicted)[0].regret)
     assert min(regrets) == 0.0
     assert max(regrets) == pytest.approx(2 * sweeps(outcomes)[0].mean_regret)
+
+
+@pytest.mark.parametrize(
+    ("memory", "chosen"),
+    [
+        ((0.5, 0.5), 0),  # both fit: the faster one
+        ((1.1, 0.5), 1),  # the faster one is predicted not to fit
+        ((1.2, 1.1), 0),  # neither is: by time
+        ((0.99, 0.5), 1),  # it fits, hardly, and the other is as fast as can be told
+    ],
+)
+def test_a_layout_is_chosen_as_a_plan_chooses_it(memory: tuple[float, float], chosen: int) -> None:
+    outcomes = [outcome for outcome in validated().outcomes if outcome.time is not None][:2]
+    predicted = {
+        outcome.run.id: Prediction(step_s, bytes_, 1.0)
+        for outcome, step_s, bytes_ in zip(outcomes, (1.0, 1.02), memory, strict=True)
+    }
+    (sweep,) = sweeps(outcomes, predicted)
+    times = [outcome.time.measured_s for outcome in outcomes if outcome.time is not None]
+    assert sweep.regret == pytest.approx(times[chosen] / min(times) - 1)
+    assert sweep.regret_by_time == pytest.approx(times[0] / min(times) - 1)
 
 
 def test_layouts_that_recompute_different_parts_are_different_layouts() -> None:
