@@ -220,6 +220,26 @@ def test_only_figures_can_be_overridden(name: str) -> None:
         with_value(cluster("h100:64"), name, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("pue", 0.8, "set 1 or more"),
+        ("domain.size", 2.5, "set a whole number, as 8 is"),
+        ("accelerators", 128, "--cluster h100:128"),
+    ],
+)
+def test_a_figure_that_nothing_can_have_is_refused(name: str, value: float, says: str) -> None:
+    with pytest.raises(HardwareError, match=re.escape(says)):
+        with_value(cluster("h100:64"), name, value)
+
+
+def test_a_site_draws_no_less_than_its_machines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[system]\nlike = "h100"\npue = 0.8\n')
+    with pytest.raises(HardwareError, match=r"pue: 0\.8 is below 1"):
+        cluster(f"{path}:64")
+
+
 def test_a_missing_profile_lists_those_that_exist() -> None:
     with pytest.raises(HardwareError, match="there are"):
         profile_of(accelerator("h100"), "zork")

@@ -114,7 +114,7 @@ class Cluster:
     host_memory_bytes: Fact
     """Host memory of one node."""
     pue: Fact
-    """Power usage effectiveness: what the site draws over what the machines draw."""
+    """Power usage effectiveness: what the site draws over what the machines draw, and so 1 or more."""
     storage_bytes_per_s: Fact
     """Write rate of the whole cluster's durable storage."""
     overrides: Mapping[str, float] = field(default_factory=dict)

@@ -60,6 +60,9 @@ def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: 
     if any(lower.reach >= upper.reach for lower, upper in pairwise(found.fabric.levels)):
         remedy = "order the levels by growing reach"
         raise HardwareError(listing(place, [Problem("fabric.levels", "are out of order", remedy)]))
+    if found.pue.value < 1:
+        remedy = "give the site's power over that of its machines"
+        raise HardwareError(listing(place, [Problem("pue", f"{found.pue.value:g} is below 1", remedy)]))
     return found
 
 

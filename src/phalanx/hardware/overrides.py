@@ -14,6 +14,16 @@ _FARTHEST = 100
 """Factor between a figure and its replacement beyond which the unit is taken for another than the catalog's."""
 
 
+def read_figure(text: str) -> float:
+    """The number of a figure as it is typed. Raises ``HardwareError`` that says how numbers are written."""
+    try:
+        return float(text)
+    except ValueError:
+        raise HardwareError(
+            f"{text!r} is no number: write it with a point and without units, as in 2.5 or 4e11 (bytes, FLOP/s, seconds, W, $)"
+        ) from None
+
+
 def with_value(cluster: Cluster, name: str, value: float, source: str = "set by the user") -> Cluster:
     """``cluster`` where the figure ``name`` is ``value``, noted in ``overrides``.
 
@@ -23,6 +33,12 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
     free = value == 0 and name.endswith(_MAY_BE_ZERO)
     if not (math.isfinite(value) and (value > 0 or free)):
         raise HardwareError(f"{name} = {value:g}: set a number above 0")
+    if name == "accelerators":
+        raise HardwareError(
+            f"accelerators = {value:g}: their number is the cluster's, as in --cluster h100:{value:.0f}"
+        )
+    if name == "pue" and value < 1:
+        raise HardwareError(f"pue = {value:g}: set 1 or more, the site's power over that of its machines")
     changed: Cluster = _replaced(cluster, name.split("."), value, source, name)
     return replace(changed, overrides={**cluster.overrides, name: value})
 
@@ -40,6 +56,8 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
         _check_size(value, old.value if isinstance(old, Fact) else old, name)
     if isinstance(old, Fact) and not rest:
         new: object = Fact(value, source)
+    elif isinstance(old, int) and not rest and not value.is_integer():
+        raise HardwareError(f"{name} = {value:g}: set a whole number, as {old} is")
     elif isinstance(old, (int, float)) and not isinstance(old, bool) and not rest:
         new = type(old)(value)
     elif rest and not isinstance(old, Fact):

@@ -225,7 +225,7 @@ def without_cluster(overrides: Iterable[str]) -> list[str]:
 def cluster_asked(name: str, overrides: Iterable[str]) -> Cluster:
     """The cluster by its name or file, with the figures that overrides give it."""
     from phalanx.hardware.catalog import cluster
-    from phalanx.hardware.overrides import with_value
+    from phalanx.hardware.overrides import read_figure, with_value
 
     found = cluster(name)
     if re.fullmatch(r"[\w-]+", name) and name != "this":
@@ -236,7 +236,7 @@ def cluster_asked(name: str, overrides: Iterable[str]) -> Cluster:
         if text.startswith(_CLUSTER_FIGURES):
             figure, _, value = text.removeprefix(_CLUSTER_FIGURES).partition("=")
             try:
-                found = with_value(found, figure, float(value))
+                found = with_value(found, figure.strip(), read_figure(value))
             except ValueError as error:
                 raise click.UsageError(f"--set {text}: {error}") from error
     return found

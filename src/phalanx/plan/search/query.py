@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -75,7 +76,9 @@ def run_of_model(name: str, seq_len: int, batch: int, overrides: Sequence[str] =
     words = sorted(name.lower().split("-"))
     found = next((key for key in PRESETS if sorted(key.split("-")) == words), None)
     if found is None:
-        raise RequestError(f"there is no model {name!r}: there are {', '.join(PRESETS)}; or give a run file")
+        raise RequestError(
+            f"there is no model {name!r}{_meant(name, PRESETS)}: there are {', '.join(PRESETS)}; or give a run file"
+        )
     table = {
         "name": found,
         "model": {"preset": found},
@@ -88,6 +91,15 @@ def run_of_model(name: str, seq_len: int, batch: int, overrides: Sequence[str] =
     active = count(resolve(spec.model, spec.data.vocab_size), spec.train.seq_len).active_parameters
     steps = steps_for(_TOKENS_PER_PARAMETER * active, spec.train.batch_size * spec.train.seq_len)
     return read_table(table, PRESETS, (f"train.steps={steps}", *overrides), place)
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """The names that ``name`` may stand for, as a question, whatever its case, its owner and its dashes; empty without any."""
+    plain = {re.sub(r"[^a-z0-9]", "", one): one for one in known}
+    sought = re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
+    likely = [sought] if sought in plain else get_close_matches(sought, plain, n=3, cutoff=0.7)
+    near = [plain[one] for one in likely]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | None) -> None:
@@ -115,9 +127,8 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
         return _with_factor(_published_job(spec, cluster, SOFTWARE[stack], workload))
     if stack != OWN:
         if stack not in STACKS:
-            raise RequestError(
-                f"--stack {stack}: take one of {', '.join(dict.fromkeys((*STACKS, *SOFTWARE)))}"
-            )
+            known = tuple(dict.fromkeys((*STACKS, *SOFTWARE)))
+            raise RequestError(f"--stack {stack}{_meant(stack, known)}: take one of {', '.join(known)}")
         return _with_factor(
             Job(workload, stack_on(STACKS[stack], cluster.accelerator.vendor), cluster, profile)
         )

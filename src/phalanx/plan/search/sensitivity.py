@@ -39,6 +39,8 @@ def _jobs(job: Job) -> Iterator[tuple[str, Job, Job]]:
         "link in the domain": ("domain.bytes_per_s", job.cluster.domain.bytes_per_s.value),
         "network": ("fabric.bytes_per_s", job.cluster.fabric.bytes_per_s.value),
         "link to the host": ("accelerator.host_bytes_per_s", chip.host_bytes_per_s.value),
+        # Large products settle at the power limit, below the data sheet's peak, which then hardly matters.
+        "power limit": ("accelerator.power_w", chip.power_w.value),
     }
     for name, (figure, value) in figures.items():
         if value > 0:

@@ -42,7 +42,14 @@ def requirement(text: str, job: Job) -> Requirement:
     """Reads a condition. Raises ``ValueError`` that names what can be required."""
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w+-]+)\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is no condition: write a field, a comparison and a value, as in tp<=8")
+        several = (
+            "; of several conditions, each has a --require of its own"
+            if len(re.findall("[<>=]=?", text)) > 1
+            else ""
+        )
+        raise ValueError(
+            f"{text!r} is no condition: write a field, a comparison and a value, as in tp<=8{several}"
+        )
     word, sign, value = match.groups()
     known = layout_field(word)
     if known is not None and known.not_in_require:
