@@ -126,6 +126,7 @@ def test_the_published_layout_of_llama_is_planned_from_its_run_file() -> None:
     [
         (["--model", "llama9", "--cluster", "h100:8"], "llama3-8b"),
         (["--model", "llama3-8b", "--cluster", "h9:8"], "gb200-nvl72"),
+        (["--model", "llama3-8b", "--cluster", "H100-SXM:8"], "(did you mean h100"),
         (["--model", "llama3-8b", "--cluster", "h100:8", "--tokens", "many"], "15T"),
         ([*SMALL, "--require", "color=red"], "tp"),
         ([*SMALL, "--layout", "tensor_parallel=8"], "tp"),
@@ -165,7 +166,9 @@ def test_a_shell_completes_behind_an_option_that_is_given_twice() -> None:
         ),
         (["--out", "nowhere/run.toml"], "--out nowhere/run.toml: there is no folder nowhere"),
         (["--report", ""], "--report .: . is a folder"),
+        (["--report", "a.html", "--out", "a.html"], "--report and --out both write a.html"),
         (["--step-error", "nan"], "--step-error nan: write a number from 0 to 1"),
+        (["--assume", "price=2"], "--set cluster.accelerator.price_per_hour="),
         (["--assume", "repair_s"], "--assume repair_s: write a value, as in repair_s=..."),
         (["--require", "tp<=\u00b2"], "a whole number can be required"),
         (["--layout", "tp=\uff18"], "must be a whole number, at least 1"),
@@ -384,6 +387,11 @@ def test_software_is_listed_with_the_runs_that_are_known_of_it() -> None:
     result = plan("--stacks")
     assert result.exit_code == 0
     assert "llm-foundry" in result.output
+    facts = json.loads(plan("--stacks", "--json").output)
+    assert {one["software"] for one in facts["stacks"]["llm-foundry"]} == {"llm-foundry"}
+    assert facts["stacks"]["phalanx"] == []
+    assert {one["kind"] for one in facts["without_runs"]} == {"never"}
+    assert plan("--stacks", "--model", "llama3-8b").exit_code == 2
 
 
 def test_the_table_has_one_line_for_each_plan_within_100_columns() -> None:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -131,5 +132,7 @@ _Entry = TypeVar("_Entry")
 
 def _named(entries: Mapping[str, _Entry], key: str, kind: str) -> _Entry:
     if key not in entries:
-        raise HardwareError(f"there is no {kind} {key!r}: there are {', '.join(entries)}")
+        near = get_close_matches(key.lower(), entries, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise HardwareError(f"there is no {kind} {key!r}{meant}: there are {', '.join(entries)}")
     return entries[key]

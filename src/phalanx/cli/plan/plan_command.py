@@ -38,14 +38,6 @@ if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
 
 
-def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) -> None:
-    if asked:
-        from phalanx.cli.plan.stacks_table import print_stacks
-
-        print_stacks()
-        context.exit()
-
-
 @click.command("plan", cls=GivenOnce)
 @click.argument("files", nargs=-1, metavar="[RUN_FILE | RUN_DIR...]", type=click.Path(path_type=Path))
 @click.option("--model", help="A known model instead of a run file, such as llama3-405b.")
@@ -159,9 +151,6 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
 @click.option(
     "--stacks",
     is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_list_stacks,
     help="List the software that can be planned for, with the published runs known of it, and stop.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -195,6 +184,7 @@ def command(
     traffic: str | None,
     slo: str | None,
     weight_format: str,
+    stacks: bool,
     as_json: bool,
 ) -> None:
     """Find the best layouts of a run on a cluster, and say why; or explain one layout; or say what to train for a budget.
@@ -216,6 +206,12 @@ def command(
       phalanx plan configs/llama3-405b.toml --serve --cluster h200:64 --traffic in=2000,out=500,rate=20 --slo ttft=2s,tpot=50ms
     """
     with mistakes():
+        if stacks:
+            refuse_beside("--stacks", given_options(), ("stacks", "as_json"), "it lists software, and stops")
+            from phalanx.cli.plan.stacks_table import print_stacks
+
+            print_stacks(as_json=as_json)
+            return
         from phalanx.plan.search.query import Aim
 
         refuse_repeated(overrides)

@@ -47,8 +47,11 @@ def refuse_repeated(overrides: tuple[str, ...]) -> None:
 
 
 def refuse_nowhere(**paths: Path | None) -> None:
-    """Raises UsageError for a file to write that has no folder, before anything is searched."""
+    """Raises UsageError for a file to write that has no folder, or is written twice, before anything is searched."""
+    written: dict[Path, str] = {}
     for name, path in paths.items():
+        if path is not None and (first := written.setdefault(path.resolve(), name)) != name:
+            raise click.UsageError(f"--{first} and --{name} both write {path}: give each a file of its own")
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise click.UsageError(

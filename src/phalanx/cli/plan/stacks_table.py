@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -13,12 +16,18 @@ from phalanx.plan.workload.foreign_stacks import STACKS
 from phalanx.plan.workload.software import SOFTWARE
 
 
-def print_stacks() -> None:
-    """Prints every name that ``--stack`` takes."""
+def print_stacks(*, as_json: bool) -> None:
+    """Prints every name that ``--stack`` takes, as a table or as a list of what is known of dense models and of mixtures."""
+    names = tuple(dict.fromkeys((OWN, *SOFTWARE, *STACKS)))
+    if as_json:
+        known = {name: [asdict(one) for one in learned().software if one.software == name] for name in names}
+        unseen = [asdict(one) for one in learned().kinds if one.kind == "never"]
+        click.echo(json.dumps({"stacks": known, "without_runs": unseen}))
+        return
     table = Table()
     for column in ("stack", "models", "accelerators, published runs of models", "left-out error", "P5-P95"):
         table.add_column(column, justify="left", overflow="fold")
-    for name in dict.fromkeys((OWN, *SOFTWARE, *STACKS)):
+    for name in names:
         for row in _rows(name):
             table.add_row(name, *row)
     Console(highlight=False).print(table)

@@ -176,7 +176,10 @@ def assumed(
         if name not in names | {NODE_RATE}:
             near = difflib.get_close_matches(name, [*names, NODE_RATE], n=1)
             hint = (
-                f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted([*names, NODE_RATE]))}"
+                f"did you mean {near[0]}?"
+                if near
+                else f"there are {', '.join(sorted([*names, NODE_RATE]))}; a figure of the machines, as their price, is "
+                "--set cluster.accelerator.price_per_hour=..."
             )
             raise RunEstimateError(f"--assume {text}: {name!r} is not an assumption; {hint}")
         if name in given:
