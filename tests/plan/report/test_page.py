@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import xml.etree.ElementTree as ET
 
@@ -64,6 +65,19 @@ def test_the_first_page_says_what_somebody_who_pays_must_know(searched: Plan) ->
     heads = [head.text for head in plans.iter("th")]
     assert heads[1:] == ["plan 1", "plan 2", "plan 3"]
     assert {row[0].text for row in plans.iter("tr")} >= {"gives up", "--layout", "the idea"}
+
+
+def test_the_answer_is_no_figure_without_its_range(searched: Plan) -> None:
+    days = searched.run.finish_days
+    assert f"{days.p5:.4g} to {days.p95:.4g} days" in answer(searched)
+    endless = dataclasses.replace(days, p95=math.inf)
+    without_end = dataclasses.replace(searched, run=dataclasses.replace(searched.run, finish_days=endless))
+    assert "would never finish" in answer(without_end)
+
+
+def test_large_products_follow_the_power_limit_rather_than_the_data_sheets_peak(searched: Plan) -> None:
+    lower, _ = step_changes(searched)["power limit"]
+    assert lower > 5
 
 
 def test_software_that_was_never_measured_is_measured_before_it_is_paid_for(searched: Plan) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from html import escape
 
 from phalanx.plan.report.html_table import html_table
-from phalanx.plan.report.units import DAYS, DOLLARS, ENERGY, counted, mfu_text, unit_for, written
+from phalanx.plan.report.units import DAYS, DOLLARS, ENERGY, counted, mfu_text, unit_for
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.whole_run.estimate import Percentiles
@@ -34,15 +34,21 @@ def first_page(plan: Plan) -> str:
 
 
 def answer(plan: Plan) -> str:
-    """The answer in one sentence."""
+    """The answer in one sentence, its range included: a figure alone would be taken for more than it is."""
     run, chosen = plan.run, plan.chosen
     name = plan.job.cluster.accelerator.name
     sort = f"{counted(plan.job.workload.counts.parameters)} parameters on {counted(plan.tokens)} tokens"
     if not math.isfinite(run.days):
         return f"Training {sort} on {chosen.ranks:,} x {name} would not finish: failures come faster than it recovers."
+    time, money = unit_for([run.days], DAYS), unit_for([run.cost.total_usd], DOLLARS)
+    least, most = run.finish_days.p5, run.finish_days.p95
+    if math.isfinite(most):
+        band = f"nine of ten such runs take {time(least)} to {time(most)} {time.name} and {money(run.usd.p5)} to {money(run.usd.p95)} {money.name}"
+    else:
+        band = "one such run in twenty or more would never finish"
     return (
-        f"Training {sort} takes {written(run.days, DAYS)} on {chosen.ranks:,} x {name} and costs "
-        f"{written(run.cost.total_usd, DOLLARS)}."
+        f"Training {sort} takes {time(run.days)} {time.name} on {chosen.ranks:,} x {name} and costs "
+        f"{money(run.cost.total_usd)} {money.name}; {band}."
     )
 
 

@@ -32,13 +32,17 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto
 svg { max-width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: #444 }
 table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
 td, th { padding: 2px 10px 2px 0; text-align: right; vertical-align: top }
-td:first-child, .left td { overflow-wrap: anywhere }
+td:first-child, .left td { overflow-wrap: anywhere } .figures td + td, .figures th { white-space: nowrap }
 td:first-child, th:first-child, .left td, .left th { text-align: left } th { border-bottom: 1px solid #999 }
 .plans { table-layout: fixed; width: 100% } .plans th:first-child { width: 16% }
 .answer { font-size: 20px; margin: 0.5em 0 } .verdict { font-size: 18px; font-weight: bold; margin: 0.5em 0 0 }
 .legend span { margin-right: 1em; display: inline-block; font-size: 13px }
 .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 4px }
 .note { color: #666; font-size: 13px } h2 { margin-top: 2em; border-bottom: 1px solid #ddd } h3 { margin: 1em 0 0 }
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark } body { background: #17191d; color: #ddd } svg text { fill: #bbb } .note { color: #999 }
+  h2 { border-color: #444 } th { border-color: #777 } svg [stroke="#eee"] { stroke: #333 } svg [fill="#e8e8e8"] { fill: #333 }
+}
 @page { size: A4; margin: 14mm }
 @media print {
   body { font-size: 9pt; line-height: 1.35; max-width: none; margin: 0; padding: 0 } h1 { font-size: 14pt; margin: 0 } h2 { margin-top: 0.6em }
@@ -82,7 +86,7 @@ def _best(plan: Plan) -> str:
         )
         for one in plan.best
     ]
-    return html_table(("layout", "step s", "MFU", "GB", "accelerators"), rows)
+    return html_table(("layout", "step s", "MFU", "GB", "accelerators"), rows, "figures")
 
 
 def _between(value: float, found: Percentiles, units: Sequence[Unit]) -> str:
