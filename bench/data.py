@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
-from phalanx.data.stored.shards import ShardWriter, commit
+from phalanx.data.stored.shard_writer import ShardWriter, commit
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec, TrainSpec
 

@@ -179,7 +179,7 @@ class Child:
 def write_records(folder: Path, tokens: int) -> None:
     """A packed dataset of documents with lengths like those of the web, of random bytes."""
     from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
-    from phalanx.data.stored.shards import ShardWriter, commit
+    from phalanx.data.stored.shard_writer import ShardWriter, commit
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 
     partial = folder.with_name("partial")

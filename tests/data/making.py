@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for
-from phalanx.data.stored.shards import ShardWriter, TokenShards, commit
+from phalanx.data.stored.shard_writer import ShardWriter, commit
+from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 
 

@@ -38,7 +38,8 @@ from phalanx.data.stored.index import (
     dtype_for,
     read_index,
 )
-from phalanx.data.stored.shards import ShardWriter, TokenShards, commit
+from phalanx.data.stored.shard_writer import ShardWriter, commit
+from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import (
     BytesTokenizer,
     Tokenizer,

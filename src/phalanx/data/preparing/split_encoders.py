@@ -8,7 +8,7 @@ from phalanx.data.chat.encode import BadConversationError, ChatEncoder
 from phalanx.data.errors import CorpusError
 from phalanx.data.preparing.packing import Packer
 from phalanx.data.stored.index import Split, loss_bit
-from phalanx.data.stored.shards import ShardWriter
+from phalanx.data.stored.shard_writer import ShardWriter
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 21

@@ -1,24 +1,20 @@
-"""Token shards: a split's token stream in flat files, read through memory maps and written once.
+"""Token shards: a split's token stream in flat files, read through memory maps.
 
 A shard holds little-endian token ids and nothing else, so that any tool can read it; counts and checksums are in
 ``index.json`` beside it. Opening checks every file's size, which finds a copy cut short. Whatever is read was compared before
 with the checksum of its block (``phalanx.data.stored.block_sums``), so that a flipped bit is named and never handed out; ``verify``
 reads everything. Of a dataset that was prepared without block sums, each shard is compared as a whole when it is mapped, unless
-the dataset is too large for that (``MOST_WHOLE_BYTES``). A dataset is written into a directory of another name, forced to disk, and takes its own
-name in one rename: under its name it is whole or not there.
+the dataset is too large for that (``MOST_WHOLE_BYTES``). ``phalanx.data.stored.shard_writer`` writes them.
 """
 
-import contextlib
 import hashlib
 import mmap
-import os
 import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -35,14 +31,13 @@ from phalanx.data.stored.block_sums import (
     sums_file,
 )
 from phalanx.data.stored.index import (
-    INDEX_FILE,
     SPLITS,
     DatasetIndex,
     ShardFile,
     digest_of_shards,
     read_index,
 )
-from phalanx.run.directory.durable import sync, write_atomically
+from phalanx.run.directory.durable import write_atomically
 
 # Each map and that of its sums hold a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
 MAX_OPEN_MAPS = 256
@@ -52,6 +47,11 @@ _READ_BYTES = 8 << 20
 _ANNOUNCED = 256
 """So many batches are announced to the system before they are read, once one had to wait for the disk, and the first always; where all is in
 memory, that would be a fifth of the time that reading takes."""
+
+_TAKEN_TOGETHER = 4
+"""From so many stretches of a shard on, NumPy takes them at once; fewer are copied one after the other, since to begin with it costs as much as that."""
+_COPIED_BYTES = 1 << 20
+"""Of tokens as they are stored, which are taken together before they are widened: less than a processor's cache."""
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
@@ -150,28 +150,46 @@ class TokenShards:
             return
         numbers = np.searchsorted(self._starts, starts, side="right") - 1
         offsets = starts - self._starts[numbers]
-        shard_of = numbers.tolist()
-        maps = {number: self._map(number) for number in sorted(set(shard_of))}
-        chosen = {number: offsets[numbers == number] if len(maps) > 1 else offsets for number in maps}
+        maps = {number: self._map(number) for number in sorted(set(numbers.tolist()))}
+        places = {
+            number: np.flatnonzero(numbers == number) if len(maps) > 1 else slice(None) for number in maps
+        }
         from_disk = _reads_from_disk()
         if self._announced_left:
             # Left to page faults, each sample waits for the disk alone, and drags in a hundred times its size around it.
             self._announced_left -= 1
             for number, mapped in maps.items():
-                mapped.announce(chosen[number], length)
+                mapped.announce(offsets[places[number]], length)
         for number, mapped in maps.items():
-            mapped.require(chosen[number], length)
-        tokens = {number: mapped.tokens for number, mapped in maps.items()}
-        if (starts + length <= self._starts[numbers + 1]).all():
-            for number, offset, row in zip(shard_of, offsets.tolist(), rows.tolist(), strict=True):
-                out[row] = tokens[number][offset : offset + length]
-        else:
-            for number, offset, row in zip(shard_of, offsets.tolist(), rows.tolist(), strict=True):
-                piece = tokens[number][offset : offset + length]
-                start = int(self._starts[number]) + offset
-                out[row] = piece if len(piece) == length else self.read(start, start + length)
+            mapped.require(offsets[places[number]], length)
+        for number, mapped in maps.items():
+            self._copy(number, mapped, offsets[places[number]], length, out, rows[places[number]])
         if _reads_from_disk() > from_disk:
             self._announced_left = _ANNOUNCED
+
+    def _copy(
+        self,
+        number: int,
+        mapped: "_MappedShard",
+        offsets: NDArray[np.int64],
+        length: int,
+        out: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """Writes ``length`` tokens from each of ``offsets`` of one shard, or on into the next, into the ``rows`` of ``out``."""
+        windows = len(mapped.tokens) - length + 1  # so many stretches of this length lie in the shard
+        if len(offsets) < _TAKEN_TOGETHER or int(offsets.max()) >= windows:
+            for offset, row in zip(offsets.tolist(), rows.tolist(), strict=True):
+                piece = mapped.tokens[offset : offset + length]
+                start = int(self._starts[number]) + offset
+                out[row] = piece if len(piece) == length else self.read(start, start + length)
+            return
+        item = mapped.tokens.itemsize
+        stretches = np.ndarray((windows, length), self.dtype, mapped.tokens, strides=(item, item))
+        step = max(1, _COPIED_BYTES // (length * item))
+        for first in range(0, len(offsets), step):
+            part = slice(first, first + step)
+            out[rows[part]] = stretches[offsets[part]]
 
     def _map(self, number: int) -> "_MappedShard":
         with self._lock:
@@ -208,107 +226,6 @@ class _MappedShard:
     def require(self, offsets: NDArray[np.int64], count: int) -> None:
         """Compare the blocks of ``count`` tokens from each of ``offsets`` that were not yet. Raises ``DatasetError``."""
         self.checked.check(offsets * self.tokens.itemsize, count * self.tokens.itemsize)
-
-
-@dataclass(frozen=True)
-class WrittenSplit:
-    """The shards of a split that has been written, and the digest of its stream."""
-
-    shards: tuple[ShardFile, ...]
-    sha256: str
-
-
-class ShardWriter:
-    """Cuts a token stream into shards of ``shard_tokens`` in ``directory``; ``close`` makes them durable.
-
-    As a context manager it leaves no file open, and closes nothing for you: without ``close`` there is no split.
-    """
-
-    def __init__(self, directory: Path, split: str, *, dtype: str, shard_tokens: int) -> None:
-        if shard_tokens < 1:
-            raise DatasetError(f"shard_tokens = {shard_tokens} is not positive")
-        self._directory = directory
-        self._split = split
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._shard_tokens = shard_tokens
-        self._shards: list[ShardFile] = []
-        self._stream_digest = hashlib.sha256()
-        self._open: _OpenShard | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if self._open is not None:
-            self._open.abandon()
-
-    def append(self, tokens: NDArray[Any]) -> None:
-        """Write token ids (1-D, any integer dtype; each must fit the stored dtype) at the stream's end."""
-        tokens = tokens.astype(self._dtype)
-        self._stream_digest.update(tokens.data)
-        while tokens.size:
-            if self._open is None:
-                self._open = _OpenShard(self._directory / f"{self._split}-{len(self._shards):05d}.bin")
-            room = self._shard_tokens - self._open.tokens
-            self._open.write(tokens[:room])
-            tokens = tokens[room:]
-            if self._open.tokens == self._shard_tokens:
-                self._finish_shard()
-
-    def close(self) -> WrittenSplit:
-        """Finish the last shard."""
-        self._finish_shard()
-        return WrittenSplit(tuple(self._shards), self._stream_digest.hexdigest())
-
-    def _finish_shard(self) -> None:
-        if self._open is not None:
-            self._shards.append(self._open.finish())
-            self._open = None
-
-
-class _OpenShard:
-    """The shard being written."""
-
-    def __init__(self, path: Path) -> None:
-        self.tokens = 0
-        self._path = path
-        self._file = path.open("xb", buffering=1 << 20)
-        self._checksum = xxhash.xxh3_128()
-        self._sums = BlockSummer()
-
-    def write(self, tokens: TokenArray) -> None:
-        self._file.write(tokens.data)
-        self._checksum.update(tokens.data)
-        self._sums.update(tokens.data)
-        self.tokens += len(tokens)
-
-    def finish(self) -> ShardFile:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        checksum = self._checksum.hexdigest()
-        sums_file(self._path).write_bytes(self._sums.content(checksum))  # made durable by ``commit``
-        return ShardFile(self._path.name, self.tokens, checksum)
-
-    def abandon(self) -> None:
-        # Closing flushes what is buffered, which fails anew on a full disk; the file is closed all the same.
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def commit(partial: Path, directory: Path, index: DatasetIndex) -> None:
-    """Write the index of the shards in ``partial``, force all to disk, and give it the name ``directory``.
-
-    Raises ``OSError`` (ENOTEMPTY or EEXIST) if ``directory`` exists and is not empty; then nothing has changed there.
-    """
-    (partial / INDEX_FILE).write_bytes(index.to_json().encode())
-    for path in partial.iterdir():
-        sync(path)
-    sync(partial)
-    partial.rename(directory)
-    sync(directory.parent)
 
 
 def verify(
