@@ -7,7 +7,6 @@ interrupted goes on behind the shards that have theirs.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from phalanx.data.chat.template import TEMPLATE_FILE
-from phalanx.data.errors import DatasetError, DatasetExistsError, TokenizerError
+from phalanx.data.errors import DatasetError, DatasetExistsError
 from phalanx.data.stored.block_sums import BlockSummer, sums_header
 from phalanx.data.stored.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, parse_index
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
-from phalanx.data.tokenizers.tokenizer import load_tokenizer
+from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.store.errors import ExistsError, MissingObjectError, ShortObjectError, StoreError
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Store
@@ -166,14 +165,11 @@ def _index(store: Store) -> tuple[bytes, DatasetIndex]:
 
 
 def _tokenizer_fits(store: Store, index: DatasetIndex) -> bool:
-    with tempfile.TemporaryDirectory(prefix="phalanx-tokenizer-") as folder:
-        for name in (TOKENIZER_FILE, CONFIG_FILE):
-            with suppress(MissingObjectError):
-                (Path(folder) / name).write_bytes(store.get(name))
-        try:
-            return load_tokenizer(Path(folder)).fingerprint == index.tokenizer_fingerprint
-        except TokenizerError:
-            return False
+    files: dict[str, bytes] = {}
+    for name in (TOKENIZER_FILE, CONFIG_FILE):
+        with suppress(MissingObjectError):
+            files[name] = store.get(name)
+    return saved_fingerprint(files) == index.tokenizer_fingerprint
 
 
 def _holds_sums(target: Store, shard: ShardFile) -> bool:

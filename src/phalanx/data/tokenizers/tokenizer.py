@@ -14,7 +14,7 @@ prompts begin with it, but ``encode`` gives the text alone. Saved, all are a Hug
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from phalanx.data.tokenizers.published.files import (
     PROBE,
     TOKENIZER_FILE,
     decoded,
+    fingerprint_of,
     named_token,
     read_bytes,
     read_config,
@@ -199,7 +200,7 @@ class BpeTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.end_token}\0{self.serialized}".encode()).hexdigest()
+        return fingerprint_of(self.serialized, self.end_token)
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
@@ -309,6 +310,23 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if read_config(directory).get("phalanx_kind") == "bytes":
         return BytesTokenizer()
     return tokenizer_from_file(directory)
+
+
+def saved_fingerprint(files: Mapping[str, bytes]) -> str:
+    """The fingerprint of a tokenizer whose saved files have these names and contents, which is not loaded for it: with many tokens that takes a second.
+
+    Empty if they are no files that ``Tokenizer.save`` has written.
+    """
+    try:
+        config, serialized = json.loads(files[CONFIG_FILE]), files[TOKENIZER_FILE].decode()
+    except (KeyError, ValueError):
+        return ""
+    if not isinstance(config, dict):
+        return ""
+    if config.get("phalanx_kind") == "bytes":
+        return BytesTokenizer().fingerprint
+    end_token = named_token(config, "eos_token")
+    return "" if end_token is None else fingerprint_of(serialized, end_token)
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:

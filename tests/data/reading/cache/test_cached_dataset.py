@@ -20,6 +20,7 @@ from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShard
 from phalanx.data.stored.block_sums import BLOCK_BYTES
 from phalanx.data.stored.index import HELD_OUT, TRAIN
 from phalanx.data.stored.shards import TokenShards
+from phalanx.data.tokenizers.tokenizer import train_bpe
 from phalanx.store.errors import UnavailableError
 from store.memory_store import MemoryStore
 
@@ -271,6 +272,49 @@ def test_at_first_the_index_and_the_tokenizers_files_are_asked_for_at_once(
     store.before = lambda _operation, key: asked.append(key)
     opened(store, tmp_path)
     assert asked == ["index.json"], "the others are here"
+
+
+def test_a_tokenizer_that_came_with_another_dataset_meanwhile_is_never_kept(
+    dataset: Path, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    train_bpe(["other words than these"], vocab_size=270).save(tokenizer)
+    theirs = {path.name: path.read_bytes() for path in tokenizer.iterdir()}
+    ours = stored(dataset).objects
+    store = MemoryStore(ours | theirs)
+    with pytest.raises(DatasetError, match=r"memory://store is not the one .*try again once it is whole"):
+        opened(store, tmp_path / "root")
+    # Those that were asked for beside the index were the other dataset's; when they are asked for again they are this one's.
+    told: list[str] = []
+
+    def replace_once_told(_operation: str, key: str) -> None:
+        told.append(key)
+        store.objects = ours if len(told) > 3 else ours | theirs
+
+    store.before = replace_once_told
+    cache = opened(store, tmp_path / "root")
+    assert sorted(told) == sorted(["index.json", *theirs, *theirs])
+    assert {name: (cache.folder / name).read_bytes() for name in theirs} == {
+        name: ours[name] for name in theirs
+    }
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "remove", "another"])
+def test_a_tokenizer_that_the_cache_has_no_more_as_it_was_is_asked_for_again(
+    dataset: Path, tmp_path: Path, harm: str
+) -> None:
+    store = stored(dataset)
+    folder = opened(store, tmp_path).folder
+    if harm == "another":
+        train_bpe(["other words than these"], vocab_size=270).save(folder)
+    elif harm == "remove":
+        (folder / "tokenizer.json").unlink()
+    else:
+        os.truncate(folder / "tokenizer_config.json", 7 if harm == "cut" else 0)
+    opened(store, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == store.objects[name]
 
 
 def test_a_cache_stays_below_its_limit_and_what_it_drops_is_read_again(dataset: Path, tmp_path: Path) -> None:

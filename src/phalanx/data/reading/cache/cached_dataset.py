@@ -12,6 +12,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from phalanx.data.reading.cache.room import Room
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
+from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.run.directory.durable import write_atomically
 from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
 from phalanx.store.open_store import open_store
@@ -37,6 +39,9 @@ from phalanx.store.store import Store
 
 _PATIENCE_AHEAD_S = 30.0
 """Time for which what is only read ahead is asked for: whoever comes to need it asks with all of ``CacheOptions.timeout_s``."""
+
+
+_TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE)
 
 
 @dataclass(frozen=True)
@@ -84,25 +89,23 @@ def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) ->
     """The dataset in ``store``, with its cache below ``root``. Raises ``DatasetError``, ``StoreError``."""
     newest = root / "newest" / _name_of(store.url.encode())
     # Where nothing of this place was read yet, none of the three files waits for another.
-    names = (TOKENIZER_FILE, CONFIG_FILE)
-    early = (
-        {} if newest.exists() else {name: in_background(partial(_required, store, name)) for name in names}
-    )
+    early = {} if newest.exists() else _asked_for(store)
     content = _index_content(store, store_ahead, root, newest)
+    # Of an index of many shards, the digest takes a fifth of the time that decoding takes.
+    named = in_background(partial(_name_of, content))
     index = parse_index(content.decode(errors="replace"), Path(f"{store.url}/{INDEX_FILE}"))
-    folder = root / _name_of(content)
+    folder = root / named.result()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = [name for name in names if not (folder / name).exists()]
-        coming = [early.get(name) or in_background(partial(_required, store, name)) for name in missing]
-        for name, small in zip(missing, coming, strict=True):
-            write_atomically(folder / name, small.result())
+        if saved_fingerprint(_kept(folder)) != index.tokenizer_fingerprint:
+            for name, small in _tokenizer_files(store, index, early).items():
+                write_atomically(folder / name, small, durable=False)
         here = (folder / INDEX_FILE).exists() and (folder / INDEX_FILE).stat().st_size == len(content)
         if index.recipe.chat is not None and not here:
             # Datasets of earlier versions have none.
             with suppress(MissingObjectError):
                 write_atomically(folder / TEMPLATE_FILE, store.get(TEMPLATE_FILE))
-        # Nobody waits for the disk: what a power failure leaves of them is told by its size, or by the folder's name.
+        # Nobody waits for the disk: what a power failure leaves of it is told by its size, by the folder's name, or by the index.
         if not here:
             write_atomically(folder / INDEX_FILE, content, durable=False)  # last: the small files are there
         newest.parent.mkdir(exist_ok=True)
@@ -129,6 +132,35 @@ def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -
             if _name_of(content) == name:
                 return content
     return _required(store, INDEX_FILE)
+
+
+def _kept(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files in the cache, as far as they are there."""
+    found: dict[str, bytes] = {}
+    for name in _TOKENIZER_FILES:
+        with suppress(OSError):
+            found[name] = (folder / name).read_bytes()
+    return found
+
+
+def _asked_for(store: Store) -> dict[str, Future[bytes]]:
+    return {name: in_background(partial(_required, store, name)) for name in _TOKENIZER_FILES}
+
+
+def _tokenizer_files(store: Store, index: DatasetIndex, early: dict[str, Future[bytes]]) -> dict[str, bytes]:
+    """The files of the tokenizer that ``index`` names; ``early`` may bring them. Raises ``DatasetError``.
+
+    Another dataset may come to lie in the store between the requests for one and the other. Its tokenizer must not come into the folder of this one, where it
+    would be taken for this one's by every later run.
+    """
+    for coming in (early or _asked_for(store), None):
+        files = {name: small.result() for name, small in (coming or _asked_for(store)).items()}
+        if saved_fingerprint(files) == index.tokenizer_fingerprint:
+            return files
+    raise DatasetError(
+        f"the tokenizer in {store.url} is not the one that the index there names: if another dataset is being copied there, try again once it "
+        "is whole; else copy the dataset there again (`phalanx data copy FOLDER URL`)"
+    )
 
 
 def _name_of(content: bytes) -> str:

@@ -6,7 +6,6 @@ one exception that is mended here: a "▁" in the text itself would come back as
 For all other text the ids are those of sentencepiece and transformers.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -19,7 +18,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.files import PROBE, require_known_ids, save_tokenizer
+from phalanx.data.tokenizers.published.files import (
+    PROBE,
+    fingerprint_of,
+    require_known_ids,
+    save_tokenizer,
+)
 
 SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -99,7 +103,7 @@ class FallbackTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.end_token}\0{self.serialized}".encode()).hexdigest()
+        return fingerprint_of(self.serialized, self.end_token)
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:

@@ -1,5 +1,6 @@
 """The files that a tokenizer is kept in, ``tokenizer.json`` and ``tokenizer_config.json``: read with errors that name them, and written."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ def save_tokenizer(directory: Path, serialized: str, end_token: str, kind: str) 
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "phalanx_kind": kind}
     (directory / TOKENIZER_FILE).write_bytes(serialized.encode())
     (directory / CONFIG_FILE).write_bytes((json.dumps(config, indent=2) + "\n").encode())
+
+
+def fingerprint_of(serialized: str, end_token: str) -> str:
+    """The SHA-256, in hex, of all that decides how a tokenizer with a ``tokenizer.json`` encodes text."""
+    return hashlib.sha256(f"{end_token}\0{serialized}".encode()).hexdigest()
 
 
 def read_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, object]:
