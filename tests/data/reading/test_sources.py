@@ -205,6 +205,17 @@ def test_a_part_without_a_whole_sample_is_refused(folders: dict[str, Path]) -> N
         mixture_of(spec, index_of(spec))
 
 
+def test_a_source_that_is_packed_for_another_length_is_refused_by_name(folders: dict[str, Path]) -> None:
+    spec, index = run_of(folders), index_of(run_of(folders))
+    code = index.sources["code"]
+    packed = replace(code, recipe=replace(code.recipe, packed_seq_len=20))
+    with pytest.raises(
+        DatasetError,
+        match=rf"source 'code': the dataset is packed for sequences of 20 tokens, and train\.seq_len is {SEQ_LEN}: set it to 20",
+    ):
+        mixture_of(spec, MixtureIndex({**index.sources, "code": packed}))
+
+
 def test_folders_that_are_elsewhere_are_found_where_an_earlier_start_had_them() -> None:
     sources = (SourceSpec("a", "sets/a"), SourceSpec("b", "other"), SourceSpec("new", "sets/new"))
     record = {"data_folders": {"a": "/far/sets/a", "b": "/far/sets/b"}}
