@@ -1,10 +1,12 @@
 """What copying checkpoints to an object store costs the steps that run meanwhile.
 
-Two runs of one model, in turns: both save every few steps to the disk, one of them also copies each checkpoint to a real S3 server (ministack, on this
-machine), so that an upload is under way for much of the time. Both compute with one thread: of two cores the other is left for the server, which
-in a cluster is elsewhere. Told are the medians over the pairs of the ratio of all steps' time, and of the median step, and how many bytes went up.
+One run saves every few steps to the disk, and copies every second of these checkpoints to a real S3 server (ministack, on this machine). So the steps after a
+save whose checkpoint is copied lie between steps after saves whose checkpoints are not, in one process: whatever else makes processes differ, as the
+place of their memory or the machine's other work, makes both slower alike. The run computes with one thread: of two cores the other is left for the server,
+which in a cluster is elsewhere. Told is the median, over all such stretches, of the time of a stretch with a copy over the mean of its two neighbors, and which part of the
+stretch the copy took. A run without copies must end with the same weights.
 
-    python bench/uploads.py [--pairs 3] [--steps 60] [--every 10] [--mib-s 0]
+    python bench/uploads.py [--runs 3] [--steps 240] [--every 10] [--mib-s 0]
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -29,46 +30,51 @@ from phalanx.store.open_store import open_store
 from store.servers import ministack
 from tiny_runs import make_dataset
 
-_WARM = 5
-"""Steps at a run's begin that are left out."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument(
+        "--every", type=int, default=10, help="steps between checkpoints, of which every second is copied"
+    )
     parser.add_argument("--mib-s", type=float, default=0.0, help="checkpoint.store_mib_s; 0 is no limit")
     args = parser.parse_args()
-    pairs = []
+    ratios: list[float] = []
+    shares: list[float] = []
+    weights: set[str] = set()
     with tempfile.TemporaryDirectory() as folder, ministack(Path(folder)) as server:
         os.environ |= server.environment
         data = make_dataset(Path(folder) / "data")
-        for number in range(args.pairs):
+        for number in range(args.runs):
             url = server.url(secrets.token_hex(4))
-            runs = [("", Path(folder) / f"{number}-alone"), (url, Path(folder) / f"{number}-copied")]
-            times = {store: trained(args, data, store, place) for store, place in runs[:: (-1) ** number]}
-            alone, copied = times[""], times[url]
-            assert alone["weights"] == copied["weights"], "copying changes no bit"
-            pairs.append(
-                {
-                    "all_steps": copied["steps_s"] / alone["steps_s"],
-                    "median_step": copied["step_s"] / alone["step_s"],
-                    "step_s": alone["step_s"],
-                    "uploaded_mib": stored_mib(url),
-                    "steps_s": copied["steps_s"],
-                }
-            )
-    report = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
-    print(json.dumps(report | {"load": os.getloadavg()[0], "pairs": pairs}, indent=1))
+            place = trained(args, data, url, Path(folder) / f"{number}-copied")
+            steps, found = steps_and_weights(place)
+            weights.add(found)
+            ratios += over_neighbors(stretches([step["logged_s"] for step in steps], args.every))
+            copied_s = statistics.median(copies_s(place))
+            shares.append(copied_s / (args.every * statistics.median(step["logged_s"] for step in steps)))
+        weights.add(steps_and_weights(trained(args, data, "", Path(folder) / "alone"))[1])
+        uploaded_mib = stored_mib(url)
+    assert len(weights) == 1, "copying changes no bit"
+    quarters = statistics.quantiles(ratios, n=4)
+    report = {
+        "with_a_copy_over_without": statistics.median(ratios),
+        "quartiles": [quarters[0], quarters[2]],
+        "stretches": len(ratios),
+        "part_of_a_stretch_that_a_copy_takes": statistics.median(shares),
+        "uploaded_mib": uploaded_mib,
+        "load": os.getloadavg()[0],
+    }
+    print(json.dumps(report, indent=1))
 
 
-def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> dict[str, Any]:
-    """A run in a process of its own: the time of its steps, and the hash of its weights."""
+def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> Path:
+    """A run in a process of its own: its run directory."""
     place.mkdir()
-    checkpoint = f'every_steps = {args.every}\nstore = "{store}"\nstore_mib_s = {args.mib_s}'
+    fields = f'every_steps = {args.every}\nstore = "{store}"\nstore_every_steps = {2 * args.every}\nstore_mib_s = {args.mib_s}'
     run = SmallRun(
         "uploads",
         str(data),
@@ -77,7 +83,7 @@ def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> di
         layers=4,
         dim=256,
         ffn_dim=768,
-        checkpoint_fields=checkpoint,
+        checkpoint_fields=fields,
     )
     done = subprocess.run(
         run.command(place),
@@ -88,13 +94,26 @@ def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> di
     )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    events, weights = steps_and_weights(place / "run")
-    steps = [event["logged_s"] for event in events][_WARM:]
-    return {
-        "steps_s": sum(steps),
-        "step_s": statistics.median(steps),
-        "weights": weights,
-    }
+    return place / "run"
+
+
+def stretches(steps_s: list[float], every: int) -> list[float]:
+    """The time of the steps after each save up to the next one, beginning with the first save."""
+    return [sum(steps_s[first : first + every]) for first in range(every, len(steps_s) - every + 1, every)]
+
+
+def over_neighbors(times_s: list[float]) -> list[float]:
+    """Of each stretch with a copy, which are the second, the fourth and so on, its time over the mean of the two beside it."""
+    return [
+        times_s[at] / statistics.mean((times_s[at - 1], times_s[at + 1]))
+        for at in range(1, len(times_s) - 1, 2)
+    ]
+
+
+def copies_s(run: Path) -> list[float]:
+    """The seconds that each copy of a checkpoint took."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event["seconds"] for event in events if event["kind"] == "CheckpointCopied"]
 
 
 def stored_mib(url: str) -> float:
