@@ -32,6 +32,8 @@ class Faults:
     lost_answer: float = 0.0
     truncated: float = 0.0
     latency_s: float = 0.0
+    steady_s: float = 0.0
+    """By which every answer is late besides, in seconds."""
     bytes_per_s: float = 0.0
     late: float = 0.0
     """Share of the answers that take ``late_s`` more."""
@@ -76,6 +78,8 @@ class FaultyProxy:
         self.asked[what := _what(head)] += 1
         fault = "denied" if self.faults.denied and self.faults.denied in what else self._draw()
         self.done[fault] += 1
+        if self.faults.steady_s:
+            await asyncio.sleep(self.faults.steady_s)
         if self.faults.latency_s:
             late_s = self.faults.late_s if self._random.random() < self.faults.late else 0.0
             await asyncio.sleep(self._random.expovariate(1 / self.faults.latency_s) + late_s)
