@@ -1,8 +1,13 @@
-"""Servers of object stores, started for tests on 127.0.0.1: ministack (S3, from PyPI), azurite and s3rver (Azure and S3, from npm)."""
+"""Servers of object stores, started for tests on 127.0.0.1: ministack (S3, from PyPI), azurite and s3rver (Azure and S3, from npm), and fake-gcs-server.
+
+The last one is in no registry with what is needed of it, Google's XML interface: the branch ``support-xml-api`` of github.com/tustvold/fake-gcs-server has it, which the
+client library is tested with itself. Who has built it puts it on the path, or names it in ``FAKE_GCS_SERVER``.
+"""
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import shutil
 import socket
@@ -77,6 +82,32 @@ def azurite(folder: Path) -> Iterator[Server]:
         yield Server("az", port, "bucket", environment)
 
 
+@contextmanager
+def fake_gcs(folder: Path) -> Iterator[Server]:
+    program = os.environ.get("FAKE_GCS_SERVER") or shutil.which("fake-gcs-server")
+    if program is None:
+        pytest.skip(
+            "gs:// is not tested: fake-gcs-server with Google's XML interface is neither on the path nor in FAKE_GCS_SERVER"
+        )
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [program, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
+    account = {
+        "gcs_base_url": url,
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": "",
+        "private_key_id": "",
+    }
+    environment = {"GOOGLE_BASE_URL": url, "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}
+    with _running([*command, "-public-host", f"127.0.0.1:{port}"], port, folder):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_START_S)
+        connection.request("POST", "/storage/v1/b?project=test", body='{"name": "bucket"}')
+        assert connection.getresponse().status == 200
+        connection.close()
+        yield Server("gs", port, "bucket", environment)
+
+
 def _s3(port: int, **more: str) -> Server:
     endpoint = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     return Server("s3", port, "bucket", {**CREDENTIALS, **endpoint, **more})
@@ -113,7 +144,9 @@ def _running(command: Sequence[str], port: int, folder: Path) -> Iterator[None]:
     log = folder.parent / f"{folder.name}.log"
     with log.open("w") as output:
         environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "AZURE_"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("AWS_", "AZURE_", "GOOGLE_"))
         }
         process = subprocess.Popen(
             command, cwd=folder, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment

@@ -1,4 +1,4 @@
-"""The contract of a store: the same tests on a folder, on S3 (ministack) and, in the long suite, on Azure (azurite)."""
+"""The contract of a store: the same tests on a folder, on S3 (ministack) and, in the long suite, on Azure (azurite) and Google Cloud Storage (fake-gcs-server)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.store.errors import BadUrlError, ExistsError, MissingObjectError, S
 from phalanx.store.obstore_adapter import joined_spans
 from phalanx.store.open_store import open_store
 from phalanx.store.store import MOST_CREATED_BYTES, Store, require_create
-from store.servers import Server, azurite
+from store.servers import Server, azurite, fake_gcs
 
 MIB = 1 << 20
 
@@ -27,14 +27,25 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["file", "path", "s3", pytest.param("az", marks=pytest.mark.slow)])
+@pytest.fixture(scope="session")
+def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with fake_gcs(tmp_path_factory.mktemp("google")) as server:
+        yield server
+
+
+SERVERS = {"s3": "s3_server", "az": "azure_server", "gs": "google_server"}
+
+
+@pytest.fixture(
+    params=["file", "path", "s3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("az", "gs"))]
+)
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty place of each kind."""
     if request.param == "file":
         return f"file://{tmp_path}/a%20b/objects"
     if request.param == "path":
         return str(tmp_path / "objects")
-    server: Server = request.getfixturevalue("s3_server" if request.param == "s3" else "azure_server")
+    server: Server = request.getfixturevalue(SERVERS[request.param])
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return server.url(secrets.token_hex(8))
