@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ranks import Ranks
-from store.servers import Server, ministack
+from store.servers import Server, fake_gcs, ministack
 
 # A loaded machine is no reason to fail: examples are bounded in number, never in time.
 settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -87,4 +87,11 @@ def ranks() -> Iterator[Ranks]:
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An S3 server of this process's own, with an empty bucket; each test takes a prefix of its own."""
     with ministack(tmp_path_factory.mktemp("ministack")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of Google Cloud Storage's interface, where one is found; else the test is skipped."""
+    with fake_gcs(tmp_path_factory.mktemp("google")) as server:
         yield server

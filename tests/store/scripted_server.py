@@ -1,4 +1,4 @@
-"""An S3 server of a few lines in this process: answers what a test tells it to, and else keeps objects, without any condition."""
+"""A server of a few lines in this process, of S3 and of Google: answers what a test tells it to, and else keeps objects, without any condition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """``answers`` are given first, one to each request, as status and body; ``requests`` lists what was asked."""
+    """``answers`` are given first, one to each request, as status and body; ``requests`` lists what was asked, ``conditions`` on what condition of Google's."""
 
     daemon_threads = True
 
@@ -21,6 +21,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.forever = forever
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
+        self.conditions: list[str | None] = []
         self.lock = threading.Lock()
 
     @property
@@ -37,6 +38,7 @@ class _Handler(BaseHTTPRequestHandler):
         key = self.path.partition("?")[0]
         with self.server.lock:
             self.server.requests.append(f"{self.command} {key}")
+            self.server.conditions.append(self.headers.get("x-goog-if-generation-match"))
             if self.server.answers:
                 return self._send(*self.server.answers.pop(0))
             if self.server.forever:

@@ -82,6 +82,14 @@ def azurite(folder: Path) -> Iterator[Server]:
         yield Server("az", port, "bucket", environment)
 
 
+def google_environment(port: int) -> dict[str, str]:
+    """What a client needs to reach a server of Google's interface on this machine, without credentials."""
+    url = f"http://127.0.0.1:{port}"
+    names = ("client_email", "private_key", "private_key_id")
+    account = {"gcs_base_url": url, "disable_oauth": True, **dict.fromkeys(names, "")}
+    return {"GOOGLE_BASE_URL": url, "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}
+
+
 @contextmanager
 def fake_gcs(folder: Path) -> Iterator[Server]:
     program = os.environ.get("FAKE_GCS_SERVER") or shutil.which("fake-gcs-server")
@@ -90,16 +98,8 @@ def fake_gcs(folder: Path) -> Iterator[Server]:
             "gs:// is not tested: fake-gcs-server with Google's XML interface is neither on the path nor in FAKE_GCS_SERVER"
         )
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
     command = [program, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
-    account = {
-        "gcs_base_url": url,
-        "disable_oauth": True,
-        "client_email": "",
-        "private_key": "",
-        "private_key_id": "",
-    }
-    environment = {"GOOGLE_BASE_URL": url, "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}
+    environment = google_environment(port)
     with _running([*command, "-public-host", f"127.0.0.1:{port}"], port, folder):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_START_S)
         connection.request("POST", "/storage/v1/b?project=test", body='{"name": "bucket"}')

@@ -26,7 +26,7 @@ from phalanx.store.retry import RetryPolicy
 from phalanx.store.store import Store, require_create
 from store.faulty_proxy import Faults, faulty_proxy
 from store.scripted_server import scripted
-from store.servers import CREDENTIALS, Server, free_port, s3rver
+from store.servers import CREDENTIALS, Server, free_port, google_environment, s3rver
 
 PATIENT = RetryPolicy(retries=10, first_pause_s=0.005, longest_pause_s=0.05, timeout_s=240)
 IMPATIENT = RetryPolicy(retries=2, first_pause_s=0.005, longest_pause_s=0.01, timeout_s=0.5)
@@ -115,6 +115,28 @@ def test_a_store_that_ignores_conditions_fails_the_probe() -> None:
         scripted() as server,
         s3_at(server.port, PATIENT) as store,
         pytest.raises(UnconditionalStoreError, match="ignores If-None-Match: two attempts could both commit"),
+    ):
+        require_create(store, "probe")
+
+
+def test_an_object_of_google_is_created_on_the_condition_that_it_has_no_generation_yet() -> None:
+    with (
+        scripted([(412, b"")]) as server,
+        reached_at(google_environment(server.port), "gs://bucket/p", PATIENT) as store,
+    ):
+        server.objects["/bucket/p%2Fcommit"] = b"theirs"
+        with pytest.raises(ExistsError):
+            store.create("commit", b"ours")
+        assert server.conditions == ["0", None], "a create, and the look at what is there"
+        store.create("another", b"ours")
+        assert server.objects["/bucket/p%2Fanother"] == b"ours"
+
+
+@pytest.mark.slow
+def test_fake_gcs_server_which_ignores_conditions_fails_the_probe(google_server: Server) -> None:
+    with (
+        reached_at(dict(google_server.environment), google_server.url("p"), PATIENT) as store,
+        pytest.raises(UnconditionalStoreError, match="ignores If-None-Match"),
     ):
         require_create(store, "probe")
 

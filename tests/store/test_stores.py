@@ -16,7 +16,7 @@ from phalanx.store.errors import BadUrlError, ExistsError, MissingObjectError, S
 from phalanx.store.obstore_adapter import joined_spans
 from phalanx.store.open_store import open_store
 from phalanx.store.store import MOST_CREATED_BYTES, Store, require_create
-from store.servers import Server, azurite, fake_gcs
+from store.servers import Server, azurite
 
 MIB = 1 << 20
 
@@ -24,12 +24,6 @@ MIB = 1 << 20
 @pytest.fixture(scope="session")
 def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with azurite(tmp_path_factory.mktemp("azurite")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with fake_gcs(tmp_path_factory.mktemp("google")) as server:
         yield server
 
 
@@ -54,6 +48,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture
 def store(url: str) -> Store:
     return open_store(url)
+
+
+@pytest.fixture
+def conditions_and_parts(url: str) -> None:
+    """Leaves out what fake-gcs-server has not: conditions on a PUT, and uploads in parts."""
+    if url.startswith("gs:"):
+        pytest.skip("fake-gcs-server takes neither conditions nor uploads in parts")
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:
@@ -127,6 +128,7 @@ def test_a_missing_object_is_named_with_its_url(store: Store) -> None:
         assert caught.value.url in str(caught.value)
 
 
+@pytest.mark.usefixtures("conditions_and_parts")
 def test_an_object_is_created_once_and_then_refused_without_change(store: Store) -> None:
     store.create("commit/1", b"mine")
     with pytest.raises(ExistsError, match="commit/1"):
@@ -139,6 +141,7 @@ def test_creating_what_is_there_with_equal_bytes_is_success(store: Store) -> Non
     store.create("commit/1", b"mine")
 
 
+@pytest.mark.usefixtures("conditions_and_parts")
 def test_of_racing_creators_exactly_one_wins(store: Store) -> None:
     racers = 8
     together = Barrier(racers)
@@ -192,6 +195,7 @@ def test_deleting_takes_what_is_named_and_does_not_mind_what_is_not_there(store:
     assert keys(store) == ["a/1/x", "a/2"]
 
 
+@pytest.mark.usefixtures("conditions_and_parts")
 def test_a_large_object_goes_up_in_parts_and_comes_back_whole(store: Store) -> None:
     blocks = [bytes([number]) * (6 * MIB) for number in range(4)]
     store.put_blocks("streamed", (memoryview(block) for block in blocks), 24 * MIB)
@@ -199,6 +203,7 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_whole(store: Store) -> N
     assert store.get("streamed") == b"".join(blocks)
 
 
+@pytest.mark.usefixtures("conditions_and_parts")
 @pytest.mark.parametrize("nbytes", [10, 24 * MIB])
 def test_an_upload_whose_source_fails_leaves_nothing_and_raises_what_the_source_raised(
     store: Store, nbytes: int
@@ -212,6 +217,7 @@ def test_an_upload_whose_source_fails_leaves_nothing_and_raises_what_the_source_
     assert keys(store) == []
 
 
+@pytest.mark.usefixtures("conditions_and_parts")
 def test_the_probe_passes_and_leaves_nothing(store: Store) -> None:
     require_create(store, "probe/1")
     assert keys(store) == []

@@ -72,6 +72,25 @@ def test_through_faults_a_crash_and_other_ranks_the_bits_are_those_of_the_folder
     assert result["weights_sha256"] == weights
 
 
+@pytest.mark.slow
+def test_a_run_on_a_dataset_in_googles_store_ends_with_the_bits_of_the_folders(
+    ranks: Ranks,
+    tmp_path: Path,
+    dataset: Path,
+    google_server: Server,
+    undisturbed: tuple[RunSpec, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in google_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = google_server.url(secrets.token_hex(8))
+    copy_dataset(str(dataset), url)
+    spec, weights = undisturbed
+    spec = dataclasses.replace(in_store(spec, url, tmp_path / "cache"), run_dir=str(tmp_path / "run"))
+    (result, *_) = ranks.run(2, train_with_environment, spec, dict(google_server.environment))
+    assert result["weights_sha256"] == weights
+
+
 def train_until_asked(spec: RunSpec, environment: dict[str, str], asked: Path) -> dict[str, Any] | None:
     """``train_on_this_rank``, which is asked to stop, as by one Ctrl-C, once the file ``asked`` is there."""
     os.environ.update(environment)
