@@ -2,7 +2,8 @@
 
 The floor for any loader is to take slices of the memory map one after the other and copy each to int64. Training
 samples pay on top for the shuffle, for finding the shard, and for the memory's dislike of random access. Both read the
-same number of tokens in the same shapes, in turns; the ratio is the median over the turns. With ``--cold`` the file is
+same number of tokens in the same shapes, in turns; the ratio is the median over the turns, of the time on the clock and of the processor's, which other
+work on the machine does not stretch. With ``--cold`` the file is
 dropped from the page cache before each turn, so that the disk is read: there, plain page faults in the same random
 order are a third contender, because sequential reads say nothing about a shuffle.
 
@@ -64,8 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         directory = Path(folder) / "dataset"
         write_dataset(directory, args.tokens)
-        seconds = time_turns(directory, args)
-    report(seconds, args)
+        costs = time_turns(directory, args)
+    report(costs, args)
 
 
 def write_dataset(directory: Path, tokens: int) -> None:
@@ -139,9 +140,17 @@ def copy_samples(tokens: NDArray[np.uint16], samples: NDArray[np.int64]) -> NDAr
     return out
 
 
-def time_turns(directory: Path, args: argparse.Namespace) -> list[list[float]]:
-    """Seconds per reader and turn; in each turn all read the same sample numbers, in rotating order of readers."""
-    seconds: list[list[float]] = [[] for _ in READERS]
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one turn of one reader, on the clock and of the processor."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def time_turns(directory: Path, args: argparse.Namespace) -> list[list[Cost]]:
+    """What each turn of each reader takes; in a turn all read the same sample numbers, in rotating order of readers."""
+    costs: list[list[Cost]] = [[] for _ in READERS]
     kept = [] if args.cold else [reader.open(directory) for reader in READERS]
     available = args.tokens // SEQ_LEN - 1
     for turn in range(args.turns):
@@ -153,12 +162,12 @@ def time_turns(directory: Path, args: argparse.Namespace) -> list[list[float]]:
                 drop_from_cache(directory / SHARD)
             anew = args.cold or READERS[number].anew
             read = READERS[number].open(directory) if anew else kept[number]
-            start = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             for batch in range(first, first + args.samples, args.batch):
                 read(batch, args.batch)
-            seconds[number].append(time.perf_counter() - start)
+            costs[number].append(Cost(time.perf_counter() - start_s, time.process_time() - start_cpu_s))
             del read
-    return seconds
+    return costs
 
 
 def drop_from_cache(path: Path) -> None:
@@ -166,12 +175,18 @@ def drop_from_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def report(seconds: list[list[float]], args: argparse.Namespace) -> None:
+def report(costs: list[list[Cost]], args: argparse.Namespace) -> None:
     rows = []
-    for reader, times in zip(READERS, seconds, strict=True):
-        ratio = statistics.median(floor / own for floor, own in zip(seconds[0], times, strict=True))
-        speed = args.samples * SEQ_LEN / statistics.median(times)
-        rows.append({"reader": reader.name, "tokens_per_s": speed, "ratio_to_sequential": ratio})
+    for reader, own in zip(READERS, costs, strict=True):
+        turns = list(zip(costs[0], own, strict=True))
+        rows.append(
+            {
+                "reader": reader.name,
+                "tokens_per_s": args.samples * SEQ_LEN / statistics.median(one.wall_s for one in own),
+                "ratio_to_sequential": statistics.median(floor.wall_s / one.wall_s for floor, one in turns),
+                "ratio_of_processor_time": statistics.median(floor.cpu_s / one.cpu_s for floor, one in turns),
+            }
+        )
     if args.json:
         print(
             json.dumps(
@@ -185,6 +200,7 @@ def report(seconds: list[list[float]], args: argparse.Namespace) -> None:
     for row in rows:
         print(
             f"{row['reader']:32} {row['tokens_per_s'] / 1e6:9.1f} M tokens/s {row['ratio_to_sequential']:6.2f}x"
+            f" {row['ratio_of_processor_time']:6.2f}x of processor time"
         )
 
 
