@@ -74,7 +74,9 @@ def main() -> None:
 def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> Path:
     """A run in a process of its own: its run directory."""
     place.mkdir()
-    fields = f'every_steps = {args.every}\nstore = "{store}"\nstore_every_steps = {2 * args.every}\nstore_mib_s = {args.mib_s}'
+    fields = f"every_steps = {args.every}"
+    if store:
+        fields += f'\nstore = "{store}"\nstore_every_steps = {2 * args.every}\nstore_mib_s = {args.mib_s}'
     run = SmallRun(
         "uploads",
         str(data),

@@ -124,8 +124,9 @@ def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
         click.echo(json.dumps(facts))
         return
     formats = ", ".join(f"{count:,} {name}" for name, count in sorted(by_format.items()))
-    click.echo(f"{len(plan.files):,} files, {int(plan.head['bytes']):,} bytes ({formats})")
-    click.echo(f"{len(plan.portions):,} portions of about {plan.portion_bytes:,} bytes")
+    files, portions = len(plan.files), len(plan.portions)
+    click.echo(f"{files:,} file{'s' * (files != 1)}, {int(plan.head['bytes']):,} bytes ({formats})")
+    click.echo(f"{portions:,} portion{'s' * (portions != 1)} of about {plan.portion_bytes:,} bytes")
     click.echo("stages: " + ", ".join(f"{stage.name} ({stage.tasks:,})" for stage in stages_of(plan)))
     if out is not None:
         click.echo(f"written to {out}; next: phalanx data work {out} --task 1/1")
