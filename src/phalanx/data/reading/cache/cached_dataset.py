@@ -39,8 +39,6 @@ from phalanx.store.store import Store
 
 _PATIENCE_AHEAD_S = 30.0
 """Time for which what is only read ahead is asked for: whoever comes to need it asks with all of ``CacheOptions.timeout_s``."""
-
-
 _TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE)
 
 
@@ -153,7 +151,7 @@ def _tokenizer_files(store: Store, index: DatasetIndex, early: dict[str, Future[
     Another dataset may come to lie in the store between the requests for one and the other. Its tokenizer must not come into the folder of this one, where it
     would be taken for this one's by every later run.
     """
-    for coming in (early or _asked_for(store), None):
+    for coming in (early, {}):
         files = {name: small.result() for name, small in (coming or _asked_for(store)).items()}
         if saved_fingerprint(files) == index.tokenizer_fingerprint:
             return files
