@@ -6,6 +6,7 @@ import json
 import random
 import secrets
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def test_a_run_from_a_failing_store_on_a_fleet_that_is_killed_and_resized_ends_w
     with faulty_proxy(s3_server.port, faults, seed) as proxy:
         for name, value in s3_server.behind(proxy.port).items():
             monkeypatch.setitem(phalanx_process.ENVIRONMENT, name, value)
-        process = start([*train, "--nodes", "3", "--spares", "1"], tmp_path)
+        # Executed: whom to kill is told by command lines, and those of what is forked are the template's.
+        command = [*train, "--nodes", "3", "--spares", "1"]
+        process = start(command, tmp_path, kind=subprocess.Popen)
         mishaps = drawn(seed, STEPS)
         happened = befall(process, run_dir, mishaps, proxy, chance)
         result = last_json(ended(process))
