@@ -42,6 +42,8 @@ def main() -> None:
     )
     parser.add_argument("--mib-s", type=float, default=0.0, help="checkpoint.store_mib_s; 0 is no limit")
     args = parser.parse_args()
+    if args.steps < 6 * args.every:
+        parser.error("--steps must be six times --every or more: of fewer stretches nothing can be told")
     ratios: list[float] = []
     shares: list[float] = []
     weights: set[str] = set()
