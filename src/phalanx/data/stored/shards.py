@@ -151,7 +151,7 @@ class TokenShards:
         numbers = np.searchsorted(self._starts, starts, side="right") - 1
         offsets = starts - self._starts[numbers]
         maps = {number: self._map(number) for number in sorted(set(numbers.tolist()))}
-        places = {
+        places: dict[int, NDArray[np.intp] | slice] = {
             number: np.flatnonzero(numbers == number) if len(maps) > 1 else slice(None) for number in maps
         }
         from_disk = _reads_from_disk()

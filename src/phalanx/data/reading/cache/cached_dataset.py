@@ -151,10 +151,11 @@ def _tokenizer_files(store: Store, index: DatasetIndex, early: dict[str, Future[
     Another dataset may come to lie in the store between the requests for one and the other. Its tokenizer must not come into the folder of this one, where it
     would be taken for this one's by every later run.
     """
-    for coming in (early, {}):
-        files = {name: small.result() for name, small in (coming or _asked_for(store)).items()}
-        if saved_fingerprint(files) == index.tokenizer_fingerprint:
-            return files
+    files = {name: small.result() for name, small in (early or _asked_for(store)).items()}
+    if saved_fingerprint(files) != index.tokenizer_fingerprint:
+        files = {name: small.result() for name, small in _asked_for(store).items()}
+    if saved_fingerprint(files) == index.tokenizer_fingerprint:
+        return files
     raise DatasetError(
         f"the tokenizer in {store.url} is not the one that the index there names: if another dataset is being copied there, try again once it "
         "is whole; else copy the dataset there again (`phalanx data copy FOLDER URL`)"
