@@ -122,12 +122,7 @@ class Transformer(nn.Module):
             start = cache[0].length if cache is not None else 0
             positions = torch.arange(start, start + x.shape[1], device=x.device)
         length = length or self._length(positions, cache)
-        full = self._rotation(positions, hidden.dtype, length)
-        windowed = (
-            self._rotation(positions, hidden.dtype, length, windowed=True)
-            if self.spec.window_rope_theta
-            else full
-        )
+        full, windowed = self.tables(positions, hidden.dtype, length)
         for layer, block in self.blocks.items():
             cos, sin = windowed if window_of(self.spec, int(layer)) else full
             hidden = block(hidden, cos, sin, documents, cache[int(layer)] if cache is not None else None)
@@ -165,6 +160,15 @@ class Transformer(nn.Module):
                 "other factors: fill a new cache with the whole text"
             )
         return length
+
+    def tables(
+        self, positions: Tensor, dtype: torch.dtype, length: int
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Cosines and sines of ``positions`` for layers that see all tokens, and for those with a window."""
+        full = self._rotation(positions, dtype, length)
+        if not self.spec.window_rope_theta:
+            return full, full
+        return full, self._rotation(positions, dtype, length, windowed=True)
 
     def _rotation(
         self, positions: Tensor, dtype: torch.dtype, length: int, *, windowed: bool = False

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError
-from phalanx.hardware.kernels.row_product import RowKernel, row_kernel
+from phalanx.hardware.kernels.rows.product import RowKernel, row_kernel
 from phalanx.model.layers.expert_groups import groups_of_one_slot
 from phalanx.serve.numerics import facts as kept_facts
 from phalanx.serve.numerics import products
@@ -107,23 +107,27 @@ def test_without_a_kernel_few_rows_are_padded_and_have_the_same_bits(monkeypatch
         assert torch.equal(products_of(Shape(40, 256, FP32))(x[:1], matrix), F.linear(x, matrix)[:1])
 
 
-def test_the_kernel_chains_fused_multiply_adds_within_blocks() -> None:
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "block"),
+    [(3, 21, 37, 10), (13, 41, 37, 10), (50, 16, 37, 37), (5, 35, 300, 290)],
+    ids=["few rows", "rows of a panel", "rows of two batches", "a block of two panels"],
+)
+def test_the_kernel_chains_fused_multiply_adds_within_blocks(
+    rows: int, outputs: int, inputs: int, block: int
+) -> None:
     kernel = row_kernel()
     if kernel is None:
         pytest.skip("there is no C compiler, or no fused multiply-add")
-    x, matrix, bias = torch.randn(3, 37), torch.randn(21, 37), torch.randn(21)
+    x, matrix, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     # A product of two fp32 numbers and a sum with a third are exact enough in fp64 to be rounded once.
-    expected = torch.zeros(3, 21)
-    for row in range(3):
-        for output in range(21):
-            total = float(bias[output])
-            for begin in range(0, 37, 10):
-                chain = torch.zeros(())
-                for inner in range(begin, min(37, begin + 10)):
-                    chain = (x[row, inner].double() * matrix[output, inner].double() + chain.double()).float()
-                total = float((torch.tensor(total) + chain).float())
-            expected[row, output] = total
-    assert torch.equal(kernel(x, matrix, bias, 10), expected)
+    expected = bias.expand(rows, outputs)
+    for begin in range(0, inputs, block):
+        chain = torch.zeros(rows, outputs)
+        for inner in range(begin, min(inputs, begin + block)):
+            products = x[:, inner, None].double() * matrix[:, inner].double()
+            chain = (products + chain.double()).float()
+        expected = expected + chain
+    assert torch.equal(kernel(x, matrix, bias, block), expected)
 
 
 def test_a_kernel_that_cannot_be_compiled_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
-from phalanx.hardware.kernels.row_product import openmp
+from phalanx.hardware.kernels.rows.product import Team
 
 _SOURCE = Path(__file__).with_name("layers.c")
 _LEAST_SHARE = 1 << 14
@@ -88,7 +88,7 @@ class HostLayerKernels(LayerKernels):
         self._turn.argtypes = [*[pointer] * 4, *[count] * 4, pointer, number, count, pointer, count]
         self._norm.argtypes = [number, *[pointer] * 6, *[count] * 3, pointer, count]
         self._turn.restype = self._norm.restype = None
-        self._parallel = openmp()
+        self._parallel = Team().parallel
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
         if x.stride(-1) != 1:

@@ -16,14 +16,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.linear import Affine
+from phalanx.hardware.kernels.rows.attention import PART, Chains
+from phalanx.hardware.kernels.rows.product import MOST_ROWS
+from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.few_rows import FewRows, few_rows
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
+from phalanx.serve.numerics.layers import attention_chains, keeps_bits
 from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.requests import Sampling
 from phalanx.train.step.loss import log_probabilities
+
+_ANY_CHAINS = Chains(PART, PART, PART, fuses_sum=False)
 
 
 @dataclass(frozen=True)
@@ -134,37 +140,55 @@ class ModelPart:
     ) -> None:
         """``projection`` is the product of the output projection; by default PyTorch's."""
         self._model, self._rule, self._exact, self._projection = model, rule, exact, projection
+        self.few = few_rows_of(model, rule, exact)
 
     @torch.no_grad()
     def compute(self, x: Tensor, spans: Sequence[Span], length: int, asks: Sequence[Ask]) -> Passed:
         """Takes tokens ``(rows,)`` or states ``(rows, dim)``, those of ``spans`` in turn, through the layers; ``length`` as ``Transformer`` takes it."""
-        count, spec = len(x), self._model.spec
+        count, model = len(x), self._model
         positions = [p for span in spans for p in range(span.begin, span.end)]
         masks: dict[tuple[int, ...], Tensor] = {}
-        cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(spec.layers)]
+        cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(model.spec.layers)]
         found: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             if rows := self._padded([ask.row for ask in asks]):
-                found.append(log_probabilities(hidden[0, rows], weight, spec.logit_cap, self._projection))
+                found.append(log_probabilities(hidden[0, rows], weight, model.spec.logit_cap, self._projection))
             return hidden
 
         rows = self._padded(list(range(count)))
-        x = x if len(rows) == count else x[rows]
-        states = self._model(
-            x[None],
-            readout,
-            positions=torch.tensor(self._padded(positions)),
-            length=length,
-            cache=cache,
-        )[0, :count]
-        if self._model.norm is None:
+        if self.few is not None and count <= MOST_ROWS:
+            states = self.few(x, spans, self._rule, length)
+            if model.norm is not None:
+                states = model.norm(states[rows])
+                readout(states[None], model.projection())
+        else:
+            x = x if len(rows) == count else x[rows]
+            at = torch.tensor(self._padded(positions))
+            states = model(x[None], readout, positions=at, length=length, cache=cache)[0]
+        states = states[:count]
+        if model.norm is None:
             return Passed(states, None)
         return Passed(states, _Distributions(asks, *found[0]) if found else [])
 
     def _padded(self, values: list[int]) -> list[int]:
         """The values with the last one repeated, until rows so many keep their bits."""
         return values + values[-1:] * (self._exact.rows.padding(len(values)) if self._exact and values else 0)
+
+
+def few_rows_of(model: Transformer, rule: Rule, exact: Exact | None) -> FewRows | None:
+    """The way of few rows through ``model`` without its modules; exact numerics take what was tried alone."""
+    few = few_rows(model, _whole if exact is None else exact.products.block)
+    if few is None or (exact is not None and not keeps_bits(few)):
+        return None
+    chains = _ANY_CHAINS if exact is None else attention_chains(few, rule.sequence)
+    few.attention = few.attends(chains) if chains is not None else None
+    return few
+
+
+def _whole(linear: Linear) -> int:
+    """A block for products whose order of additions is nobody's concern; 0 where other processes have a part of the product."""
+    return linear.weight.shape[1] if linear.affine is None else 0
 
 
 class _Distributions:

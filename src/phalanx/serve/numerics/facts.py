@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.hardware.kernels.row_product import row_kernel
+from phalanx.hardware.kernels.rows.product import row_kernel
 from phalanx.hardware.portable.operations import begun
 
 _VERSION = 2

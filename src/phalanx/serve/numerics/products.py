@@ -6,7 +6,7 @@ from one row on without AMX, and of some shapes never with it (704 inputs and 25
 with random rows in many numbers before anything is served. What is found decides how few rows a product may have; a shape without any such
 number is refused by its name.
 
-Few fp32 rows are computed by a kernel of our own (``phalanx.hardware.kernels.row_product``) where a block of the inner dimension is found with which it
+Few fp32 rows are computed by a kernel of our own (``phalanx.hardware.kernels.rows.product``) where a block of the inner dimension is found with which it
 has the bits of the library's many rows.
 """
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
-from phalanx.hardware.kernels.row_product import MOST_ROWS, row_kernel
+from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
 from phalanx.model.layers.expert_groups import Groups
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
@@ -196,6 +196,11 @@ class RowProducts:
         rows = x.reshape(-1, inputs)
         padded = torch.cat((rows, rows[-1:].expand(added, -1)))
         return F.linear(padded, matrix, bias)[:count].view(*x.shape[:-1], outputs)
+
+    def block(self, linear: Linear) -> int:
+        """The block with which the kernel of few rows has a layer's bits; 0 if none is known, or other products compute it."""
+        shape = shape_of(linear.weight, bias=linear.bias is not None)
+        return self._facts[shape].block if linear.affine == self and shape in self._facts else 0
 
     def grouped(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         """Each of ``rows`` ``(m, i)`` times the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``."""

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled
 
-MOST_ROWS = 8
+MOST_ROWS = 48
 """Rows up to which the kernel takes no longer than a library (measured: AVX2, one thread)."""
-_SOURCE = Path(__file__).with_name("rows.c")
-_FUSED = (*(one for one in OPTIONS if "fp-contract" not in one), "-ffp-contract=fast", "-Wno-psabi")
+_FOLDER = Path(__file__).parent
+_SOURCES = tuple(_FOLDER / name for name in ("rows.h", "attend.h", "attend.c", "layer.c"))
+_OPTIONS = (*OPTIONS, "-Wno-psabi")
 _LEAST_SHARE = 1 << 16
 """Elements of a matrix for which another thread is woken."""
 
@@ -29,16 +30,19 @@ class RowKernel:
 
     def __init__(self) -> None:
         try:
-            library = compiled(_SOURCE, _FUSED)
+            library = compiled(_FOLDER / "rows.c", _OPTIONS, beside=_SOURCES)
             self.name = library.stem
             """Of its source and the compiler's options."""
-            self._product = ctypes.CDLL(str(library)).row_product
+            self.library = ctypes.CDLL(str(library))
+            self._product = self.library.row_product
         except (OSError, AttributeError) as error:
             raise NoHostKernelsError(str(error)) from error
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._product.argtypes = [*[pointer] * 4, *[count] * 4, pointer, count]
         self._product.restype = ctypes.c_int
-        self._parallel = openmp()
+        self.team = Team()
+        self.fuses = bool(self.library.fuses())
+        """Whether the processor has fused multiply-adds of eight elements."""
 
     def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, block: int) -> Tensor:
         """``(m, i)`` times the transpose of ``(o, i)``, plus ``(o,)``: ``(m, o)``. Within ``block`` inner elements a result is a chain of fused
@@ -51,7 +55,6 @@ class RowKernel:
         )
         outputs, inputs = matrix.shape
         product = rows.new_empty(len(rows), outputs)
-        threads = min(torch.get_num_threads(), 1 + matrix.numel() // _LEAST_SHARE)
         done = self._product(
             rows.data_ptr(),
             matrix.data_ptr(),
@@ -61,20 +64,30 @@ class RowKernel:
             inputs,
             outputs,
             block,
-            self._parallel,
-            threads,
+            self.team.parallel,
+            self.team.threads(matrix.numel()),
         )
         if not done:
             raise NoHostKernelsError("this processor has no fused multiply-add of eight fp32 elements")
         return product
 
 
-def openmp() -> ctypes.c_void_p | None:
-    """The entry of the OpenMP runtime in this process; ``None`` (one thread) if it has another interface."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
-    except AttributeError:
-        return None
+class Team:
+    """The entries of the OpenMP runtime in this process; ``None`` (one thread) if it has another interface."""
+
+    def __init__(self) -> None:
+        entries = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+        process = ctypes.CDLL(None)
+        found = [getattr(process, name, None) for name in entries]
+        usable = [ctypes.cast(entry, ctypes.c_void_p) for entry in found if entry is not None]
+        whole = usable if len(usable) == len(entries) else [None] * len(entries)
+        self.parallel, self.barrier, self.number, self.members = whole
+
+    def threads(self, elements: int) -> int:
+        """How many to deal a matrix of so many elements to."""
+        if self.parallel is None:
+            return 1
+        return min(torch.get_num_threads(), 1 + elements // _LEAST_SHARE)
 
 
 @functools.cache

@@ -1,0 +1,150 @@
+"""A few rows through a model's layers by the kernel of ``phalanx.hardware.kernels.rows.layer``, where all layers are of the kind that it knows.
+
+That is grouped-query attention before a SwiGLU, both normalized before, in fp32: Llama's layer and Qwen3's. Attention itself is the cache's affair as ever. A model
+of any other kind goes through its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.hardware.kernels.rows.attention import Chains, RowAttention, RowPlace, RowTable
+from phalanx.hardware.kernels.rows.layer import Affinity, LayerSteps, LayerWeights
+from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
+from phalanx.model.block import Block
+from phalanx.model.layers.attention import Attention, CausalCore
+from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.grouped_attention import window_of
+from phalanx.serve.engine.rows import LayerRows, Rule, Span
+
+_LANES = 8
+BlockOf = Callable[[Linear], int]
+"""The block of the inner dimension by which a layer's product adds; 0 if it is not known."""
+
+
+class FewRows:
+    """The layers of a model whose rows one call a layer takes further."""
+
+    def __init__(self, model: Transformer, layers: list[LayerWeights]) -> None:
+        kernel = row_kernel()
+        assert kernel is not None, "asked before the layers were looked at"
+        self.model = model
+        self._attentions = [(int(layer), _attention(block)) for layer, block in model.blocks.items()]
+        self.steps = LayerSteps(kernel, layers, MOST_ROWS)
+        self.attention: RowAttention | None = None
+        """How rows attend; ``None`` if by PyTorch's kernel, text for text."""
+
+    def attends(self, chains: Chains) -> RowAttention | None:
+        """The kernel's attention with these ``chains``; ``None`` if layers have what it does not know: windows, sinks, caps."""
+        spec, (_, some) = self.model.spec, self._attentions[0]
+        cores = [attention.core for _, attention in self._attentions]
+        if (
+            not all(isinstance(core, CausalCore) and not core.window and not core.score.cap for core in cores)
+            or any(attention.sinks is not None for _, attention in self._attentions)
+            or some.head_dim % _LANES
+        ):
+            return None
+        scale = spec.score_width**-0.5 if spec.score_width else some.head_dim**-0.5
+        kept = len(some.key.weight) // some.head_dim
+        heads = len(some.query.weight) // some.head_dim
+        return RowAttention(heads, kept, some.head_dim, scale, chains, self.steps.threads)
+
+    def __call__(self, x: Tensor, spans: Sequence[Span], rule: Rule, length: int) -> Tensor:
+        """Tokens ``(rows,)`` or states ``(rows, dim)``, those of ``spans`` in turn, to the states after the layers; ``length`` as ``Transformer.forward`` takes it."""
+        model = self.model
+        places = [
+            RowPlace(position, rule.keys(span.end, span.piece.capacity))
+            for span in spans
+            for position in range(span.begin, span.end)
+        ]
+        rows = self.attention.begin(places) if self.attention and rule.kept is None else None
+        masks: dict[tuple[int, ...], Tensor] = {}
+        states = x.clone() if model.embedding is None else model.embedded(x)
+        positions = torch.tensor([place.position for place in places])
+        full, windowed = model.tables(positions, states.dtype, length)
+        mixed: Tensor | RowTable | None = None
+        for number, (layer, attention) in enumerate(self._attentions):
+            table = windowed if window_of(model.spec, layer) else full
+            self.steps.go(number - 1, states, mixed, *table)
+            if rows is not None:
+                rows.point([(*span.piece.layers[layer], span.end - span.begin) for span in spans])
+                mixed = rows
+            else:
+                query, key, value = self.steps.projected(len(states))
+                cache = LayerRows(layer, spans, rule, masks)
+                found = cache.mix(attention.core, query, key, value, attention.sinks)
+                mixed = found[0].transpose(0, 1).reshape(len(states), -1)
+        self.steps.go(len(self._attentions) - 1, states, mixed, *full)
+        return states
+
+
+def few_rows(model: Transformer, block_of: BlockOf) -> FewRows | None:
+    """The kernel's way through a model; ``None`` if it has none, or a layer that is of another kind."""
+    kernel = row_kernel()
+    if kernel is None or not kernel.fuses or not model.blocks:
+        return None
+    layers = [_weights(block, model, block_of) for block in model.blocks.values()]
+    fitting = [layer for layer in layers if layer is not None]
+    return FewRows(model, fitting) if len(fitting) == len(layers) else None
+
+
+def _attention(block: nn.Module) -> Attention:
+    assert isinstance(block, Block)
+    assert isinstance(block.attention, Attention)
+    return block.attention
+
+
+def _weights(block: nn.Module, model: Transformer, block_of: BlockOf) -> LayerWeights | None:
+    if not isinstance(block, Block):
+        return None
+    attention, ffn = block.attention, block.ffn
+    norms = (block.attention_norm, block.ffn_norm)
+    if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward) or ffn.gate is None:
+        return None
+    kept = (attention.query_norm, attention.key_norm)
+    after = (block.attention_post_norm, block.ffn_post_norm)
+    linears = (attention.query, attention.key, attention.value, attention.output, ffn.gate, ffn.up, ffn.down)
+    usual = (
+        ffn.spec.ffn == "swiglu"
+        and all(one is not None and _plain_norm(one) for one in norms)
+        and after == (None, None)
+        and all(one is None or (attention.normalizes_heads and _plain_norm(one)) for one in kept)
+        and all(_plain(one) and not one.weight.shape[0] % _LANES for one in linears)
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in block.modules())
+    )
+    if not usual or not all(map(block_of, linears)):
+        return None
+    affinities = [Affinity(one.weight, one.bias, block_of(one)) for one in linears]
+    assert block.attention_norm is not None
+    assert block.ffn_norm is not None
+    return LayerWeights(
+        *affinities,
+        block.attention_norm.weight,
+        block.ffn_norm.weight,
+        *(None if one is None else one.weight for one in kept),
+        width=attention.head_dim,
+        rotated=attention_kind(model.spec).rotated_width(model.spec) if attention.rotated else 0,
+        eps=block.attention_norm.eps,
+    )
+
+
+def _plain(linear: Linear) -> bool:
+    weight, bias = linear.weight, linear.bias
+    return (
+        linear.product is None
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+    )
+
+
+def _plain_norm(norm: RMSNorm) -> bool:
+    return not norm.offset and norm.weight.dtype == torch.float32 and not len(norm.weight) % _LANES

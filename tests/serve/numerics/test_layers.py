@@ -1,0 +1,145 @@
+"""A few rows through the layers by one kernel have the bits of the model's modules, and a kernel with other bits is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.initialized import initialized
+from phalanx.hardware.kernels.rows.layer import Affinity, LayerWeights
+from phalanx.hardware.kernels.rows.product import row_kernel
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+from phalanx.serve.engine import few_rows as ways
+from phalanx.serve.engine.few_rows import FewRows, few_rows
+from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.engine.part import ModelPart, few_rows_of
+from phalanx.serve.engine.rows import Rule, Span
+from phalanx.serve.numerics.exact import exact_numerics
+from phalanx.serve.numerics.layers import _Attended, attention_chains
+
+DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3)
+KINDS = {
+    "grouped": DENSE,
+    "norms of heads": replace(DENSE, qk_norm=True),
+    "biases": replace(DENSE, attention_bias=True, ffn_bias=True),
+    "wide": replace(DENSE, dim=200, ffn_dim=536, heads=2, kv_heads=1, head_dim=72),
+}
+OTHERS = {
+    "latent": replace(DENSE, kv_heads=0, head_dim=0, mla=MlaSpec(0, 32, 16, 8, 16)),
+    "mixture": replace(DENSE, moe=MoeSpec(experts=4, per_token=2, ffn_dim=32)),
+    "gelu": replace(DENSE, ffn="gelu"),
+    "norms after": replace(DENSE, norm_placement="after"),
+}
+
+pytestmark = pytest.mark.skipif(
+    (kernel := row_kernel()) is None or not kernel.fuses, reason="no C compiler, or no fused multiply-add"
+)
+
+
+def built(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Transformer:
+    model: Transformer = initialized(resolve(spec)).to(dtype).requires_grad_(False).eval()
+    return model
+
+
+def exact_way(spec: ModelSpec) -> FewRows | None:
+    model = built(spec)
+    return few_rows_of(model, Rule(True, 192), exact_numerics(model, model.spec, 192))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_have_the_bits_of_the_modules_and_attend_by_the_kernel(kind: str) -> None:
+    way = exact_way(KINDS[kind])
+    assert way is not None
+    assert way.attention is not None
+
+
+@pytest.mark.parametrize("kind", ["grouped", "norms of heads"])
+@pytest.mark.parametrize("begins", [(0,), (511, 3, 640), (1100, 20)])
+def test_texts_of_any_length_have_the_bits_of_the_modules(kind: str, begins: tuple[int, ...]) -> None:
+    model = built(KINDS[kind])
+    rule = Rule(True, 704)
+    part = ModelPart(model, rule, exact_numerics(model, model.spec, 704))
+    generator = torch.Generator().manual_seed(len(begins))
+    counts = range(1, len(begins) + 1)
+    kept = [torch.randn(2, 2, 2, begin, 16, generator=generator) for begin in begins]
+    tokens = torch.randint(0, 160, (sum(counts),), generator=generator)
+
+    def states() -> torch.Tensor:
+        spans = []
+        for begin, count, held in zip(begins, counts, kept, strict=True):
+            piece = Piece(model.spec, torch.float32)
+            piece.grow(begin + count)
+            for layer, parts in piece.layers.items():
+                for tensor, rows in zip(parts, held[layer], strict=True):
+                    tensor[:, :begin] = rows
+            spans.append(Span(piece, begin, begin + count))
+        return part.compute(tokens, spans, 0, []).states
+
+    by_the_kernel = states()
+    assert part.few is not None
+    part.few = None
+    assert torch.equal(states(), by_the_kernel)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_layers_of_another_kind_go_through_their_modules(kind: str) -> None:
+    assert few_rows(built(OTHERS[kind]), lambda linear: linear.weight.shape[1]) is None
+    assert few_rows(built(DENSE, torch.bfloat16), lambda linear: linear.weight.shape[1]) is None
+
+
+def test_layers_that_somebody_watches_go_through_their_modules() -> None:
+    model = built(DENSE)
+    model.blocks["1"].register_forward_hook(lambda *_: None)
+    assert few_rows(model, lambda linear: linear.weight.shape[1]) is None
+
+
+@pytest.mark.parametrize("kind", ["window", "sinks"])
+def test_windows_and_sinks_are_left_to_pytorchs_attention(kind: str) -> None:
+    window = {"attention_pattern": ("window", "full"), "window": 40}
+    way = exact_way(replace(DENSE, **(window if kind == "window" else {"sinks": True})))  # type: ignore[arg-type]
+    assert way is not None
+    assert way.attention is None
+
+
+def test_other_bits_between_the_products_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ways._weights
+
+    def with_another_eps(*given: object) -> LayerWeights | None:
+        found = right(*given)  # type: ignore[arg-type]
+        return None if found is None else replace(found, eps=found.eps * 1.01)
+
+    monkeypatch.setattr(ways, "_weights", with_another_eps)
+    assert exact_way(DENSE) is None
+
+
+def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ways._weights
+
+    def with_another_block(*given: object) -> LayerWeights | None:
+        found = right(*given)  # type: ignore[arg-type]
+        return found and replace(found, down=Affinity(found.down.matrix, found.down.bias, 8))
+
+    monkeypatch.setattr(ways, "_weights", with_another_block)
+    assert exact_way(DENSE) is None
+
+
+def test_the_chains_of_attention_are_found_and_no_others_hold() -> None:
+    model = built(DENSE)
+    way = few_rows(model, lambda linear: linear.weight.shape[1])
+    assert way is not None
+    found = attention_chains(way, 704)
+    assert found is not None
+    assert attention_chains(way, 700) is None, "four keys are left over"
+    case, places = _Attended(way, 704), range(0, 704, 5)
+    assert case.holds(found, places)
+    for wrong in (
+        replace(found, score=8),
+        replace(found, whole=16),
+        replace(found, last=16),
+        replace(found, fuses_sum=not found.fuses_sum),
+    ):
+        assert not case.holds(wrong, places)
