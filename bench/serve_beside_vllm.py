@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT, TOKENS, VOCABULARY, ROUNDS = 256, 32, 4096, 3
+PROMPT, TOKENS, VOCABULARY, ROUNDS, REST_S = 256, 32, 4096, 3, 0.5
 
 
 def prompts(count: int, turn: int) -> list[list[int]]:
@@ -104,7 +104,9 @@ def main() -> None:
 
         def asked(*question: int) -> float:
             print(json.dumps(question), file=peer.stdin, flush=True)
-            return float(json.loads(peer.stdout.readline()))  # type: ignore[union-attr]
+            seconds = float(json.loads(peer.stdout.readline()))  # type: ignore[union-attr]
+            time.sleep(REST_S)  # whose threads wait for work may do so at full speed for a while
+            return seconds
 
         print(f"vLLM {json.loads(peer.stdout.readline())}, {threads} threads, {given.dtype}", flush=True)
         turn = 0
@@ -121,6 +123,7 @@ def main() -> None:
                         began = time.perf_counter()
                         finish(served)
                         taken[numerics].append(time.perf_counter() - began)
+                        time.sleep(REST_S)
                     if not warm:
                         taken = {one: [] for one in taken}
                 pairs = {
