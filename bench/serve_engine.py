@@ -2,7 +2,7 @@
 
     python -m bench.serve_engine [--dim 768 --layers 12]
 
-Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth), exact over fast, a held prefix over
+Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth, and operations a second), exact over fast, a held prefix over
 computing its new rows alone, and tokens/s over ``transformers`` for a Llama of the same shape, with weights of its own, where that is installed.
 """
 
@@ -47,9 +47,9 @@ def random_model(dim: int, layers: int, dtype: torch.dtype) -> Transformer:
     return model.to(dtype).requires_grad_(False).eval()
 
 
-def engine(model: Transformer, numerics: Literal["exact", "fast"]) -> Engine:
+def engine(model: Transformer, numerics: Literal["exact", "fast"], rows: int = 512) -> Engine:
     return Engine(
-        model, model.spec, pages=512, rows=512, numerics=numerics, sequence=1024, weights_id="bench"
+        model, model.spec, pages=512, rows=rows, numerics=numerics, sequence=1024, weights_id="bench"
     )
 
 
@@ -95,16 +95,32 @@ def main() -> None:
             exact, fast = (min(column) for column in zip(*pairs, strict=True))
             print(
                 f"{dtype} decode B={batch}: {exact * 1e3:.1f} ms; of bandwidth {nbytes / exact / bandwidth:.2f}; "
+                f"{2 * batch * nbytes / dtype.itemsize / exact / 1e9:.0f} GFLOP/s; "
                 f"exact over fast {fast / exact:.2f}",
                 flush=True,
             )
-        served, shared = engine(model, "exact"), tuple(range(1000))
-        prefill_s(served, shared)
-        begun = prefill_s(served, (*shared[:960], *range(2000, 2040)))
-        other = engine(model, "exact")
-        alone = prefill_s(other, tuple(range(2000, 2040)))
-        print(f"{dtype} prefix of 960 held, 40 new rows: {begun / alone:.2f} of 40 rows by themselves")
+        prefix(model)
         peer(model)
+
+
+def prefix(model: Transformer, shared: int = 960, new: int = 40, rounds: int = 5) -> None:
+    """Prints the time of a prompt whose first tokens are held over that of its new rows alone: behind a prefix computed just before, and without any."""
+    served, other = engine(model, "exact"), engine(model, "exact", rows=shared)
+    prefill_s(served, tuple(range(1000)))
+    behind, alone = [], []
+    for number in range(rounds):
+        tail = tuple(range(1024 + number * new, 1024 + (number + 1) * new))
+        held_s = prefill_s(served, (*range(shared), *tail))
+        other.submit(Request("p", (*range(number + 1, number + 1 + shared), *tail), 1, GREEDY))
+        other.step()
+        behind.append(held_s / seconds(other.step))
+        finish(other)
+        alone.append(held_s / prefill_s(other, tail))
+    print(
+        f"{next(model.parameters()).dtype} prefix of {shared} held, {new} new rows: {statistics.median(behind):.2f} of the same rows behind a "
+        f"prefix computed just before, {statistics.median(alone):.2f} of as many rows by themselves",
+        flush=True,
+    )
 
 
 def peer(model: Transformer) -> None:

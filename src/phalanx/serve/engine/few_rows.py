@@ -15,6 +15,7 @@ from phalanx.hardware.kernels.rows.attention import Chains, RowAttention, RowPla
 from phalanx.hardware.kernels.rows.layer import Affinity, LayerSteps, LayerWeights
 from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
 from phalanx.model.block import Block
+from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.attention import Attention, CausalCore
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.linear import Linear
@@ -25,6 +26,10 @@ from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 
 _LANES = 8
+_TURNS = 1024
+"""Positions at least whose rotation is kept."""
+_Table = tuple[Tensor, Tensor]
+"""Cosines and sines ``(rows, rotated)``."""
 BlockOf = Callable[[Linear], int]
 """The block of the inner dimension by which a layer's product adds; 0 if it is not known."""
 
@@ -38,8 +43,19 @@ class FewRows:
         self.model = model
         self._attentions = [(int(layer), _attention(block)) for layer, block in model.blocks.items()]
         self.steps = LayerSteps(kernel, layers, MOST_ROWS)
+        self._turns: tuple[_Table, _Table] = ((torch.empty(0, 0),) * 2,) * 2
         self.attention: RowAttention | None = None
         """How rows attend; ``None`` if by PyTorch's kernel, text for text."""
+
+    def _tables(self, positions: list[int], length: int) -> tuple[_Table, _Table]:
+        model, at = self.model, torch.tensor(positions)
+        if longest_short(model.spec):
+            return model.tables(at, torch.float32, length)
+        if max(positions) >= len(self._turns[0][0]):
+            whole = torch.arange(max(_TURNS, 2 * max(positions)))
+            self._turns = model.tables(whole, torch.float32, 0)
+        full, windowed = ((cos[at], sin[at]) for cos, sin in self._turns)
+        return full, windowed
 
     def attends(self, chains: Chains) -> RowAttention | None:
         """The kernel's attention with these ``chains``; ``None`` if layers have what it does not know: windows, sinks, caps."""
@@ -67,14 +83,14 @@ class FewRows:
         rows = self.attention.begin(places) if self.attention and rule.kept is None else None
         masks: dict[tuple[int, ...], Tensor] = {}
         states = x.clone() if model.embedding is None else model.embedded(x)
-        positions = torch.tensor([place.position for place in places])
-        full, windowed = model.tables(positions, states.dtype, length)
+        full, windowed = self._tables([place.position for place in places], length)
         mixed: Tensor | RowTable | None = None
         for number, (layer, attention) in enumerate(self._attentions):
             table = windowed if window_of(model.spec, layer) else full
             self.steps.go(number - 1, states, mixed, *table)
             if rows is not None:
-                rows.point([(*span.piece.layers[layer], span.end - span.begin) for span in spans])
+                texts = [(span.piece.layers[layer], span.end - span.begin) for span in spans]
+                rows.point([(keys, values, count) for (keys, values), count in texts])
                 mixed = rows
             else:
                 query, key, value = self.steps.projected(len(states))
@@ -121,14 +137,23 @@ def _weights(block: nn.Module, model: Transformer, block_of: BlockOf) -> LayerWe
     )
     if not usual or not all(map(block_of, linears)):
         return None
-    affinities = [Affinity(one.weight, one.bias, block_of(one)) for one in linears]
+    query, key, value, output, gate, up, down = (
+        Affinity(one.weight, one.bias, block_of(one)) for one in linears
+    )
     assert block.attention_norm is not None
     assert block.ffn_norm is not None
     return LayerWeights(
-        *affinities,
-        block.attention_norm.weight,
-        block.ffn_norm.weight,
-        *(None if one is None else one.weight for one in kept),
+        query=query,
+        key=key,
+        value=value,
+        output=output,
+        gate=gate,
+        up=up,
+        down=down,
+        attention_norm=block.attention_norm.weight,
+        ffn_norm=block.ffn_norm.weight,
+        query_norm=None if kept[0] is None else kept[0].weight,
+        key_norm=None if kept[1] is None else kept[1].weight,
         width=attention.head_dim,
         rotated=attention_kind(model.spec).rotated_width(model.spec) if attention.rotated else 0,
         eps=block.attention_norm.eps,

@@ -79,9 +79,15 @@ class Team:
         entries = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
         process = ctypes.CDLL(None)
         found = [getattr(process, name, None) for name in entries]
-        usable = [ctypes.cast(entry, ctypes.c_void_p) for entry in found if entry is not None]
-        whole = usable if len(usable) == len(entries) else [None] * len(entries)
-        self.parallel, self.barrier, self.number, self.members = whole
+        usable: list[ctypes.c_void_p | None] = [
+            ctypes.cast(entry, ctypes.c_void_p) for entry in found if entry is not None
+        ]
+        if len(usable) < len(entries):
+            usable = [None] * len(entries)
+        self.parallel: ctypes.c_void_p | None = usable[0]
+        self.barrier: ctypes.c_void_p | None = usable[1]
+        self.number: ctypes.c_void_p | None = usable[2]
+        self.members: ctypes.c_void_p | None = usable[3]
 
     def threads(self, elements: int) -> int:
         """How many to deal a matrix of so many elements to."""
