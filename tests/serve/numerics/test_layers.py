@@ -100,7 +100,7 @@ def test_layers_that_somebody_watches_go_through_their_modules() -> None:
 @pytest.mark.parametrize("kind", ["window", "sinks"])
 def test_windows_and_sinks_are_left_to_pytorchs_attention(kind: str) -> None:
     window = {"attention_pattern": ("window", "full"), "window": 40}
-    way = exact_way(replace(DENSE, **(window if kind == "window" else {"sinks": True})))  # type: ignore[arg-type]
+    way = exact_way(replace(DENSE, **(window if kind == "window" else {"sinks": True})))
     assert way is not None
     assert way.attention is None
 
