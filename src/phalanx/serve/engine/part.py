@@ -153,7 +153,9 @@ class ModelPart:
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             if rows := self._padded([ask.row for ask in asks]):
-                found.append(log_probabilities(hidden[0, rows], weight, model.spec.logit_cap, self._projection))
+                found.append(
+                    log_probabilities(hidden[0, rows], weight, model.spec.logit_cap, self._projection)
+                )
             return hidden
 
         rows = self._padded(list(range(count)))
