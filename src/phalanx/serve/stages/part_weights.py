@@ -19,11 +19,11 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore_weights import Rows
 from phalanx.model.facts.shape import parameters
 from phalanx.model.facts.stages import balance
-from phalanx.model.transformer import OutputProjection, Transformer
+from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.stages.shares import Share, cut, settle_projection
+from phalanx.serve.stages.shares import Share, cut, projection_by, settle_projection
 from phalanx.train.score.restored import restored_model
 
 
@@ -111,11 +111,7 @@ def _take_projection(model: Transformer) -> None:
     """Leaves a tied embedding to the last part as its output projection alone: what it is given is no tokens."""
     if model.embedding is None:
         return
-    matrix = model.embedding.weight
-    with torch.device("meta"):
-        head = OutputProjection(matrix.shape[1], matrix.shape[0], bias=False)
-    head.weight = nn.Parameter(matrix.detach(), requires_grad=False)
-    model.head, model.embedding = head, None
+    model.head, model.embedding = projection_by(model.embedding.weight), None
 
 
 def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:

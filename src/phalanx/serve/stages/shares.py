@@ -35,7 +35,7 @@ from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.layers.moe import Experts, MoE, combine, copies_by_expert, order_by_expert
 from phalanx.model.layers.router import Routing
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import OutputProjection, Transformer
 from phalanx.run.kinds import grouped_attention
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
@@ -170,10 +170,15 @@ def settle_projection(model: Transformer, share: Share) -> None:
         matrix = matrix[rows.start : rows.stop]
     else:
         model.embedding = None
+    model.head = projection_by(matrix)
+
+
+def projection_by(matrix: torch.Tensor) -> OutputProjection:
+    """An output projection with this ``matrix`` ``(vocabulary, dim)``, which nothing is copied of."""
     with torch.device("meta"):
-        head = Linear(matrix.shape[1], matrix.shape[0], bias=False)
-    head.weight = nn.Parameter(matrix, requires_grad=False)
-    model.head = head
+        head = OutputProjection(matrix.shape[1], matrix.shape[0], bias=False)
+    head.weight = nn.Parameter(matrix.detach(), requires_grad=False)
+    return head
 
 
 def assemble(model: Transformer, share: Share, assembly: Assembly, exact: Exact | None) -> Affine:
