@@ -42,15 +42,15 @@ from torch.distributed.tensor.parallel import (
 from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
-from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.pipeline.schedules import bubble
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, TrainSpec
-from phalanx.train.lifecycle.assemble import make_deterministic
-from phalanx.train.lifecycle.compose import build_model
+from phalanx.train.assembly.assemble import make_deterministic
+from phalanx.train.assembly.compose import build_model
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 

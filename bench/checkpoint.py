@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.blocks import BLOCK_BYTES, page_aligned
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 
 State = dict[str, torch.Tensor]
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.data.reading.documents import document_ids
-from phalanx.model.layers.attention import CausalCore
-from phalanx.model.layers.documents import Documents
+from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.attention.documents import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds import whole_model
 from phalanx.run.spec import ModelSpec

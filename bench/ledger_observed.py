@@ -41,7 +41,7 @@ from bench.small_run import SmallRun
 from bench.spans_inside import WAITING, Spent, environment_of
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step, decode
-from phalanx.observe.goodput import goodput, ledger_of
+from phalanx.observe.ledger.goodput import goodput, ledger_of
 from phalanx.run.directory.paths import RunDirectory
 from tiny_runs import make_dataset
 

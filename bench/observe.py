@@ -20,7 +20,7 @@ from statistics import median
 
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import Event, Step
-from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.observe.sinks.background import Background
 
 PAIRS = 15

@@ -34,7 +34,7 @@ from phalanx.hardware.portable import checks, operations
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.portable import ENVIRONMENT
+from phalanx.run.rules.portable import ENVIRONMENT
 from phalanx.train.step.loss import summed_cross_entropy
 
 PRODUCTS = ((256, 256, 1024), (2048, 768, 2304), (1024, 1024, 1024), (1, 768, 2304), (64, 64, 64))

@@ -31,13 +31,13 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as OnDim
 
 from bench.store import Bench, Cost, cost_of, server
+from phalanx.checkpoint.committed.copying import copy_step
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.checkpoint.tiers.copying import copy_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Info, Store
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.independent_rows import make_rows_independent
+from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from checkpoint import State, make_state, memcpy_s, timed
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ByteArray
@@ -28,7 +29,6 @@ from phalanx.checkpoint.snapshot.segments import SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
-from phalanx.checkpoint.tiers.restore import restore
 
 _RUN, _TOKEN = "bench", "the token of this bench only"
 

@@ -39,23 +39,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.hardware.device import wait_for_device
 from phalanx.hardware.freed_memory import keep_freed_memory
-from phalanx.hardware.matmul_peak import measure_matmul_flops
+from phalanx.hardware.local.device import wait_for_device
+from phalanx.hardware.local.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
-from phalanx.observe.ledger import Ledger
+from phalanx.observe.ledger.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.parallel.reduction import exact_sum
 from phalanx.parallel.reduction.summation import TreeSummation
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
-from phalanx.train.lifecycle.assemble import make_deterministic
-from phalanx.train.lifecycle.compose import build_model
+from phalanx.train.assembly.assemble import make_deterministic
+from phalanx.train.assembly.compose import build_model
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.step.slot import LoopRunner
 from phalanx.train.step.state import fill_initial

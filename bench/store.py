@@ -33,11 +33,11 @@ import torch
 from obstore.store import S3Store
 
 from bench.checkpoint import plain_shards
+from phalanx.checkpoint.committed.copying import copy_step
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.checkpoint.tiers.copying import copy_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.store.open_store import open_store
 
 RECORD_BYTES, READS, AT_ONCE = 32 << 10, 256, 32

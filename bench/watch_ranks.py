@@ -145,7 +145,7 @@ def exchange_rank(rank: int, folder: str, pipe: Any) -> None:
     import torch.distributed as dist
 
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-    from phalanx.train.lifecycle.assemble import make_deterministic
+    from phalanx.train.assembly.assemble import make_deterministic
     from phalanx.train.step.rank_times import RankTimes
     from step import build_stepper, spec_for
 

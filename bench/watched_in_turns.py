@@ -119,7 +119,7 @@ def install(order: Order) -> None:
     """Has this process turn what watches it off and on, if it is a rank."""
     if _WORKER not in sys.orig_argv:
         return
-    from phalanx.observe.ledger import Ledger
+    from phalanx.observe.ledger.ledger import Ledger
     from phalanx.observe.throttling import ThrottlingWatch
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.train.lifecycle import loop

@@ -42,8 +42,8 @@ from phalanx.fleet.node.worker_link import (
     length_of,
 )
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
+from phalanx.run.peers.fencing import fencing_token
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import open_run
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.checkpoint.committed.digest import WEIGHTS, combine, tensor_digest
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.tiers.digest import WEIGHTS, combine, tensor_digest
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.spec import (
@@ -107,11 +107,11 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
 
     import torch.distributed as dist
 
-    from phalanx.observe.ledger import Ledger
+    from phalanx.observe.ledger.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import named_parameters
-    from phalanx.train.lifecycle.assemble import make_deterministic
-    from phalanx.train.lifecycle.compose import build_model
+    from phalanx.train.assembly.assemble import make_deterministic
+    from phalanx.train.assembly.compose import build_model
     from phalanx.train.step.state import fill_initial, weight_shards
     from phalanx.train.step.step import Stepper
     from phalanx.train.step.weights_hash import weights_sha256

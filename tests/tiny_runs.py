@@ -92,10 +92,10 @@ def train_on_this_rank(
     import torch.distributed as dist
 
     from phalanx.observe.event_log import EventLog, next_attempt
-    from phalanx.observe.ledger import Ledger
+    from phalanx.observe.ledger.ledger import Ledger
     from phalanx.observe.rank_file.recorder import RankRecorder
     from phalanx.run.directory.paths import RunDirectory
-    from phalanx.train.lifecycle.assemble import EpochInputs, assemble
+    from phalanx.train.assembly.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.guardian import NoGuardian
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.loop import train

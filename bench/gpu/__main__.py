@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.gpu.processes import run_processes, tell
 from bench.gpu.report import PartResult, page, verdicts
-from phalanx.hardware.environment import set_for_rank
+from phalanx.hardware.local.environment import set_for_rank
 
 TESTS = (
     "tests/train/test_cuda.py",
@@ -129,9 +129,9 @@ def be_rank(arguments: argparse.Namespace) -> None:
 
     from bench.gpu import bits, layers, speed, trace
     from bench.gpu.setting import run_of, sizes_for
-    from phalanx.hardware.device import make_current
+    from phalanx.hardware.local.device import make_current
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-    from phalanx.train.lifecycle.assemble import make_deterministic
+    from phalanx.train.assembly.assemble import make_deterministic
 
     rank, ranks, point = int(arguments.place[0]), int(arguments.place[1]), arguments.place[2]
     shared = arguments.device == "cuda" and torch.cuda.device_count() < ranks

@@ -15,12 +15,12 @@ from torch import Tensor
 from bench.gpu.setting import Tell, attempt, run_of, sizes_for, weights_after
 from bench.step import build_stepper
 from phalanx.checkpoint.save.staging import Staging
-from phalanx.hardware.device import on_gpu, wait_for_device
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE
-from phalanx.model.layers.expert_groups import Groups, groups_of_one_slot, groups_of_slots
+from phalanx.hardware.local.device import on_gpu, wait_for_device
+from phalanx.model.layers.experts.expert_groups import Groups, groups_of_one_slot, groups_of_slots
+from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.moe import Experts
 from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
 from phalanx.run.spec import MemorySpec, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from phalanx.train.step.state import state_shards

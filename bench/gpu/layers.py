@@ -13,11 +13,11 @@ from torch import nn
 from bench.gpu.setting import Tell, attempt, sizes_for, speed_run
 from bench.gpu.trace import profiled, summary
 from bench.step import build_stepper, seconds_of
-from phalanx.hardware.device import on_gpu
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
-from phalanx.model.layers.expert_groups import groups_of_slots
-from phalanx.model.layers.moe import Experts
+from phalanx.hardware.local.device import on_gpu
+from phalanx.model.layers.experts.expert_groups import groups_of_slots
+from phalanx.model.layers.experts.moe import Experts
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.train.step.memory_meter import MemoryMeter
 

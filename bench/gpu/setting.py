@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.step import build_stepper
-from phalanx.hardware.device import give_back_memory, wait_for_device
+from phalanx.hardware.local.device import give_back_memory, wait_for_device
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import (

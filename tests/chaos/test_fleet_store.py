@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 import phalanx_process
+from phalanx.checkpoint.committed.verify import verify_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.observe.display.state import State, reduce
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored, Stopped
-from phalanx.observe.goodput import goodput
+from phalanx.observe.ledger.goodput import goodput
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.store.open_store import open_store
 from phalanx.train.lifecycle.worker import EXIT_STOPPED

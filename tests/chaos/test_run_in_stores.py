@@ -14,8 +14,8 @@ import pytest
 
 import phalanx_process
 from chaos.stored_runs import befall, drawn, fill_half, scattered_dataset
+from phalanx.checkpoint.committed.verify import verify_tier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.store.open_store import open_store
 from phalanx_process import RUN_FILE, ended, last_json, run, start

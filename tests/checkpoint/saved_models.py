@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from checkpoint.shards import shards_of
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from observe.rank_frames import drawn_frame
-from phalanx.cli.watch.rank_map import text_map
 from phalanx.cli.watch.ranks_command import command
+from phalanx.cli.watch.text.rank_map import text_map
 from phalanx.observe.rank_stream import HeatMap, RankFrame, RankStreamWriter
 from phalanx_process import last_json, run
 

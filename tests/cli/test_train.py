@@ -16,7 +16,7 @@ from phalanx.cli.train.train_as_rank import train_as_rank
 from phalanx.cli.train.train_fleet import fleet_story, train_fleet
 from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.detect import system_here
+from phalanx.hardware.local.detect import system_here
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Message
 from phalanx.plan.fewer_ranks import first_halved

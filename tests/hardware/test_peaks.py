@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.hardware import matmul_peak
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.detect import gpu_count, system_here
-from phalanx.hardware.device_peak import accelerator_named
-from phalanx.hardware.matmul_peak import measure_matmul_flops
+from phalanx.hardware.local import matmul_peak
+from phalanx.hardware.local.detect import gpu_count, system_here
+from phalanx.hardware.local.device_peak import accelerator_named
+from phalanx.hardware.local.matmul_peak import measure_matmul_flops
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_measured_peak_is_above_what_a_product_reaches_with_checks_around_it
 def test_gpus_hidden_from_the_process_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.hardware.detect.metadata.version", lambda _name: "2.13.0+cu130")
+    monkeypatch.setattr("phalanx.hardware.local.detect.metadata.version", lambda _name: "2.13.0+cu130")
     for bus in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / bus).mkdir()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -56,7 +56,7 @@ def test_gpus_hidden_from_the_process_are_not_counted(
 
 
 def test_a_cpu_build_of_torch_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.hardware.detect.metadata.version", lambda _name: "2.13.0+cpu")
+    monkeypatch.setattr("phalanx.hardware.local.detect.metadata.version", lambda _name: "2.13.0+cpu")
     (tmp_path / "0000:01:00.0").mkdir()
     assert gpu_count(tmp_path) == 0
 
@@ -85,7 +85,7 @@ def test_plans_take_this_machine_for_what_was_measured_else_for_its_gpus_else_fo
 ) -> None:
     monkeypatch.setenv("PHALANX_THIS_MACHINE", str(tmp_path / "this.toml"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("phalanx.hardware.detect.metadata.version", lambda _name: "2.13.0+cu130")
+    monkeypatch.setattr("phalanx.hardware.local.detect.metadata.version", lambda _name: "2.13.0+cu130")
     driver = tmp_path / "gpus"
     assert system_here(driver) == "cpu"
     told = driver / "0000:01:00.0" / "information"

@@ -31,8 +31,8 @@ from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
-from phalanx.model.layers.cache import empty_cache
-from phalanx.model.layers.rotary import rotation
+from phalanx.model.layers.attention.cache import empty_cache
+from phalanx.model.layers.attention.rotary import rotation
 from phalanx.model.mtp import PredictionAhead
 from phalanx.run.kinds.whole_model import resolve
 

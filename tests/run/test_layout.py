@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.check import check
 from phalanx.run.layout import (
     layout_of,
     layout_problems,
@@ -19,6 +18,7 @@ from phalanx.run.layout import (
     stages_per_rank,
 )
 from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.rules.check import check
 from phalanx.run.spec import (
     MemorySpec,
     ModelSpec,

@@ -125,7 +125,7 @@ def widths_of_bins(spec: RunSpec) -> set[int]:
 
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.integer.summation import IntegerSummation
-    from phalanx.train.lifecycle.compose import build_model
+    from phalanx.train.assembly.compose import build_model
 
     summation = build_model(
         spec, build_mesh(spec, dist.get_world_size(), torch.device("cpu"))

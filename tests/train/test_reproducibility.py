@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.tiers.digest import digest_checkpoint
+from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.parallel.mesh import machines
 from phalanx.parallel.reduction.slot_tree import SlotTree

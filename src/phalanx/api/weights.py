@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.committed.digest import WEIGHTS, digest_checkpoint
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.shards import Shard, torch_dtype
-from phalanx.checkpoint.tiers.digest import WEIGHTS, digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.run.directory.paths import RunDirectoryError, committed_steps, locate_checkpoints
 from phalanx.serve.sample import continued
 

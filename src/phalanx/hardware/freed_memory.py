@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from phalanx.hardware.device import on_gpu
+from phalanx.hardware.local.device import on_gpu
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 """Parameters of mallopt(3)."""

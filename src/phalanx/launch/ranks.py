@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.hardware.detect import gpu_count
-from phalanx.observe.records import usable_cores
+from phalanx.hardware.local.detect import gpu_count
+from phalanx.observe.record.records import usable_cores
 from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec

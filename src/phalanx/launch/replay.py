@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import tomli_w
 
-from phalanx.hardware.detect import gpu_count
+from phalanx.hardware.local.detect import gpu_count
 from phalanx.launch.local import run_locally
 from phalanx.run.data_folders import found_again
 from phalanx.run.degrees.smaller import divided_over

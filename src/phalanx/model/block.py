@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from phalanx.model.layers.attention import Attention
-from phalanx.model.layers.cache import Cache
-from phalanx.model.layers.documents import Documents
+from phalanx.model.layers.attention.attention import Attention
+from phalanx.model.layers.attention.cache import Cache
+from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.mla import MlaAttention
+from phalanx.model.layers.experts.moe import MoE
 from phalanx.model.layers.feed_forward import FeedForward
-from phalanx.model.layers.mla import MlaAttention
-from phalanx.model.layers.moe import MoE
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.kinds import grouped_attention, latent_attention
 from phalanx.run.kinds.attention import AttentionKind, attention_kind

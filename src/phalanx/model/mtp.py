@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
-from phalanx.model.layers.cache import Cache
-from phalanx.model.layers.documents import Documents
+from phalanx.model.layers.attention.cache import Cache
+from phalanx.model.layers.attention.documents import Documents
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.spec import ModelSpec

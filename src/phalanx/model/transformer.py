@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from phalanx.model.block import Block
 from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.cache import Cache
-from phalanx.model.layers.documents import Documents
+from phalanx.model.layers.attention.cache import Cache
+from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.rotary import rotation
+from phalanx.model.layers.attention.soft_cap import soft_capped
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.layers.rotary import rotation
-from phalanx.model.layers.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
@@ -35,7 +35,7 @@ Readout = Callable[[Tensor, Tensor], Tensor]
 
 
 class Rotation(Protocol):
-    """The rotary tables of positions: ``phalanx.model.layers.rotary.rotation``, or what gives the same numbers."""
+    """The rotary tables of positions: ``phalanx.model.layers.attention.rotary.rotation``, or what gives the same numbers."""
 
     def __call__(
         self, spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0

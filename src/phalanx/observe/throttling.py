@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 
-from phalanx.observe.machines import place_of
+from phalanx.observe.record.machines import place_of
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.regular_file import read_small
@@ -54,7 +54,7 @@ class ThrottlingWatch:
         look: Callable[[], list[str]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``look`` says in sentences what slows this machine down (``phalanx.hardware.throttle.Throttles.now``)."""
+        """``look`` says in sentences what slows this machine down (``phalanx.hardware.local.throttle.Throttles.now``)."""
         self._look = look
         self._place, self._node, self._clock = place_of(directory, node).with_suffix(_SUFFIX), node, clock
         self._note: Throttling | None = None

@@ -12,8 +12,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.run.check import check
 from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.rules.check import check
 from phalanx.run.section_reader import JsonObject, TomlTable, read_section, unknown_value
 from phalanx.run.shipped import shipped_or_given
 from phalanx.run.spec import ModelSpec, RunSpec

@@ -2,7 +2,7 @@
 
 Every section is a table of the run file (TOML), declared in ``phalanx.run.sections``; every field has a type, a default, a range and a
 sentence. ``phalanx.run.read`` turns a file into a ``RunSpec`` and reports all mistakes at once;
-``phalanx.run.check`` holds the rules that span several fields.
+``phalanx.run.rules.check`` holds the rules that span several fields.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A transformer on the CPU is a client of ``phalanx.serve.engine`` with one request: the same checks and the same code that answer for
 ``phalanx serve``, with fast numerics unless exact ones are asked for, since models that are streamed leave no memory for trying kernels. Others are decoded here: a user's own model, whose blocks
-keep nothing, passes over the whole text for each token; on a GPU each layer's keys and values are kept (``phalanx.model.layers.cache``).
+keep nothing, passes over the whole text for each token; on a GPU each layer's keys and values are kept (``phalanx.model.layers.attention.cache``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.cache import empty_cache
+from phalanx.model.layers.attention.cache import empty_cache
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine

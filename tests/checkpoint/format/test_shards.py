@@ -23,10 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint.shards import shards_of
 from checkpoint.worlds import box_of, save_by_all
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Copies, Shard
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES
 from phalanx.checkpoint.pack import writer
@@ -19,7 +20,6 @@ from phalanx.checkpoint.pack.layout import CHUNK_BYTES, PackFormat, lay_out
 from phalanx.checkpoint.pack.narrowing import narrowed, widened, write_wide
 from phalanx.checkpoint.pack.reader import damage, open_pack, read_section
 from phalanx.checkpoint.pack.writer import pack
-from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from serve.packed_runs import DENSE, MIXTURE, make_pack, make_run, random_model
 

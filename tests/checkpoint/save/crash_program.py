@@ -19,13 +19,13 @@ from typing import Any, cast
 import torch
 
 from checkpoint.shards import shards_of
+from phalanx.checkpoint.committed.restore import candidates, restore
+from phalanx.checkpoint.committed.retention import Retention
+from phalanx.checkpoint.committed.verify import verify, verify_tier
 from phalanx.checkpoint.save.mirror import Mirror
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.restore import candidates, restore
-from phalanx.checkpoint.tiers.retention import Retention
-from phalanx.checkpoint.tiers.verify import verify, verify_tier
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Store
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from checkpoint.worlds import box_of, save_by_all, save_state, shards_from
+from phalanx.checkpoint.committed.retention import Retention
+from phalanx.checkpoint.committed.verify import verify_tier
 from phalanx.checkpoint.format.errors import AbandonedError, StorageError
 from phalanx.checkpoint.save.mirror import CopyOutcome, Mirror
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.retention import Retention
-from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.store.errors import UnavailableError
 from store.memory_store import MemoryStore
 

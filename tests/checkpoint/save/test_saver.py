@@ -10,14 +10,14 @@ import torch
 from checkpoint.memory_tier import MemoryTier
 from checkpoint.shards import shards_of
 from checkpoint.worlds import same_state
+from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.retention import Retention
+from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.image import Image
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
-from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import Draft, Tier, never
-from phalanx.checkpoint.tiers.verify import verify
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

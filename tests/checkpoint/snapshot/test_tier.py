@@ -20,6 +20,7 @@ from checkpoint.worlds import (
     shards_from,
     states,
 )
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CorruptError, NotCoveredError
 from phalanx.checkpoint.format.restore_plan import NODE_AGENT, PEER, plan_restore
@@ -30,7 +31,6 @@ from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 
 RUN, TOKEN, STEP = "run", "a token that only the run's nodes know", 9
 BLOCK_BYTES = 256

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from checkpoint.snapshot.test_tier import STATE, STEP, Node, equals, nodes, rows_of
 from checkpoint.worlds import blank_shards, holdings, shards_from, states
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.errors import AbandonedError, CorruptError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey
 from phalanx.checkpoint.snapshot.to_disk import save_snapshots
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import Draft
 
 

@@ -17,6 +17,8 @@ from safetensors import safe_open
 
 from checkpoint.shards import shards_of
 from checkpoint.worlds import box_of, save_by_all, save_state, shards_from
+from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.blocks import page_aligned, verified_blocks, write_blocks
 from phalanx.checkpoint.format.errors import (
     CorruptError,
@@ -30,9 +32,7 @@ from phalanx.checkpoint.format.errors import (
 from phalanx.checkpoint.format.index import decode_index, sealed
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import never
-from phalanx.checkpoint.tiers.verify import verify
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 STATE = {f"model/w{i}": torch.arange(300.0) + i for i in range(8)}

@@ -28,6 +28,9 @@ from checkpoint.worlds import (
     shards_from,
     states,
 )
+from phalanx.checkpoint.committed.copying import ObjectDraft, RateLimit, commit_copy, copy_share, copy_step
+from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.verify import verify, verify_tier
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     CorruptError,
@@ -36,11 +39,8 @@ from phalanx.checkpoint.format.errors import (
     StorageError,
 )
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.tiers.copying import ObjectDraft, RateLimit, commit_copy, copy_share, copy_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.restore import restore
-from phalanx.checkpoint.tiers.verify import verify, verify_tier
 from phalanx.store.open_store import open_store
 from phalanx.store.retry import RetryPolicy
 from store.faulty_proxy import Faults, faulty_proxy

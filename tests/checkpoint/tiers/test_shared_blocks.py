@@ -20,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.worlds import State, box_of, same_bits, save_state
+from phalanx.checkpoint.committed.copying import copy_step
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.manifest import Manifest, checksum
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers import shared_blocks
-from phalanx.checkpoint.tiers.copying import copy_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.shared_blocks import SharedBlocks
 from store.memory_store import MemoryStore
 

@@ -25,6 +25,8 @@ from checkpoint.worlds import (
     shards_from,
     states,
 )
+from phalanx.checkpoint.committed.restore import candidates, restore
+from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
@@ -37,9 +39,7 @@ from phalanx.checkpoint.format.restore_plan import OWN_MEMORY
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.staging import Staging
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.tier import Draft, Record, Tier
-from phalanx.checkpoint.tiers.verify import verify
 
 
 @contextmanager

@@ -30,9 +30,9 @@ from phalanx.fleet.control.security import (
 from phalanx.fleet.control.transport import MAX_REPORT_BYTES, AgentLink, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.run.fencing import FencingToken
+from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.peers.token_proof import Role, Seals, UnprovenError
 from phalanx.run.spec import RunSpec
-from phalanx.run.token_proof import Role, Seals, UnprovenError
 
 CREDENTIALS = Credentials(
     "run-1", "a token that nobody guesses", FencingToken(1, "ab"), operator_token="known to operators"

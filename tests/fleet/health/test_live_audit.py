@@ -38,11 +38,11 @@ def audited_steps(
 
     from phalanx.fleet.health.audit import Verdict
     from phalanx.fleet.health.live_audit import CorruptionFoundError, LiveAudit
-    from phalanx.observe.ledger import Ledger
+    from phalanx.observe.ledger.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import local
-    from phalanx.train.lifecycle.assemble import make_deterministic
-    from phalanx.train.lifecycle.compose import build_model
+    from phalanx.train.assembly.assemble import make_deterministic
+    from phalanx.train.assembly.compose import build_model
     from phalanx.train.step.state import fill_initial, state_tensors
     from phalanx.train.step.step import Stepper
     from phalanx.train.step.weights_hash import weights_sha256

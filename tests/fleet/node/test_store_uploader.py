@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from checkpoint.worlds import box_of, save_by_all, shards_from
+from phalanx.checkpoint.committed.verify import verify_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.fleet.control.distrust import distrusted_after, record_distrust
 from phalanx.fleet.node.copies.store_uploader import CopyShare, StoreUploader, UploadTimes
 from phalanx.observe.event_log import read_events

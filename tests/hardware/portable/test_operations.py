@@ -13,7 +13,7 @@ import torch
 
 from phalanx.hardware.portable import operations
 from phalanx.hardware.portable.checks import EXPECTED, computations, release
-from phalanx.run.portable import ENVIRONMENT, NotPortableError
+from phalanx.run.rules.portable import ENVIRONMENT, NotPortableError
 
 PROGRAM = """
 import json, sys, torch

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from phalanx.model.layers.moe import Experts
-from phalanx.model.layers.router import routers
+from phalanx.model.layers.experts.moe import Experts
+from phalanx.model.layers.experts.router import routers
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.context.head_tail import context_positions

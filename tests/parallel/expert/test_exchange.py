@@ -12,8 +12,8 @@ from hypothesis import given
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.model.layers.moe import Exchange, Experts, LocalExchange
-from phalanx.model.layers.router import Routing
+from phalanx.model.layers.experts.moe import Exchange, Experts, LocalExchange
+from phalanx.model.layers.experts.router import Routing
 from phalanx.parallel.expert.exchange import DividedExperts, ExpertExchange, by_expert
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.reduction.slot_tree import SlotTree

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.layers.expert_groups import groups_of_slots
+from phalanx.model.layers.experts.expert_groups import groups_of_slots
+from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.moe import Experts, MoE
 from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
 from phalanx.run.spec import ModelSpec, MoeSpec
 

@@ -19,13 +19,13 @@ def gathers_and_routers() -> list[str]:
 
     import torch.distributed as dist
 
-    from phalanx.model.layers.moe import Experts
-    from phalanx.model.layers.router import routers
-    from phalanx.observe.ledger import Ledger
+    from phalanx.model.layers.experts.moe import Experts
+    from phalanx.model.layers.experts.router import routers
+    from phalanx.observe.ledger.ledger import Ledger
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
-    from phalanx.train.lifecycle.compose import build_model
+    from phalanx.train.assembly.compose import build_model
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper
 
@@ -72,13 +72,13 @@ def gathers_and_exchanges(sharding: str, tied: bool) -> tuple[list[str], list[st
 
     import torch.distributed as dist
 
-    from phalanx.observe.ledger import Ledger
+    from phalanx.observe.ledger.ledger import Ledger
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.mesh.torch_compat import group_shapes
     from phalanx.parallel.reduction.data_parallel import _fsdp_modules
     from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
-    from phalanx.train.lifecycle.compose import build_model
+    from phalanx.train.assembly.compose import build_model
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper
 

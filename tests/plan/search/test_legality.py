@@ -21,9 +21,9 @@ from phalanx.plan.search.space.options import Options
 from phalanx.plan.workload.candidates import divisors
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
-from phalanx.run.check import check
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems
+from phalanx.run.rules.check import check
 from phalanx.run.spec import ModelSpec, MoeSpec, OptimizerSpec, RunSpec, RuntimeSpec, TrainSpec
 
 MICRO_BATCHES, STAGES = (1, 2, 3), (2, 3)

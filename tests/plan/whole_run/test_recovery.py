@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_clusters import h100s
-from phalanx.observe.ledger import Bucket
+from phalanx.observe.ledger.ledger import Bucket
 from phalanx.plan.whole_run.checkpoint_tiers import tiers
 from phalanx.plan.whole_run.recovery import (
     TIER_OF,

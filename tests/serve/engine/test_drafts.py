@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.initialized import initialized
-from phalanx.model.layers.independent_rows import make_rows_independent
+from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve

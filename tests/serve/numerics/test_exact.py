@@ -13,7 +13,7 @@ from model.initialized import initialized
 from phalanx.hardware.portable import operations
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.portable import ENVIRONMENT
+from phalanx.run.rules.portable import ENVIRONMENT
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.rows import LayerRows, Rule

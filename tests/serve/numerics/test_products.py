@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError
 from phalanx.hardware.kernels.rows.product import RowKernel, row_kernel
-from phalanx.model.layers.expert_groups import groups_of_one_slot
+from phalanx.model.layers.experts.expert_groups import groups_of_one_slot
 from phalanx.serve.numerics import facts as kept_facts
 from phalanx.serve.numerics import products
 from phalanx.serve.numerics.facts import Facts, facts_path, numbers_of_rows

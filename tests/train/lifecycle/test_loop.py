@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.verify import verify
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Message, NonFinite, Restored, Step
-from phalanx.observe.goodput import goodput
+from phalanx.observe.ledger.goodput import goodput
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.lifecycle import loop
 from ranks import Ranks

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from phalanx.observe.event_log import EventLog
-from phalanx.observe.machines import leave_machine, read_machines
+from phalanx.observe.record.machines import leave_machine, read_machines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.reporter import Reporter
 from phalanx.train.lifecycle.run_record import leave_own_machine, tell_differences, watch_machines

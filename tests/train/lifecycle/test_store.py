@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from phalanx.checkpoint.committed.verify import verify_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.cli.train import train_command
 from phalanx.data.reading.places import open_place
 from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
-from phalanx.run.check import check
 from phalanx.run.data_folders import ONLY
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
+from phalanx.run.rules.check import check
 from phalanx.run.spec import RunSpec
 from phalanx.store.errors import UnavailableError
 from phalanx.store.open_store import open_store

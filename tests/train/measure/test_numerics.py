@@ -20,7 +20,7 @@ from phalanx.observe.events import Message, RunStarted
 from phalanx.run.directory.durable import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx.train.measure.numerics import (
     MixedMachinesError,

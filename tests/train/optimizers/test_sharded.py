@@ -103,8 +103,8 @@ def test_any_number_of_ranks_gives_the_bits_of_one(name: str, ranks: Ranks) -> N
 
 
 def three_steps_in_small_batches(spec: OptimizerSpec) -> tuple[int, dict[str, bytes]]:
-    from phalanx.train.optimizers import matrices
-    from phalanx.train.optimizers.matrix_optimizer import MatrixOptimizer
+    from phalanx.train.optimizers.matrix import matrices
+    from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixOptimizer
 
     limit, matrices.BATCH_ELEMENTS = matrices.BATCH_ELEMENTS, 50
     try:
@@ -142,8 +142,8 @@ def save_after_two_steps(spec: OptimizerSpec, folder: str) -> None:
 def go_on(spec: OptimizerSpec, folder: str) -> dict[str, bytes]:
     import torch.distributed as dist
 
+    from phalanx.checkpoint.committed.restore import restore
     from phalanx.checkpoint.tiers.disk import DiskTier
-    from phalanx.checkpoint.tiers.restore import restore
 
     model = Model(spec)
     restore(DiskTier(Path(folder)), 2, model.shards(), rank=dist.get_rank())

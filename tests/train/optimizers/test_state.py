@@ -28,7 +28,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.optimizers.choose import make_optimizer
-from phalanx.train.optimizers.holders import matrices_of, owners_of
+from phalanx.train.optimizers.matrix.holders import matrices_of, owners_of
 from plan.jobs import job, one
 
 SPECS = st.one_of(

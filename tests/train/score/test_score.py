@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.initialized import initialized
-from phalanx.model.layers.independent_rows import make_rows_independent
+from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, TrainSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint.tiers.copying import copy_step
+from phalanx.checkpoint.committed.copying import copy_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.data.reading.places import open_places

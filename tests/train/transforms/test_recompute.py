@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.model.layers.documents import Documents
-from phalanx.model.layers.router import routers
+from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.experts.router import routers
 from phalanx.run.spec import MemorySpec, RunSpec
 from phalanx.train.transforms.compile_blocks import compile_blocks
 from phalanx.train.transforms.recompute import apply_recompute

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
-from phalanx.observe.goodput import goodput
+from phalanx.observe.ledger.goodput import goodput
 from phalanx.watch.page.app import application
 from phalanx.watch.page.guard import access_for
 from phalanx.watch.page.views.runs import Runs

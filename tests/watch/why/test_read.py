@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from phalanx.observe.event_log import read_events
-from phalanx.observe.machines import Machine
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStreamWriter
+from phalanx.observe.record.machines import Machine
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why import read
 from phalanx.watch.why.judge import judge

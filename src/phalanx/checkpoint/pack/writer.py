@@ -21,6 +21,8 @@ import numpy as np
 import torch
 import xxhash
 
+from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine
+from phalanx.checkpoint.committed.gather import gather
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES, RawArray, spans
@@ -36,9 +38,7 @@ from phalanx.checkpoint.pack.layout import (
     padded_bytes,
 )
 from phalanx.checkpoint.pack.narrowing import RoundingMeter
-from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.gather import gather
 from phalanx.run.directory.durable import sync
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.regular_file import read_small

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.checkpoint.committed.copying import ObjectDraft, RateLimit, commit_copy, copy_share
+from phalanx.checkpoint.committed.retention import Retention
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     CheckpointError,
@@ -19,10 +21,8 @@ from phalanx.checkpoint.format.errors import (
     StorageError,
 )
 from phalanx.checkpoint.save.saver import as_checkpoint_error
-from phalanx.checkpoint.tiers.copying import ObjectDraft, RateLimit, commit_copy, copy_share
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.retention import Retention
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1

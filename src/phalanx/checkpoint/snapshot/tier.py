@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.blocks import read_ahead
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
@@ -28,7 +29,6 @@ from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.client import SnapshotClient
 from phalanx.checkpoint.snapshot.segments import Segment, Snapshot, SnapshotKey, decode_record, verified
 from phalanx.checkpoint.snapshot.wire import BusyError, EndedError
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import ReadableTier, Record
 
 _log = logging.getLogger(__name__)

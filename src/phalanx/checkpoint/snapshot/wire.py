@@ -1,6 +1,6 @@
 """The wire protocol of a node's snapshot memory: mutual authentication, small requests, and raw bytes.
 
-Both sides first prove that they know the run's token without saying it (``phalanx.run.token_proof``). Then each request and each
+Both sides first prove that they know the run's token without saying it (``phalanx.run.peers.token_proof``). Then each request and each
 answer is a short message (length, then msgpack of a tagged struct, https://jcristharif.com/msgspec), followed by as many raw bytes as
 it announces, sent from and received into memory without a copy. This keeps strangers out, not those who can rewrite traffic on its
 way: over such a network give TLS.
@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey
-from phalanx.run.token_proof import Role, Seals, UnprovenError, handshake
+from phalanx.run.peers.token_proof import Role, Seals, UnprovenError, handshake
 
 LONGEST_READ_BYTES = 64 << 20
 LONGEST_RECORD_BYTES = 256 << 20

@@ -1,1 +1,1 @@
-"""Places that hold checkpoints, and what is done with a committed one: restore, verify, digest, retention."""
+"""Places that hold checkpoints: disks and object stores."""

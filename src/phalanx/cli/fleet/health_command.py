@@ -81,7 +81,7 @@ def command(
 
 
 def _device() -> str:
-    from phalanx.hardware.detect import gpu_count
+    from phalanx.hardware.local.detect import gpu_count
 
     return "cuda" if gpu_count() else "cpu"
 

@@ -63,7 +63,7 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | Non
 
 def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool) -> JsonObject:
     from phalanx.hardware.catalog import accelerator
-    from phalanx.hardware.device import device_name, device_of_rank, gpus
+    from phalanx.hardware.local.device import device_name, device_of_rank, gpus
     from phalanx.plan.fit_profile import fit_profile, to_tables
     from phalanx.train.measure.calibrate import Settings, cores, host_memory_bytes, operations, usual_clock
     from phalanx.train.measure.calibrate_ranks import collectives

@@ -208,7 +208,7 @@ def command(
     with mistakes():
         if stacks:
             refuse_beside("--stacks", given_options(), ("stacks", "as_json"), "it lists software, and stops")
-            from phalanx.cli.plan.stacks_table import print_stacks
+            from phalanx.cli.plan.tables.stacks_table import print_stacks
 
             print_stacks(as_json=as_json)
             return
@@ -220,7 +220,7 @@ def command(
             raise click.UsageError("--step-error nan: write a number from 0 to 1")
         if serve:
             require_service(files, traffic)
-            from phalanx.cli.plan.serving_table import answer_service
+            from phalanx.cli.plan.tables.serving_table import answer_service
 
             chosen = spec_asked(
                 files[0] if files else None, model, batch, seq_len, without_cluster(overrides)
@@ -276,7 +276,7 @@ def _answer(
     as_json: bool,
 ) -> None:
     """Makes the plan, writes the files that were asked for and prints it."""
-    from phalanx.cli.plan.plan_table import print_plan
+    from phalanx.cli.plan.tables.plan_table import print_plan
     from phalanx.plan.search.as_json import plan_json
     from phalanx.plan.search.plan import make_plan
 

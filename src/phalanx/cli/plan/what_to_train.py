@@ -42,7 +42,7 @@ def refuse_model_fields(overrides: Sequence[str]) -> None:
 
 def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
     """Finds what to train, prints it, and writes the files that were asked for, of the better kind of model."""
-    from phalanx.cli.plan.budget_table import print_answer
+    from phalanx.cli.plan.tables.budget_table import print_answer
     from phalanx.plan.scaling.answer import answer
     from phalanx.plan.scaling.as_json import answer_json
 
@@ -83,7 +83,7 @@ def answer_fit(
     places: Sequence[Path], *, overrides: Sequence[str], tokens: str | None, budget: str | None, as_json: bool
 ) -> None:
     """Fits a law to the run directories among ``places``, and predicts the run file among them, or what FLOP are best spent on."""
-    from phalanx.cli.plan.budget_table import print_fit
+    from phalanx.cli.plan.tables.budget_table import print_fit
     from phalanx.plan.scaling.as_json import fit_json
     from phalanx.plan.scaling.fit import fit
     from phalanx.plan.scaling.small_runs import read_runs

@@ -10,8 +10,8 @@ import msgspec
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.diff_text import number_text
-from phalanx.cli.watch.numbers import ABOVE_PEAK, printable, share, utilization
+from phalanx.cli.watch.text.diff_text import number_text
+from phalanx.cli.watch.text.numbers import ABOVE_PEAK, printable, share, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.compare import Comparison, compare
 

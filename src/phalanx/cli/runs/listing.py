@@ -12,7 +12,7 @@ import msgspec
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.numbers import ABOVE_PEAK, age, printable, share, utilization
+from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, printable, share, utilization
 from phalanx.watch.runs.index import RunIndex
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.runs.select import (

@@ -9,7 +9,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.numbers import printable, size
+from phalanx.cli.watch.text.numbers import printable, size
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.remove import Removal, removal, remove
 

@@ -12,8 +12,8 @@ import msgspec
 
 from phalanx.cli.errors import TroubleError, trouble
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.numbers import printable
-from phalanx.observe.records import usable_cores
+from phalanx.cli.watch.text.numbers import printable
+from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.watch.runs.recorded import Recorded, read_recorded
@@ -112,7 +112,7 @@ def _differences(found: Recorded, spec: RunSpec) -> list[Changed]:
 def _probes(spec: RunSpec) -> dict[str, str]:
     """The bits of this machine's kernels, on the device of the run; none where it has no such device."""
     from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for
-    from phalanx.train.lifecycle.assemble import make_deterministic
+    from phalanx.train.assembly.assemble import make_deterministic
     from phalanx.train.measure.numerics import probe
 
     try:
@@ -152,7 +152,7 @@ def _again(
     as_json: bool,
 ) -> int:
     """Trains it again and compares; returns the exit code."""
-    from phalanx.cli.watch.diff_text import comparison_lines
+    from phalanx.cli.watch.text.diff_text import comparison_lines
     from phalanx.train.compare.runs import NothingToCompareError, compare_runs
     from phalanx.watch.runs.again import again, free_directory, train_again, write_run_file
 

@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.numbers import ABOVE_PEAK, age, moment, printable, share, size, utilization
+from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, moment, printable, share, size, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.recorded import Recorded, read_recorded
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.launch.engines.order import FOLDER
-from phalanx.observe.recoveries import Recovery
+from phalanx.observe.ledger.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.directory.result import RunResult
-from phalanx.run.portable import NotPortableError
+from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.child_run import changes_from_parent

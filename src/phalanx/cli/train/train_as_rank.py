@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from phalanx.hardware.environment import set_for_rank
+from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.order import order_for
 from phalanx.run.directory.paths import RunDirectory

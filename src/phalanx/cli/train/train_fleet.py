@@ -30,12 +30,12 @@ from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_fault
 from phalanx.fleet.node.local_fleet import run_fleet
 from phalanx.fleet.node.supervision.fleet_plan import Lead, LocalFleet
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.detect import system_here
+from phalanx.hardware.local.detect import system_here
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import Event
-from phalanx.observe.goodput import goodput
-from phalanx.observe.ledger import NS_PER_S
-from phalanx.observe.recoveries import recoveries
+from phalanx.observe.ledger.goodput import goodput
+from phalanx.observe.ledger.ledger import NS_PER_S
+from phalanx.observe.ledger.recoveries import recoveries
 from phalanx.run.degrees.smaller import halves, problems_on
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.kinds.whole_model import resolve as resolve_model

@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cli.errors import trouble
 from phalanx.cli.train.session import console_for, progress_on
-from phalanx.cli.watch.diff_text import comparison_lines, verdict_lines
+from phalanx.cli.watch.text.diff_text import comparison_lines, verdict_lines
 from phalanx.observe.event_log import EventLogError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.compare.logged import read_logged

@@ -56,7 +56,7 @@ def command(
     demand_folder(run_dir)
     from rich.console import Console
 
-    from phalanx.cli.watch.profile_report import print_list, print_report
+    from phalanx.cli.watch.text.profile_report import print_list, print_report
     from phalanx.watch.profile.ask import ask
     from phalanx.watch.profile.read import ProfileError, make_summary, profiles, read_summary
 

@@ -12,7 +12,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.rank_map import text_map
+from phalanx.cli.watch.text.rank_map import text_map
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError

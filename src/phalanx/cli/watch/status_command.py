@@ -11,8 +11,8 @@ import msgspec
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.numbers import moment
-from phalanx.cli.watch.run_summary import RunSummary, summarize
+from phalanx.cli.watch.text.numbers import moment
+from phalanx.cli.watch.text.run_summary import RunSummary, summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step

@@ -14,7 +14,7 @@ import click
 
 from phalanx.cli.errors import TroubleError
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.numbers import moment
+from phalanx.cli.watch.text.numbers import moment
 from phalanx.observe.throughput import format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why.reasons import Reason, reasons

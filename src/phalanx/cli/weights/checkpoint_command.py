@@ -69,7 +69,7 @@ def verify_command(place: str, step: int | None, as_json: bool) -> None:
       phalanx checkpoint verify runs/quickstart-1f3a9c04 --step 100
       phalanx checkpoint verify s3://bucket/quickstart
     """
-    from phalanx.checkpoint.tiers.verify import verify_tier
+    from phalanx.checkpoint.committed.verify import verify_tier
 
     with explained(CheckpointError):
         where = open_checkpoints(place, step)
@@ -98,7 +98,7 @@ def copy_command(source: str, target: str, step: int | None, as_json: bool) -> N
       phalanx checkpoint copy s3://bucket/quickstart restored/checkpoints
       phalanx checkpoint copy runs/quickstart-1f3a9c04 s3://bucket/kept --step 100
     """
-    from phalanx.checkpoint.tiers.copying import copy_step
+    from phalanx.checkpoint.committed.copying import copy_step
     from phalanx.checkpoint.tiers.object_tier import require_conditional_store
     from phalanx.run.directory.paths import locate_checkpoints
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place

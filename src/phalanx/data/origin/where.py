@@ -19,7 +19,7 @@ from phalanx.data.reading.places import DatasetPlace
 from phalanx.data.reading.sources import MixtureIndex, SourceUse, mixture_of, part_of, source_uses
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.run.data_folders import ONLY
-from phalanx.run.mixture_rules import stages_of
+from phalanx.run.rules.mixture_rules import stages_of
 from phalanx.run.spec import RunSpec
 
 _SCANNED_TOKENS = 1 << 24

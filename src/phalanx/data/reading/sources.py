@@ -20,8 +20,8 @@ from phalanx.data.reading.places import DatasetPlace, open_places
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.data_folders import ONLY
-from phalanx.run.mixture_rules import stages_of
 from phalanx.run.problems import Problem
+from phalanx.run.rules.mixture_rules import stages_of
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
 
 

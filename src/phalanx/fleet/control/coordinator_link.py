@@ -34,7 +34,7 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.fleet.core.succession import NOT_LED
-from phalanx.run.token_proof import ForgedError, Seals, UnprovenError
+from phalanx.run.peers.token_proof import ForgedError, Seals, UnprovenError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _STATUS_S = 1.0

@@ -1,7 +1,7 @@
 """The credentials of one process of a fleet: the secrets and names that it shows and proves at the begin of every stream.
 
 A client is sent away before the handshake if it says that it belongs to another run, or to another start of it; the handshake then
-proves both that and the token (``phalanx.run.token_proof``, ``phalanx.run.fencing``).
+proves both that and the token (``phalanx.run.peers.token_proof``, ``phalanx.run.peers.fencing``).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from phalanx.fleet.control.security import (
     require_two_tokens,
 )
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
-from phalanx.run.fencing import FencingToken, fencing_token
 from phalanx.run.identity import identity
+from phalanx.run.peers.fencing import FencingToken, fencing_token
+from phalanx.run.peers.token_proof import Role, Seals, UnprovenError, handshake, token_name
 from phalanx.run.spec import RunSpec
-from phalanx.run.token_proof import Role, Seals, UnprovenError, handshake, token_name
 from phalanx.version import __version__
 
 HANDSHAKE_S = 120.0

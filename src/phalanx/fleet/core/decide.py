@@ -37,7 +37,7 @@ from phalanx.fleet.core.state import (
     put,
     trusts,
 )
-from phalanx.run.fencing import FencingToken
+from phalanx.run.peers.fencing import FencingToken
 
 CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
 """The type of ``step``; the simulator also runs variants of it that are broken on purpose."""

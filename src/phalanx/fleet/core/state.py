@@ -28,7 +28,7 @@ from phalanx.fleet.core.messages import (
     RankSnapshot,
 )
 from phalanx.fleet.core.settings import CoreSettings
-from phalanx.run.fencing import FencingToken
+from phalanx.run.peers.fencing import FencingToken
 
 NO_SEAT = -1
 UNMET = 0

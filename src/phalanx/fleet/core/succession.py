@@ -41,7 +41,7 @@ from phalanx.fleet.core.state import (
     note,
     put,
 )
-from phalanx.run.fencing import FencingToken
+from phalanx.run.peers.fencing import FencingToken
 
 NOT_LED = 0
 """The term of an agent that no head has led yet; claims begin with 1."""

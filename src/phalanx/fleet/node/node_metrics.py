@@ -16,9 +16,9 @@ from typing import Any
 from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerPhase
 from phalanx.fleet.node.agent_actions import WorkerLife
-from phalanx.observe.machines import nvidia_driver
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
-from phalanx.observe.records import package_versions
+from phalanx.observe.record.machines import nvidia_driver
+from phalanx.observe.record.records import package_versions
 from phalanx.version import __version__
 
 

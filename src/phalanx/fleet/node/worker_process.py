@@ -21,7 +21,7 @@ from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_text
-from phalanx.run.portable import numerics_environment
+from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import RuntimeSpec
 
 _HEAD_BYTES = 4

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from phalanx.hardware.device import on_gpu
 from phalanx.hardware.kernels.host import HostKernels
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
+from phalanx.hardware.local.device import on_gpu
 
 _log = logging.getLogger(__name__)
 _SIZE = 4099

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable import checks, library
-from phalanx.run.portable import ENVIRONMENT, NotPortableError
+from phalanx.run.rules.portable import ENVIRONMENT, NotPortableError
 
 _registered: list[torch.library.Library] = []
 

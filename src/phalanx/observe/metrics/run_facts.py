@@ -30,8 +30,8 @@ from phalanx.observe.events import (
     Unknown,
     decode,
 )
-from phalanx.observe.goodput import Goodput, goodput
-from phalanx.observe.recoveries import PHASES
+from phalanx.observe.ledger.goodput import Goodput, goodput
+from phalanx.observe.ledger.recoveries import PHASES
 from phalanx.observe.throughput import typical
 
 _WINDOW = 64

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-from phalanx.observe.ledger import Bucket
+from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger.recoveries import PHASES
 from phalanx.observe.metrics.run_facts import RunFacts
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Metric
-from phalanx.observe.recoveries import PHASES
 
 _EVENTS = "events.jsonl"
 Computed = Callable[[RunFacts], Found]

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped
-from phalanx.observe.goodput import goodput
-from phalanx.observe.ledger import NS_PER_S
+from phalanx.observe.ledger.goodput import goodput
+from phalanx.observe.ledger.ledger import NS_PER_S
 from phalanx.run.read import RUN_FILE
 
 Setting = bool | int | float | str

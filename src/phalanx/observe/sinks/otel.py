@@ -31,10 +31,10 @@ from phalanx.observe.events import (
     Stopped,
     encode,
 )
+from phalanx.observe.ledger.recoveries import PHASES
 from phalanx.observe.metrics.run_facts import RunFacts
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.observe.metrics.samples import Derived, Labels, collect
-from phalanx.observe.recoveries import PHASES
 
 _NS = 1_000_000_000
 _FLUSH_MS = 5_000

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import cast
 
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import CausalCore
+from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.fixed.apply import apply_tiles, rotation_of_sequence
 from phalanx.parallel.context.fixed.ranks import rank_tiles

@@ -6,7 +6,7 @@ Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). Backward needs 
 gradient follows from the whole row's result and denominator. So whoever divides a sequence over ranks only says which tiles
 there are and where their keys come from.
 
-The kernels are those of ``phalanx.model.layers.attend``. Sinks join the denominators of whole rows, when all tiles are there.
+The kernels are those of ``phalanx.model.layers.attention.attend``. Sinks join the denominators of whole rows, when all tiles are there.
 
 Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``n`` keys, ``e`` head width, ``v`` width of a
 value.
@@ -23,9 +23,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
-from phalanx.model.layers.attend import attend, attend_backward, mask_bias, sink_gradient, with_sinks
-from phalanx.model.layers.documents import Documents
-from phalanx.model.layers.soft_cap import Score
+from phalanx.model.layers.attention.attend import (
+    attend,
+    attend_backward,
+    mask_bias,
+    sink_gradient,
+    with_sinks,
+)
+from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.soft_cap import Score
 
 
 @dataclass(frozen=True)
@@ -226,7 +232,7 @@ class _DividedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class DividedCore:
-    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on ranks that share a sequence."""
+    """Takes the place of ``phalanx.model.layers.attention.attention.CausalCore`` on ranks that share a sequence."""
 
     method: TileMethod
 

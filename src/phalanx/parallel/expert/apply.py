@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from phalanx.hardware.device import on_gpu
-from phalanx.model.layers.moe import Exchange, Experts, LocalExchange, MoE
+from phalanx.hardware.local.device import on_gpu
+from phalanx.model.layers.experts.moe import Exchange, Experts, LocalExchange, MoE
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.expert.exchange import DividedExperts, ExpertExchange
 from phalanx.parallel.mesh.comm_clock import CommClock

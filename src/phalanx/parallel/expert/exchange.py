@@ -9,7 +9,7 @@ On a GPU the sizes of the pieces are needed on the host, so it waits for the dev
 activations are computed again, once more). Backward has the sizes already and does not wait.
 
 The ranks may belong to a team that computes several slots at once (``phalanx.run.layout``). What is computed for a slot must
-not depend on the others: the rows of one expert and one slot are a *group* (``phalanx.model.layers.expert_groups``), in the order of
+not depend on the others: the rows of one expert and one slot are a *group* (``phalanx.model.layers.experts.expert_groups``), in the order of
 source rank, then token. The rows of a hand are put in the order of expert, slot, position by one permutation, and go through the
 experts as one set of grouped products, so on a GPU the number of launches does not grow with the team.
 """
@@ -24,9 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
-from phalanx.model.layers.expert_groups import groups_of_slots
-from phalanx.model.layers.moe import Exchange, Experts, combine, copies_by_expert, order_by_expert, permute
-from phalanx.model.layers.router import Routing
+from phalanx.model.layers.experts.expert_groups import groups_of_slots
+from phalanx.model.layers.experts.moe import (
+    Exchange,
+    Experts,
+    combine,
+    copies_by_expert,
+    order_by_expert,
+    permute,
+)
+from phalanx.model.layers.experts.router import Routing
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 

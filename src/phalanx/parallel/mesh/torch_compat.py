@@ -32,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from phalanx.hardware.device import current_gpu
+from phalanx.hardware.local.device import current_gpu
 from phalanx.parallel.mesh.local_slice import LocalSlice
 
 __all__ = [

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.autograd import FunctionContext, apply_function
-from phalanx.model.layers.expert_groups import Groups, grouped_product
+from phalanx.model.layers.experts.expert_groups import Groups, grouped_product
+from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.moe import Experts
 
 
 class WeightGradients:

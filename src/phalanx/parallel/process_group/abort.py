@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from phalanx.hardware.device import on_gpu
+from phalanx.hardware.local.device import on_gpu
 from phalanx.parallel.mesh.torch_compat import abort_nccl
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.hardware.device import make_current, on_gpu
+from phalanx.hardware.local.device import make_current, on_gpu
 from phalanx.parallel.process_group.rendezvous import backends_for
 from phalanx.parallel.process_group.sealed_store import SealedStore, prove_members
 

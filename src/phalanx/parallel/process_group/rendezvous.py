@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from phalanx.hardware.device import device_of_rank, gpus, make_current, on_gpu
+from phalanx.hardware.local.device import device_of_rank, gpus, make_current, on_gpu
 from phalanx.parallel.mesh.torch_compat import forget_groups
 
 _DEFAULT_PORT = 29_500  # torchrun's

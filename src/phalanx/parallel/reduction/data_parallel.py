@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.model.block import Block
 from phalanx.model.custom import blocks_of
-from phalanx.model.layers.moe import Experts, MoE
+from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh

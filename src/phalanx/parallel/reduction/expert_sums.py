@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.model.layers.expert_groups import add_slots
-from phalanx.model.layers.moe import Experts
+from phalanx.model.layers.experts.expert_groups import add_slots
+from phalanx.model.layers.experts.moe import Experts
 from phalanx.parallel.mesh.torch_compat import give_gradient
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from phalanx.model.block import Block
 from phalanx.model.facts.shape import parameters
+from phalanx.model.layers.experts.moe import Experts
+from phalanx.model.layers.experts.router import routers
 from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.moe import Experts
-from phalanx.model.layers.router import routers
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.fixed.ranks import RankTiles

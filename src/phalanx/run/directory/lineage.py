@@ -18,8 +18,8 @@ import msgspec
 
 from phalanx.run.directory.paths import step_of
 from phalanx.run.identity import run_owned
-from phalanx.run.mixture_rules import stages_of
 from phalanx.run.problems import Problem
+from phalanx.run.rules.mixture_rules import stages_of
 from phalanx.run.spec import RunSpec
 
 _FIXED = {

@@ -1,4 +1,4 @@
-"""Attention with grouped key and value heads (arXiv 2305.13245); its module is ``phalanx.model.layers.attention``."""
+"""Attention with grouped key and value heads (arXiv 2305.13245); its module is ``phalanx.model.layers.attention.attention``."""
 
 from __future__ import annotations
 

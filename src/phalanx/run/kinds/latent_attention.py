@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); its module is ``phalanx.model.layers.mla``.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); its module is ``phalanx.model.layers.attention.mla``.
 
 The projections into latents are small and alike on all tensor ranks; a rank computes them for its piece of the sequence and
 gathers the latents, which are narrower than hidden states.

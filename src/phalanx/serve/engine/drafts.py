@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.layers.soft_cap import soft_capped
+from phalanx.model.layers.attention.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.grouped_attention import window_of

@@ -16,7 +16,7 @@ from phalanx.hardware.kernels.rows.layer import Affinity, LayerSteps, LayerWeigh
 from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
 from phalanx.model.block import Block
 from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.attention import Attention, CausalCore
+from phalanx.model.layers.attention.attention import Attention, CausalCore
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm

@@ -3,7 +3,7 @@
 Exact attention gives a query the bits that it has in training on a CPU, where a kernel sees the whole sequence: keys go on to the end of their block
 of 512, or of the training sequence if that is shorter, hidden by a mask; queries are repeated up to a multiple of four, because
 fewer take another path through the matrix product. Fast numerics absorb latent attention's matrix where that is less work
-(``phalanx.model.layers.absorbed``). A layer with a window is computed in the trainer's blocks of a window's queries.
+(``phalanx.model.layers.attention.absorbed``). A layer with a window is computed in the trainer's blocks of a window's queries.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.absorbed import LatentExpansion
-from phalanx.model.layers.attention import CausalCore
-from phalanx.model.layers.cache import Expand, Mixing
-from phalanx.model.layers.independent_rows import ROWS
+from phalanx.model.layers.attention.absorbed import LatentExpansion
+from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.attention.cache import Expand, Mixing
+from phalanx.model.layers.experts.independent_rows import ROWS
 from phalanx.serve.engine.kept import KeptFormat
 from phalanx.serve.engine.page_memory import BLOCK, Piece
 
@@ -51,7 +51,7 @@ class Rule:
 
 
 class LayerRows:
-    """A layer's ``phalanx.model.layers.cache.Cache`` for the spans of a step."""
+    """A layer's ``phalanx.model.layers.attention.cache.Cache`` for the spans of a step."""
 
     length = 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import CausalCore
+from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.kept import KeptName

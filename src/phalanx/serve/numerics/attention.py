@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import CausalCore
-from phalanx.model.layers.mla import MlaAttention
+from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.page_memory import BLOCK, Piece

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.hardware.kernels.rows.attention import PART, Chains, RowPlace, attended
 from phalanx.hardware.kernels.rows.product import row_kernel
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import Attention, CausalCore
+from phalanx.model.layers.attention.attention import Attention, CausalCore
 from phalanx.serve.engine.few_rows import FewRows
 
 _LANES = 8

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
-from phalanx.model.layers.expert_groups import Groups
+from phalanx.model.layers.experts.expert_groups import Groups
+from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.moe import Experts
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.numerics.facts import Facts, numbers_of_rows, recalled

@@ -14,7 +14,7 @@ import torch
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.model.layers.linear import Affine
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.portable import NotPortableError
+from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.kept import kept_as

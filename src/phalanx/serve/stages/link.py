@@ -15,7 +15,7 @@ from threading import Event, Lock, Thread
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_client, secured_server
-from phalanx.run.token_proof import Role
+from phalanx.run.peers.token_proof import Role
 from phalanx.serve.stages import messages as m
 from phalanx.serve.workers.sealed_wire import SealedWire
 

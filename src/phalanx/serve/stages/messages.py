@@ -26,7 +26,7 @@ class _Message(Struct, frozen=True, tag=True):
 
 
 class Digest(Struct, frozen=True):
-    """A ``phalanx.checkpoint.tiers.digest.TensorDigest``."""
+    """A ``phalanx.checkpoint.committed.digest.TensorDigest``."""
 
     dtype: str
     shape: tuple[Count, ...]

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from phalanx.checkpoint.committed.digest import TensorDigest, tensor_digest
+from phalanx.checkpoint.committed.restore_weights import Rows
 from phalanx.checkpoint.format.index import encode_index
 from phalanx.checkpoint.format.shards import dtype_name
-from phalanx.checkpoint.tiers.digest import TensorDigest, tensor_digest
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore_weights import Rows
 from phalanx.model.facts.shape import parameters
 from phalanx.model.facts.stages import balance
 from phalanx.model.transformer import Transformer

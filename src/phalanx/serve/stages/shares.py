@@ -27,14 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.checkpoint.tiers.restore_weights import Rows
+from phalanx.checkpoint.committed.restore_weights import Rows
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import Attention
-from phalanx.model.layers.expert_groups import groups_of_one_slot
+from phalanx.model.layers.attention.attention import Attention
+from phalanx.model.layers.experts.expert_groups import groups_of_one_slot
+from phalanx.model.layers.experts.moe import Experts, MoE, combine, copies_by_expert, order_by_expert
+from phalanx.model.layers.experts.router import Routing
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.linear import Affine, Linear
-from phalanx.model.layers.moe import Experts, MoE, combine, copies_by_expert, order_by_expert
-from phalanx.model.layers.router import Routing
 from phalanx.model.transformer import OutputProjection, Transformer
 from phalanx.run.kinds import grouped_attention
 from phalanx.run.kinds.attention import attention_kind

@@ -29,7 +29,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, resident_bytes
 from phalanx.serve.weights.streamed import StreamedWeights, load_resident, load_stack
-from phalanx.train.lifecycle.model_facts import whole_model
+from phalanx.train.assembly.model_facts import whole_model
 
 _FORMATS: dict[torch.dtype, PackFormat] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from phalanx.serve.weights.open_model import (
     stream_weights,
     taken,
 )
-from phalanx.train.lifecycle.model_facts import compute_dtype
+from phalanx.train.assembly.model_facts import compute_dtype
 from phalanx.train.score.score import DTYPES, Compute, Scorer
 
 

@@ -21,8 +21,8 @@ from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.pack.layout import PackedTensor
 from phalanx.checkpoint.pack.narrowing import tensor_in, write_wide
 from phalanx.checkpoint.pack.reader import PackFile, read_section
-from phalanx.model.layers.expert_groups import Groups, grouped_product, groups_of_one_slot
-from phalanx.model.layers.moe import Experts, GroupedProduct, MoE
+from phalanx.model.layers.experts.expert_groups import Groups, grouped_product, groups_of_one_slot
+from phalanx.model.layers.experts.moe import Experts, GroupedProduct, MoE
 from phalanx.serve.weights.expert_cache import ExpertCache
 from phalanx.serve.weights.read_pool import ReadPool
 from phalanx.serve.weights.residency import Residency

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, handshake
+from phalanx.run.peers.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, handshake
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.sealed_wire import LENGTH, LONGEST_MESSAGE_BYTES
 

@@ -1,7 +1,7 @@
 """Sealed messages on a proven connection: each carries the HMAC of its number and content, under a key that its handshake has made.
 
 Whoever sits in between can cut the connection, and read it, but can neither alter, add, repeat nor swap a message. The proof and the seals
-are those of the fleet's control plane (``phalanx.run.token_proof``).
+are those of the fleet's control plane (``phalanx.run.peers.token_proof``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import struct
 from threading import Lock
 
 from phalanx.checkpoint.snapshot.wire import Wire, WireError, authenticate
-from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Role
+from phalanx.run.peers.token_proof import SEAL_BYTES, ForgedError, Role
 
 LENGTH = struct.Struct("<I")
 LONGEST_MESSAGE_BYTES = 16 << 20

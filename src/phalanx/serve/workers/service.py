@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.portable import numerics_environment
+from phalanx.run.rules.portable import numerics_environment
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_processes import newest_step
 from phalanx.serve.gateway.served.of_run import require_drafts, served_folder

@@ -79,7 +79,7 @@ def work(task: WorkerTask) -> str:
 def _reason(error: Exception) -> str:
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx.run.portable import NotPortableError
+    from phalanx.run.rules.portable import NotPortableError
     from phalanx.serve.engine.errors import EngineError, PartLostError
 
     known = (

@@ -15,7 +15,7 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import succession
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.succession import Candidacy, Claim
-from phalanx.run.fencing import FencingToken
+from phalanx.run.peers.fencing import FencingToken
 from phalanx.simulate.hostile.coordinator import HeadWorld, SimulatedCoordinator
 
 STANDS_FOR = 2

@@ -14,20 +14,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.data.reading.dataset import RunData
-from phalanx.observe.ledger import Ledger
+from phalanx.observe.ledger.ledger import Ledger
 from phalanx.parallel.mesh.machines import count_machine_ranks
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
+from phalanx.train.assembly.compose import build_model
+from phalanx.train.assembly.take_over import take_over
 from phalanx.train.compare.module_witness import ModuleWitness
 from phalanx.train.compare.observation import Observation
 from phalanx.train.compare.orders import RankReplay, ReplayOrder
-from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.lifecycle.progress import TrainProgress
-from phalanx.train.lifecycle.take_over import take_over
 from phalanx.train.start.open_run import check_data
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import fill_initial, state_shards

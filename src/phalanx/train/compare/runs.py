@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from phalanx.checkpoint.committed.compare import TensorDifference, compare_step
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.tiers.compare import TensorDifference, compare_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import EventLogError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved

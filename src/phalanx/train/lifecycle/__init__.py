@@ -1,1 +1,1 @@
-"""The life of a rank: assembled, trained, ended."""
+"""The life of a rank: trained, saved, ended."""

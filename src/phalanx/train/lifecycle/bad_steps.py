@@ -7,7 +7,7 @@ is looked at is the same on all of them.
 from __future__ import annotations
 
 from phalanx.observe.events import LossSpike, NonFinite
-from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.saving import save, settle

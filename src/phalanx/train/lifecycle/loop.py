@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from phalanx.data.reading.prefetch import WaitEndedError
-from phalanx.hardware.device import most_memory_bytes
+from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import (
     Evaluated,
@@ -25,10 +25,10 @@ from phalanx.observe.events import (
     Step,
     Stopped,
 )
-from phalanx.observe.ledger import Bucket
+from phalanx.observe.ledger.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.run.directory.result import RunResult
-from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.bad_steps import keep_before_spikes, skip_or_raise, tell_spike_or_raise
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.progress import TrainProgress

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 
 from phalanx.data.origin.provenance import provenance
 from phalanx.data.reading.sources import DataIndex
-from phalanx.observe.code_patch import CodePatch, code_patch
-from phalanx.observe.machines import leave_machine, machine_differences, newest_machines
-from phalanx.observe.records import environment_record
+from phalanx.observe.record.code_patch import CodePatch, code_patch
+from phalanx.observe.record.machines import leave_machine, machine_differences, newest_machines
+from phalanx.observe.record.records import environment_record
 from phalanx.run.data_folders import addresses
 from phalanx.run.directory.durable import create_once, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.reading.prefetch import Prefetch
-from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 
+from phalanx.checkpoint.committed.retention import is_copied
 from phalanx.checkpoint.save.interval import SaveInterval
 from phalanx.checkpoint.save.saver import SaveOutcome
-from phalanx.checkpoint.tiers.retention import is_copied
 from phalanx.observe.events import Message
-from phalanx.observe.ledger import Bucket
+from phalanx.observe.ledger.ledger import Bucket
 from phalanx.observe.throughput import format_duration
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.progress import TrainProgress
 
 

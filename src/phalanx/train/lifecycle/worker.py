@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.hardware.environment import set_for_rank
+from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopRequest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.run.directory.result import RunResult
     from phalanx.run.spec import RunSpec
-    from phalanx.train.lifecycle.assemble import EpochInputs
+    from phalanx.train.assembly.assemble import EpochInputs
     from phalanx.train.lifecycle.reporter import Reporter
 
 EXIT_FAILED = 1
@@ -58,11 +58,11 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
     from phalanx.hardware.freed_memory import keep_freed_memory
-    from phalanx.observe.ledger import Bucket, Ledger
-    from phalanx.observe.records import process_age_ns
+    from phalanx.observe.ledger.ledger import Bucket, Ledger
+    from phalanx.observe.record.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
     from phalanx.run.directory.paths import RunDirectory, read_resolved
-    from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic
+    from phalanx.train.assembly.assemble import EpochInputs, make_deterministic
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
     directory = RunDirectory(run_dir)
@@ -81,12 +81,12 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     """
     import torch.distributed as dist
 
-    from phalanx.hardware.throttle import Throttles
+    from phalanx.hardware.local.throttle import Throttles
     from phalanx.observe.event_log import EventLog
     from phalanx.observe.rank_file.recorder import RankRecorder
     from phalanx.observe.sinks.registry import open_sinks
     from phalanx.observe.throttling import ThrottlingWatch
-    from phalanx.train.lifecycle.assemble import assemble
+    from phalanx.train.assembly.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
     from phalanx.train.lifecycle.run_record import first_of_node
@@ -164,7 +164,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
-    from phalanx.run.portable import NotPortableError
+    from phalanx.run.rules.portable import NotPortableError
     from phalanx.train.lifecycle.bad_steps import LossSpikeError, NonFiniteError
     from phalanx.train.lifecycle.loop import UnsavedError
     from phalanx.train.measure.numerics import MixedMachinesError

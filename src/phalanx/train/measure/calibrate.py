@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.hardware.device import on_gpu, wait_for_device
+from phalanx.hardware.local.device import on_gpu, wait_for_device
 
 Clock = Literal["wall", "cpu"]
 MeasuredPoints = dict[str, list[tuple[tuple[float, ...], float]]]

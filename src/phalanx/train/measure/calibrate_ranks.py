@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from phalanx.hardware.device import device_of_rank, wait_for_device
-from phalanx.observe.ledger import Ledger
+from phalanx.hardware.local.device import device_of_rank, wait_for_device
+from phalanx.observe.ledger.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
@@ -32,8 +32,8 @@ from phalanx.run.directory.durable import write_atomically
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.assemble import make_deterministic
-from phalanx.train.lifecycle.compose import build_model
+from phalanx.train.assembly.assemble import make_deterministic
+from phalanx.train.assembly.compose import build_model
 from phalanx.train.measure.calibrate import Clock, MeasuredPoints, Settings
 from phalanx.train.step.built import Built
 from phalanx.train.step.memory_meter import MemoryMeter, extremes

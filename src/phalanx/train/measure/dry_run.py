@@ -27,7 +27,7 @@ from torch import Tensor
 from phalanx.model.autograd import DispatchMode
 from phalanx.model.facts.holdings import holding, place_of
 from phalanx.model.facts.stages import stage_layers
-from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.parallel.collectives import Calls, collectives
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.parallel.mesh.torch_compat import group_of, join_fake
@@ -35,7 +35,7 @@ from phalanx.parallel.reduction.data_parallel import local, named_parameters, sp
 from phalanx.run.kinds.whole_model import tiny as tiny_model
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, micro_batches_per_slot
 from phalanx.run.spec import MemorySpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
-from phalanx.train.lifecycle.compose import build_model, clocks, divided_parts
+from phalanx.train.assembly.compose import build_model, clocks, divided_parts
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 

@@ -26,7 +26,7 @@ from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.directory.durable import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.model_facts import compute_dtype
+from phalanx.train.assembly.model_facts import compute_dtype
 
 _MOST_ROWS = 64
 _MOST_OUTPUTS = 256

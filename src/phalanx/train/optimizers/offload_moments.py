@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.hardware.device import on_gpu
+from phalanx.hardware.local.device import on_gpu
 from phalanx.parallel.mesh.torch_compat import cuda_stream
 from phalanx.run.spec import MemorySpec
 from phalanx.train.transforms.offload import Regions

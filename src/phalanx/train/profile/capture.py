@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.profiler import profile
 
-from phalanx.hardware.device import on_gpu
+from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.profile.recorded_step import (
     ALLOCATION,
     COPY,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.custom import blocks_of
-from phalanx.observe.ledger import Bucket
+from phalanx.observe.ledger.ledger import Bucket
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.train.profile.marks import Marks
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from phalanx.parallel.pipeline.schedules import StageMessage
     from phalanx.parallel.pipeline.stage_links import StageLinks
-    from phalanx.train.lifecycle.assemble import Training
+    from phalanx.train.assembly.assemble import Training
     from phalanx.train.step.step import Stepper
 
 COLLECTIVES = (

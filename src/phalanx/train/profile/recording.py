@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.hardware.device import wait_for_device, wait_for_stream
-from phalanx.hardware.memory_peak import measure_copy_bytes_per_s
+from phalanx.hardware.local.device import wait_for_device, wait_for_stream
+from phalanx.hardware.local.memory_peak import measure_copy_bytes_per_s
 from phalanx.observe.profile.recorded_step import ORDER_FILE, rank_file, write_rank_trace
 from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
@@ -41,7 +41,7 @@ from phalanx.train.step.memory_meter import storage_bytes
 if TYPE_CHECKING:
     from torch.autograd.profiler import profile
 
-    from phalanx.train.lifecycle.assemble import Training
+    from phalanx.train.assembly.assemble import Training
     from phalanx.train.step.step import Stepper
 
 _BARRIERS = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.run import independent_rows
+from phalanx.run.rules import independent_rows
 from phalanx.run.spec import ParallelSpec, RunSpec
 
 

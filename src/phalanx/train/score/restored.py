@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.tiers.restore_weights import Rows, restore_weights
+from phalanx.checkpoint.committed.restore_weights import Rows, restore_weights
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
-from phalanx.model.layers.router import routers
+from phalanx.model.layers.experts.router import routers
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.train.lifecycle.model_facts import whole_model
+from phalanx.train.assembly.model_facts import whole_model
 
 
 def restored_model(

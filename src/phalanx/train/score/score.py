@@ -4,7 +4,7 @@ A text is a row of a micro-batch of the run's own shape, padded to the training 
 that the trainer builds and the arithmetic of the loss (``phalanx.train.step.loss``). A text's bits do not depend on the texts beside
 it: where products of equally many rows have the same roundings in every row, texts share a micro-batch; elsewhere each has one, with
 padding in the other rows. Experts have as many rows as their router sends them, so a mixture is scored with independent rows
-(``phalanx.model.layers.independent_rows``), whichever its run has.
+(``phalanx.model.layers.experts.independent_rows``), whichever its run has.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from phalanx.model.custom import Chain
-from phalanx.model.layers.independent_rows import make_rows_independent
+from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.model_facts import compute_dtype
+from phalanx.train.assembly.model_facts import compute_dtype
 from phalanx.train.score.arithmetic import other_arithmetic, texts_may_share
 from phalanx.train.score.restored import restored_model
 from phalanx.train.step.loss import IGNORE, token_cross_entropy

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from phalanx.checkpoint.committed.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
-from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.origin import open_origin
 from phalanx.data.reading.places import DatasetPlace, tokenizer_folder

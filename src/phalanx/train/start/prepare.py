@@ -27,7 +27,7 @@ from phalanx.data.reading.places import (
 from phalanx.data.reading.sources import MixtureIndex, index_of_places
 from phalanx.data.stored.index import INDEX_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
-from phalanx.hardware.detect import gpu_count
+from phalanx.hardware.local.detect import gpu_count
 from phalanx.run.data_folders import ONLY, addresses, field_of, found_again
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.observe.ledger import Bucket
+from phalanx.observe.ledger.ledger import Bucket
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction.data_parallel import DataParallel

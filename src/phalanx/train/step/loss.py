@@ -339,7 +339,7 @@ def summed_cross_entropy(
         chunk: Tokens whose logits are held at once.
         rows: The rows of the vocabulary that ``weight`` has; ``None`` for all.
         tiles: The context tiles that the tokens are, one after the other; ``None`` if the run has none.
-        cap: Soft cap of the logits (``phalanx.model.layers.soft_cap``); 0 for none.
+        cap: Soft cap of the logits (``phalanx.model.layers.attention.soft_cap``); 0 for none.
 
     Returns:
         0-dim, fp32: a sum, not a mean, so that slots with any number of targets can be added. It is the same on all ranks that

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from phalanx.hardware.device import forget_peak_memory, on_gpu, peak_memory_bytes
+from phalanx.hardware.local.device import forget_peak_memory, on_gpu, peak_memory_bytes
 from phalanx.model.autograd import DispatchMode
 from phalanx.observe.memory_kinds import MemoryByKind
 from phalanx.parallel.reduction.data_parallel import local

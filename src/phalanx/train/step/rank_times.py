@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from phalanx.hardware.device import held_memory_bytes, temperature_c
-from phalanx.observe.ledger import NS_PER_S, Bucket
+from phalanx.hardware.local.device import held_memory_bytes, temperature_c
+from phalanx.observe.ledger.ledger import NS_PER_S, Bucket
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame
 from phalanx.train.step.step import Stepper
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data.reading.documents import document_ids
-from phalanx.hardware.device import brought
-from phalanx.model.layers.documents import Documents
+from phalanx.hardware.local.device import brought
+from phalanx.model.layers.attention.documents import Documents
 from phalanx.model.mtp import targets_ahead, tokens_ahead, training_loss
 from phalanx.parallel.context.fixed.placement import tiled_positions
 from phalanx.parallel.context.fixed.ranks import RankTiles

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.checkpoint.committed.digest import OPTIMIZER
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.tiers.digest import OPTIMIZER
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.model.init import fill
-from phalanx.model.layers.router import routers
+from phalanx.model.layers.experts.router import routers
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_typed
 from phalanx.parallel.reduction.data_parallel import local, named_parameters

@@ -1,6 +1,6 @@
 """The hash of all weights of a model that trains, the same on any mesh and from any checkpoint.
 
-A tensor's SHA-256 goes over its elements in their order (``phalanx.checkpoint.tiers.digest``), which lie on many ranks. They are brought
+A tensor's SHA-256 goes over its elements in their order (``phalanx.checkpoint.committed.digest``), which lie on many ranks. They are brought
 to one rank in pieces, so that no rank ever has a whole tensor: each rank lays its elements into a piece of zeros, and the pieces
 are added up as bytes, where all but one are zero. Replicas divide the tensors among them, and the ranks of a replica hash
 different tensors at the same time.
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.parallel.mesh.torch_compat import device_of_messages
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.train.step.placement import Placement

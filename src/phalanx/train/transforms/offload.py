@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.hardware.device import on_gpu
+from phalanx.hardware.local.device import on_gpu
 from phalanx.model.autograd import uncompiled
 from phalanx.model.custom import blocks_of
 from phalanx.parallel.mesh.torch_compat import cuda_stream

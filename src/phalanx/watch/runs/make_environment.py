@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.observe.records import git
+from phalanx.observe.record.records import git
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.recorded import Recorded
 from phalanx.watch.runs.then_and_now import requirements

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import RunStarted
-from phalanx.observe.goodput import Goodput, goodput
-from phalanx.observe.machines import Machine, MachineDifference, machine_differences, newest_machines
+from phalanx.observe.ledger.goodput import Goodput, goodput
+from phalanx.observe.record.machines import Machine, MachineDifference, machine_differences, newest_machines
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.watch.runs.index import RunIndex, is_run

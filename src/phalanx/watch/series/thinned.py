@@ -2,7 +2,7 @@
 
 A step's event carries the ledger up to it, so of many steps in a row the last one tells what they all took, unless a checkpoint, a
 restart or a step that was skipped divides them. The steps next to such a place are kept, and read again from the file at their offsets:
-``phalanx.observe.goodput`` then gives exactly what it gives of all events (a test holds it to that).
+``phalanx.observe.ledger.goodput`` then gives exactly what it gives of all events (a test holds it to that).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from phalanx.observe.event_log import EventLogError
-from phalanx.observe.machines import machine_differences, newest_machines
 from phalanx.observe.rank_stream import RankStream, RankStreamError
+from phalanx.observe.record.machines import machine_differences, newest_machines
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.watch.logs.read import first_failure
 from phalanx.watch.ranks.seats import layout_of_attempt, nodes_of_ranks

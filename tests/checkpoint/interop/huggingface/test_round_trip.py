@@ -19,6 +19,8 @@ from checkpoint.saved_models import restored, save_models
 from checkpoint.shards import shards_of
 from model.initialized import initialized
 from parity.hf_models import CONFIGS, MIXTURES, hf_model, our_model, random_tokens
+from phalanx.checkpoint.committed.digest import digest_checkpoint
+from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import Image, image_layout
 from phalanx.checkpoint.interop.huggingface.config import (
@@ -28,10 +30,8 @@ from phalanx.checkpoint.interop.huggingface.config import (
 )
 from phalanx.checkpoint.interop.huggingface.export_folder import export_hf, tensors_of, weight_files
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
-from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
-from phalanx.checkpoint.tiers.verify import verify
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_from_file, train_bpe
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer

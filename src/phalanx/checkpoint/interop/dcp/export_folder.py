@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard, torch_dtype
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import Tier
 
 EXTRA = "extra"

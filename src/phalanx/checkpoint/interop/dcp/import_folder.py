@@ -19,6 +19,7 @@ from pathlib import Path
 import tomli_w
 import torch
 
+from phalanx.checkpoint.committed.digest import WEIGHTS
 from phalanx.checkpoint.format.shards import dtype_name, torch_dtype
 from phalanx.checkpoint.interop.dcp.metadata import (
     METADATA,
@@ -32,7 +33,6 @@ from phalanx.checkpoint.interop.huggingface.config import Storage
 from phalanx.checkpoint.interop.huggingface.folders import SAFETENSORS_DTYPE, new_folder
 from phalanx.checkpoint.interop.huggingface.import_folder import IMAGE_BYTES, Imported, Weights, copy_weights
 from phalanx.checkpoint.interop.huggingface.names import Published, RotaryRows
-from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.directory.paths import RunDirectory

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from phalanx.checkpoint.committed.digest import WEIGHTS
+from phalanx.checkpoint.committed.gather import gather
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.restore_plan import Held
@@ -38,8 +40,6 @@ from phalanx.checkpoint.interop.huggingface.publisher_files import (
     note_lost_fields,
     published_type,
 )
-from phalanx.checkpoint.tiers.digest import WEIGHTS
-from phalanx.checkpoint.tiers.gather import gather
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.chat.kept import kept_template, save_template, turn_ends
 from phalanx.data.tokenizers.tokenizer import load_tokenizer

@@ -19,6 +19,7 @@ import tomli_w
 import torch
 from safetensors import SafetensorError, safe_open
 
+from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
 from phalanx.checkpoint.format.image import Image, image_layout, spans
@@ -42,7 +43,6 @@ from phalanx.checkpoint.interop.huggingface.mxfp4 import unpacked
 from phalanx.checkpoint.interop.huggingface.names import Published, hf_name, published, shared_copies
 from phalanx.checkpoint.interop.huggingface.notes import import_notes
 from phalanx.checkpoint.interop.huggingface.publisher_files import copy_publisher_files
-from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.data.errors import TokenizerError

@@ -2,7 +2,7 @@
 
 Most tensors differ in name alone. Some do not: a stack of experts ``(experts, ...)`` is published as one tensor per
 expert (whatever ``transformers`` fuses in memory), and the rows of latent attention that are rotated are published in pairs
-``x0 y0 x1 y1 ...`` where this project keeps halves ``x0 x1 ... y0 y1 ...`` (see ``phalanx.model.layers.rotary``); reordering the rows
+``x0 y0 x1 y1 ...`` where this project keeps halves ``x0 x1 ... y0 y1 ...`` (see ``phalanx.model.layers.attention.rotary``); reordering the rows
 once makes both compute the same. Some families publish parameters that have the same input as one tensor (Phi-3's queries, keys and
 values; gpt-oss's experts, whose gates and values lie by turns, and transposed). DeepSeek-V3's modules for multi-token prediction are published as layers behind the
 last one, with copies of the embedding and the output projection that they share with the model.

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from phalanx.checkpoint.committed.copying import ObjectDraft, RateLimit, commit_copy, copy_share
+from phalanx.checkpoint.committed.retention import Retention, is_copied
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     CheckpointError,
@@ -27,10 +29,8 @@ from phalanx.checkpoint.format.errors import (
     NoSuchStepError,
     StorageError,
 )
-from phalanx.checkpoint.tiers.copying import ObjectDraft, RateLimit, commit_copy, copy_share
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.retention import Retention, is_copied
 from phalanx.fleet.control.distrust import distrusted_after, forget_distrust
 from phalanx.fleet.core.messages import NO_STEP
 from phalanx.observe.event_log import EventLog, EventLogError

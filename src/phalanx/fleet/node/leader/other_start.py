@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from phalanx.fleet.control.credentials import Credentials
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
+from phalanx.run.peers.fencing import fencing_token
 
 
 class OtherStart(NamedTuple):

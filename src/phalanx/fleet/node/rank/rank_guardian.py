@@ -28,7 +28,7 @@ from phalanx.fleet.health.straggler_watch import StragglerWatch
 from phalanx.fleet.node import worker_link as link
 from phalanx.fleet.node.rank.hooks import Hooks, NoHooks
 from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
-from phalanx.hardware.device import on_gpu
+from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts

@@ -55,12 +55,12 @@ from phalanx.fleet.node.worker_link import (
     Warm,
     WorkerEnd,
 )
-from phalanx.hardware.device import answers, give_back_memory, make_current, on_gpu
 from phalanx.hardware.freed_memory import keep_freed_memory
-from phalanx.hardware.throttle import Throttles
+from phalanx.hardware.local.device import answers, give_back_memory, make_current, on_gpu
+from phalanx.hardware.local.throttle import Throttles
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.goodput import ledger_of
-from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
+from phalanx.observe.ledger.goodput import ledger_of
+from phalanx.observe.ledger.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.throttling import ThrottlingWatch
 from phalanx.parallel.mesh.torch_compat import flight_record
@@ -72,10 +72,10 @@ from phalanx.run.degrees.smaller import divided_over
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import load_factory
-from phalanx.run.fencing import fencing_token
+from phalanx.run.peers.fencing import fencing_token
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
-from phalanx.train.lifecycle.assemble import EpochInputs, WarmState, make_deterministic, warm_up
+from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.run_record import leave_own_machine
@@ -102,7 +102,7 @@ class WorkerArgs:
     segments: tuple[int, ...]
     """Descriptors of the memory for this worker's snapshots."""
     run_file_sha256: str
-    """The digest of the resolved run file that its agent read (``phalanx.run.fencing``)."""
+    """The digest of the resolved run file that its agent read (``phalanx.run.peers.fencing``)."""
     local_rank: int
     node: str
     """The node's name; in a local fleet it ends with the node's number."""

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import CausalCore
+from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.attention.rotary import rotation
+from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.layers.feed_forward import FeedForward
-from phalanx.model.layers.moe import Experts, MoE
 from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.layers.rotary import rotation
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Rotation, Transformer
 from phalanx.parallel.context.fixed.attention import TiledAttention

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.attention import Attention
-from phalanx.model.layers.cache import Cache
-from phalanx.model.layers.documents import Documents
-from phalanx.model.layers.mla import MlaAttention
+from phalanx.model.layers.attention.attention import Attention
+from phalanx.model.layers.attention.cache import Cache
+from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.parallel.context.fixed.core import TiledCore
 from phalanx.parallel.tensor.lanes.layers import in_tiles
 from phalanx.parallel.tensor.lanes.shares import Owners, SharedParameter, in_place_of

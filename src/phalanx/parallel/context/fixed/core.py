@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.model.autograd import FunctionContext, apply_function_of_many, uncompiled
-from phalanx.model.layers.attend import sink_gradient, with_sinks
-from phalanx.model.layers.documents import Documents
-from phalanx.model.layers.soft_cap import Score
+from phalanx.model.layers.attention.attend import sink_gradient, with_sinks
+from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.soft_cap import Score
 from phalanx.parallel.context.fixed.placement import by_position, by_tile
 from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.context.gather import head_tail_sight, tiles
@@ -85,7 +85,7 @@ def _split(
 
 @dataclass(frozen=True)
 class TiledCore:
-    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on ranks that hold some of a sequence's tiles."""
+    """Takes the place of ``phalanx.model.layers.attention.attention.CausalCore`` on ranks that hold some of a sequence's tiles."""
 
     ranks: RankTiles
     score: Score

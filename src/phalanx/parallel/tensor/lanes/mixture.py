@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.moe import MoE
-from phalanx.model.layers.router import Router
+from phalanx.model.layers.experts.moe import MoE
+from phalanx.model.layers.experts.router import Router
 from phalanx.parallel.tensor.lanes.pieces import InPieces
 from phalanx.parallel.tensor.lanes.shares import SharedParameter
 

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
+from phalanx.checkpoint.committed.restore import candidates
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import candidates
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.serve.engine.engine import Engine, KeptPages

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
+from phalanx.checkpoint.committed.digest import TensorDigest, combine
+from phalanx.checkpoint.committed.restore import candidates
 from phalanx.checkpoint.pack.reader import is_pack
-from phalanx.checkpoint.tiers.digest import TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import candidates
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.portable import numerics_environment
+from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from phalanx.checkpoint.committed.digest import combine
 from phalanx.checkpoint.pack.reader import is_pack, open_pack
-from phalanx.checkpoint.tiers.digest import combine
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.kinds import prediction_ahead

@@ -9,8 +9,8 @@ import msgspec
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, Happening, read_fleet_file
 from phalanx.observe.events import EpochLeft, Event
-from phalanx.observe.goodput import AttemptAccount, attempt_accounts
-from phalanx.observe.recoveries import Recovery, recoveries
+from phalanx.observe.ledger.goodput import AttemptAccount, attempt_accounts
+from phalanx.observe.ledger.recoveries import Recovery, recoveries
 from phalanx.watch.page.answer import Parameters
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views.runs import Runs

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from phalanx.observe.events import Event
-from phalanx.observe.goodput import AttemptAccount, Goodput, attempt_accounts, goodput
-from phalanx.observe.ledger import NS_PER_S
-from phalanx.observe.other_goodputs import google_goodput, meta_ettr
-from phalanx.observe.recoveries import Recovery, recoveries
+from phalanx.observe.ledger.goodput import AttemptAccount, Goodput, attempt_accounts, goodput
+from phalanx.observe.ledger.ledger import NS_PER_S
+from phalanx.observe.ledger.other_goodputs import google_goodput, meta_ettr
+from phalanx.observe.ledger.recoveries import Recovery, recoveries
 from phalanx.watch.page.answer import Parameters, RequestError
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views.runs import Runs

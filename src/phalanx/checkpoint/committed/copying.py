@@ -1,0 +1,206 @@
+"""Copies committed steps from place to place, file by file, so that the copy has the same index and the same bytes.
+
+Several processes can share the work: each copies every n-th file of a draft, and one commits when all files are there. Blocks are checked
+on the way, so a copy is never made of damage. What is in a draft already is not copied again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from phalanx.checkpoint.committed.verify import VerifiableTier
+from phalanx.checkpoint.format.blocks import storage_errors
+from phalanx.checkpoint.format.errors import AbandonedError
+from phalanx.checkpoint.format.image import ByteArray
+from phalanx.checkpoint.tiers.collect import write_record
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier, store_errors
+from phalanx.checkpoint.tiers.tier import Draft, never
+from phalanx.run.directory.durable import sync
+from phalanx.run.directory.paths import CHECKPOINT_INDEX
+
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
+
+
+class CopyDraft(Protocol):
+    """A step that is being copied to its place. Every method raises a CheckpointError where the place fails."""
+
+    def sizes(self) -> dict[str, int]:
+        """The files that are there whole, with their sizes in bytes."""
+        ...
+
+    def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
+        """Writes a large file from its blocks; each is valid until the next one is taken."""
+        ...
+
+    def write_record(self, file: str, content: bytes) -> None:
+        """Writes a small file."""
+        ...
+
+    def commit(self) -> bool:
+        """Makes the step visible; False if it is there already, which stays."""
+        ...
+
+
+class ObjectDraft:
+    """A draft in an object store, of the attempt ``tag``."""
+
+    def __init__(self, tier: ObjectTier, step: int, index: bytes, tag: str) -> None:
+        self._tier, self._step, self._index = tier, step, index
+        self.folder = tier.draft_folder(step, tag, index)
+
+    def sizes(self) -> dict[str, int]:
+        return self._tier.draft_sizes(self.folder)
+
+    def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
+        # The library takes a block while the one before is still on its way, so each needs memory of its own.
+        copies = (memoryview(block.tobytes()) for block in blocks)
+        with store_errors():
+            self._tier.store.put_blocks(f"{self.folder}/{file}", copies, nbytes)
+
+    def write_record(self, file: str, content: bytes) -> None:
+        with store_errors():
+            self._tier.store.put(f"{self.folder}/{file}", content)
+
+    def commit(self) -> bool:
+        return self._tier.commit(self._step, self.folder, self._index)
+
+
+class DiskDraft:
+    """A draft in a folder of checkpoints; whatever a killed copy leaves there, the next start of a run sweeps away."""
+
+    def __init__(self, tier: DiskTier, step: int, index: bytes) -> None:
+        self._tier, self._step, self._index = tier, step, index
+        self._folder = tier.draft_folder(Draft(step, int.from_bytes(secrets.token_bytes(6))))
+
+    def sizes(self) -> dict[str, int]:
+        files = [path for path in self._folder.rglob("*") if path.is_file()]
+        return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in files}
+
+    def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
+        path = self._path(file)
+        with storage_errors(path, nbytes), path.open("wb") as target:
+            for block in blocks:
+                target.write(block.data)
+            target.flush()
+            os.fsync(target.fileno())
+
+    def write_record(self, file: str, content: bytes) -> None:
+        write_record(self._path(file), content)
+
+    def commit(self) -> bool:
+        self.write_record(CHECKPOINT_INDEX, self._index)
+        with storage_errors(self._folder, 1):
+            for folder in {path.parent for path in self._folder.rglob("*")}:
+                sync(folder)
+            try:
+                os.rename(self._folder, self._tier.folder(self._step))
+            except OSError:
+                if not self._tier.has(self._step):
+                    raise
+                shutil.rmtree(self._folder, ignore_errors=True)
+                return False
+            sync(self._tier.root)
+        return True
+
+    def _path(self, file: str) -> Path:
+        path = self._folder / file
+        with storage_errors(path, 1):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+class RateLimit:
+    """At most ``mib_s`` MiB/s on average, by sleeping; 0 is no limit. ``cancelled`` ends a sleep, with AbandonedError."""
+
+    def __init__(self, mib_s: float, cancelled: Callable[[], bool] = never) -> None:
+        self._seconds_per_byte = 1 / (mib_s * (1 << 20)) if mib_s else 0.0
+        self._cancelled = cancelled
+        self._free_s = 0.0
+
+    def blocks(self, blocks: Iterator[ByteArray]) -> Iterator[ByteArray]:
+        """``blocks``, each when its turn has come."""
+        for block in blocks:
+            now_s = time.monotonic()
+            self._free_s = max(self._free_s, now_s) + block.nbytes * self._seconds_per_byte
+            yield block
+            while (wait_s := self._free_s - time.monotonic()) > 0 and self._seconds_per_byte:
+                self._require_wanted()
+                time.sleep(min(wait_s, 0.1))
+            self._require_wanted()
+
+    def _require_wanted(self) -> None:
+        if self._cancelled():
+            raise AbandonedError("the copy was cancelled")
+
+
+def copy_share(
+    source: VerifiableTier, step: int, draft: CopyDraft, share: int = 0, shares: int = 1, *, limit: RateLimit
+) -> int:
+    """Copies this process's part of a step's files into a draft: every ``shares``-th. Returns the bytes that were copied.
+
+    Raises CorruptError where the source is damaged, and whatever source or draft raise.
+    """
+    there = draft.sizes()
+    copied_bytes = 0
+    for manifest in source.reader.images(step)[share::shares]:
+        if there.get(manifest.file) == manifest.nbytes:
+            continue
+        blocks = source.blocks(step, manifest, range(len(manifest.checksums)))
+        draft.write_image(manifest.file, limit.blocks(blocks), manifest.nbytes)
+        copied_bytes += manifest.nbytes
+    for file in source.reader.records(step)[share::shares]:
+        content = source.read_file(step, file)
+        draft.write_record(file, content)
+        copied_bytes += len(content)
+    return copied_bytes
+
+
+def commit_copy(
+    source: VerifiableTier,
+    step: int,
+    draft: CopyDraft,
+    *,
+    timeout_s: float,
+    cancelled: Callable[[], bool] = never,
+) -> bool:
+    """Waits until all files of a step are in the draft, and commits; False if the step was there already.
+
+    Raises AbandonedError where others have not brought theirs after ``timeout_s``, or ``cancelled()`` turns true.
+    """
+    wanted: dict[str, int] = {image.file: image.nbytes for image in source.reader.images(step)}
+    wanted |= {file: len(source.read_file(step, file)) for file in source.reader.records(step)}
+    deadline_s, pause_s = time.monotonic() + timeout_s, _SHORTEST_POLL_S
+    while True:
+        there = draft.sizes()
+        absent = [file for file, nbytes in wanted.items() if there.get(file) != nbytes]
+        if not absent:
+            return draft.commit()
+        if cancelled():
+            raise AbandonedError(f"step {step}: the copy was cancelled")
+        if time.monotonic() > deadline_s:
+            raise AbandonedError(
+                f"step {step}: {len(absent)} of {len(wanted)} files are not there after {timeout_s:g} s (first: {absent[:4]})"
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_POLL_S)
+
+
+def copy_step(source: VerifiableTier, step: int, target: DiskTier | ObjectTier) -> tuple[bool, int]:
+    """Copies a committed step, whole; True if it was not there yet, and the bytes that were copied."""
+    if target.has(step):
+        return False, 0
+    index = source.index_bytes(step)
+    draft: CopyDraft
+    if isinstance(target, ObjectTier):
+        draft = ObjectDraft(target, step, index, f"copy{secrets.token_hex(6)}")
+    else:
+        draft = DiskDraft(target, step, index)
+    copied_bytes = copy_share(source, step, draft, limit=RateLimit(0))
+    return commit_copy(source, step, draft, timeout_s=0), copied_bytes

@@ -1,0 +1,1 @@
+"""The terminal's tables of ``phalanx plan``."""

@@ -1,0 +1,136 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Keys and values of all heads are expanded from one small latent per token, so a cache holds only that latent. Positions
+cannot be put into keys that are expanded later; so a head's query and key have a part without position, expanded from the
+latent, and a part that is rotated, which for the keys comes straight from the token and is shared by all heads.
+
+Rotated elements are paired in halves, ``i`` with ``i + rope_head_dim / 2``, as everywhere in this project. DeepSeek's
+published weights pair neighbors (``rope_interleave`` in their ``config.json``): there element ``2 i`` is rotated with
+``2 i + 1``. Importing moves the rows: of each head's rotated rows of ``query_up`` (or ``query``) and of the last
+``rope_head_dim`` rows of ``kv_down``, the even ones come first, then the odd ones; exporting moves them back. Scores are
+sums over the elements of a head, so nothing else changes.
+
+Both latents are normalized with the model's ``norm_eps``, unless there is an ``mla.norm_eps`` (in ``transformers``, always 1e-6).
+
+Shapes as in ``phalanx.model.layers.attention.attention``; ``r`` is the rank of the latent of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.model.facts.stretching import softmax_temperature
+from phalanx.model.layers.attention.absorbed import LatentExpansion
+from phalanx.model.layers.attention.attention import CausalCore, Core
+from phalanx.model.layers.attention.cache import Cache
+from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.rotary import rotate
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.norm import RMSNorm
+from phalanx.run.spec import ModelSpec
+
+
+class MlaAttention(nn.Module):
+    """Attention whose keys and values are expanded from a latent.
+
+    ``query_up`` has a head's unrotated rows, then its rotated ones; ``kv_down`` the latent's rows, then the rotated ones
+    that all heads share; ``kv_up`` a head's unrotated key rows, then its value rows.
+    """
+
+    OUTPUT: ClassVar[str] = "output"
+    """The last matrix, whose inputs are divided where ranks or lanes divide the layer."""
+    BY_TOKENS: ClassVar[tuple[str, ...]] = ("query_down", "query_latent_norm", "kv_down", "kv_latent_norm")
+    """The modules that ``by_tokens`` computes with."""
+    sinks: ClassVar[None] = None
+    """There are none (``Attention.sinks``)."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:  # noqa: ARG002  all layers are alike
+        """Builds that of layer ``layer`` of a resolved ``spec`` with ``mla``."""
+        super().__init__()
+        assert spec.mla is not None, "the section that asks for this layer"
+        mla = self.mla = spec.mla
+        self.head_dim = mla.nope_head_dim + mla.rope_head_dim
+        queries = spec.heads * self.head_dim
+        if mla.query_rank:
+            self.query_down = Linear(spec.dim, mla.query_rank, bias=False)
+            self.query_latent_norm = RMSNorm(
+                mla.query_rank, mla.norm_eps or spec.norm_eps, offset=spec.norm_offset
+            )
+            self.query_up = Linear(mla.query_rank, queries, bias=False)
+        else:
+            self.query = Linear(spec.dim, queries, bias=False)
+        self.kv_down = Linear(spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False)
+        self.kv_latent_norm = RMSNorm(mla.kv_rank, mla.norm_eps or spec.norm_eps, offset=spec.norm_offset)
+        self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), bias=False)
+        self.output = Linear(spec.heads * mla.value_head_dim, spec.dim, bias=False)
+        temperature = softmax_temperature(spec.rope_scaling)
+        scale = self.head_dim**-0.5 * temperature
+        self.core: Core = CausalCore(scale if temperature != 1 else None)
+        self._scale = scale
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
+        return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
+
+    # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
+
+    def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What all heads read of each token: the queries' latent, or ``x`` itself without one; the latent of keys and values
+        ``(b, s, r)``; and the key's part that all heads share, not rotated yet, ``(b, s, rope)``."""
+        asked = self.query_latent_norm(self.query_down(x)) if self.mla.query_rank else x  # (6)
+        latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)  # (1)
+        return asked, self.kv_latent_norm(latent), shared
+
+    @property
+    def _expansion(self) -> LatentExpansion:
+        # Of the module that is there now: ranks and lanes replace it.
+        return LatentExpansion(self.kv_up, self.mla, self._scale)
+
+    def by_heads(
+        self,
+        inputs: tuple[Tensor, ...],
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
+        query, latent, shared = self._unexpanded(inputs, cos, sin)
+        if cache is not None:
+            return self.result(cache.mix(self.core, query, latent, shared, None, self._expansion))
+        key, value = self._expansion(latent, shared)
+        return self.result(self.core(query, key, value, documents))  # (10): (b, h, s, v)
+
+    def projected(
+        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave."""
+        query, latent, shared = self._unexpanded(inputs, cos, sin)
+        return query, *self._expansion(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+
+    def _unexpanded(
+        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(b, h, s, e)``, and what a cache keeps of keys and values: the latent ``(b, 1, s, r)``, and the rotated key that
+        all heads share ``(b, 1, s, rope)``."""
+        asked, latent, shared = inputs
+        queries = self.query_up if self.mla.query_rank else self.query
+        query = queries(asked).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (7): (b, h, s, e)
+        fixed = self.mla.nope_head_dim
+        query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)  # (8), (9)
+        return query, latent.unsqueeze(1), rotate(shared.unsqueeze(1), cos, sin)  # (3)
+
+    def result(self, mixed: Tensor) -> Tensor:
+        """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output

@@ -1,0 +1,1 @@
+"""Where the time of a run went: the ledger, goodput, and the cost of each recovery."""

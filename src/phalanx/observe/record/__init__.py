@@ -1,0 +1,1 @@
+"""The record of what a run was made with: code, packages, machines."""

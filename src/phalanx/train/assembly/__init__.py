@@ -1,0 +1,1 @@
+"""A run put together on one rank: model, optimizer, state and data."""

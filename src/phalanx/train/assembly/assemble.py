@@ -1,0 +1,273 @@
+"""Puts a run together on one rank: mesh, model, optimizer, restored state, checkpoint saver, data."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint.committed.retention import Retention
+from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.save.interval import RANK_HOURS_BETWEEN_FAILURES, SaveInterval
+from phalanx.checkpoint.save.mirror import Mirror
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.checkpoint.tiers.tier import KeepingTier
+from phalanx.data.reading.dataset import RunData
+from phalanx.hardware.local.device import device_name, on_gpu
+from phalanx.hardware.local.device_peak import accelerator_named
+from phalanx.hardware.local.matmul_peak import measure_matmul_flops
+from phalanx.hardware.portable.operations import begin as begin_portable
+from phalanx.observe.ledger.ledger import Bucket, Ledger
+from phalanx.observe.logs.capture import place_of_process
+from phalanx.observe.logs.place import Place
+from phalanx.parallel.mesh.machines import count_machine_ranks
+from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import CheckpointSpec, RunSpec
+from phalanx.store.open_store import open_store
+from phalanx.train.assembly.compose import build_model
+from phalanx.train.assembly.take_over import take_over
+from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.reporter import Reporter
+from phalanx.train.lifecycle.run_record import first_of_node, leave_own_machine
+from phalanx.train.measure.numerics import Numerics, probe, require_equal
+from phalanx.train.profile.desk import ProfileDesk
+from phalanx.train.start.open_run import check_data
+from phalanx.train.step.built import Built
+from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
+from phalanx.train.step.step import StepFlags
+
+_PEAK_BUDGET_S = 0.05
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The rate that counts as 100% MFU."""
+
+    flops_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class WarmState:
+    """Everything that a worker process makes once and takes from one epoch of membership to the next."""
+
+    data: RunData
+    peak_of_rank: Peak
+    numerics: Numerics
+
+
+RestoreSource = Callable[[Sequence[KeepingTier], Sequence[Shard], Mesh], RestoredState | None]
+"""Fills this rank's shards, given the tiers of checkpoints, the disk first; ``None`` if there is nothing to restore and the run begins."""
+
+
+@dataclass(frozen=True)
+class EpochInputs:
+    """The inputs of one rank for one epoch of membership; a run without a fleet is a single epoch."""
+
+    spec: RunSpec
+    """The resolved run."""
+    directory: RunDirectory
+    attempt: int
+    """The number under which this epoch's events and checkpoints are written."""
+    device: torch.device
+    ledger: Ledger
+    stop: StopRequest
+    restore: RestoreSource = restore_newest
+    guardian: Guardian = field(default_factory=NoGuardian)
+    warm: WarmState | None = None
+    """``None``: this process lives for one epoch, and all ranks make their warm state together."""
+    place: Place = field(default_factory=place_of_process)
+    """What the lines of this process's log say of where it is."""
+
+
+@dataclass
+class Training:
+    """A run on one rank, ready to step."""
+
+    inputs: EpochInputs
+    reporter: Reporter
+    mesh: Mesh
+    built: Built
+    data: RunData
+    shards: list[Shard]
+    saver: AsyncSaver
+    mirror: Mirror | None
+    """Copies checkpoints to ``checkpoint.store``, if there is one and no agent does it."""
+    peak: Peak
+    """Peak FLOP/s of all ranks together."""
+    restored: RestoredState | None
+    numerics: Numerics
+    """What the probes of this rank's machine gave."""
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
+    stalls_s: dict[int, float] = field(default_factory=dict)
+    """The time for which each save held training up, by step."""
+    last_saved_step: int | None = None
+    interval: SaveInterval | None = None
+    """Rank 0's choice of when to save, where the run file leaves it open."""
+    logged_s: float = 0.0
+    """Time in steps of this attempt up to the last one that was logged; ``logged_wait_s`` of it was spent waiting for samples."""
+    logged_wait_s: float = 0.0
+    told_of_waiting: bool = False
+    last_save_good: bool = True
+    """True if the newest save that has ended is durable; known to rank 0 only."""
+    profiles: ProfileDesk | None = None
+    """Where people ask for a profile, on rank 0."""
+
+    def flags(self) -> StepFlags:
+        """This rank's requests to all, for the next step."""
+        guardian = self.inputs.guardian
+        save = self.interval is not None and self.interval.due(time.monotonic())
+        profile = self.profiles is not None and self.profiles.pending()
+        return StepFlags(self.inputs.stop.made, not guardian.safe(), guardian.leaving(), save, profile)
+
+    def fence(self) -> None:
+        """Waits until no save or snapshot copies the weights any more: they are about to change."""
+        self.saver.fence()
+        self.inputs.guardian.fence()
+
+
+def make_deterministic(spec: RunSpec, device: torch.device) -> None:
+    """Fixes those of PyTorch's settings that would change the bits: threads, seed, deterministic or portable kernels.
+
+    Raises ``NotPortableError`` if the run asks for portable numerics and this process cannot have it.
+    """
+    if spec.runtime.numerics == "portable":
+        begin_portable()
+    torch.set_num_threads(spec.runtime.threads)
+    torch.manual_seed(spec.runtime.seed)
+    torch.use_deterministic_algorithms(True)
+    # Deterministic mode would also fill every new buffer with NaN, which costs a pass over memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if on_gpu(device):
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
+    """Builds everything on this rank and restores the state that training begins with. A collective call."""
+    spec, ledger = inputs.spec, inputs.ledger
+    ledger.switch(Bucket.START_PLAN_COMPILE)
+    machine_ranks = count_machine_ranks(inputs.device)
+    # Only sums in tree order are made machine by machine.
+    by_tree = spec.train.reduction == "reproducible"
+    mesh = build_mesh(
+        spec, dist.get_world_size(), inputs.device, machine_ranks=machine_ranks if by_tree else 0
+    )
+    built = build_model(spec, mesh)
+    parts, placement = built.model.parts, built.placement
+    shards = state_shards(parts, built.optimizer, placement)
+
+    ledger.switch(Bucket.START_RESTORE)
+    tier = DiskTier(inputs.directory.checkpoints)
+    store = ObjectTier(open_store(spec.checkpoint.store)) if spec.checkpoint.store else None
+    with store.shared_on_this_machine() if store and machine_ranks != 1 else nullcontext():
+        restored = inputs.restore([tier, store] if store else [tier], shards, mesh)
+    if restored is None:
+        fill_initial(parts, placement, spec)
+        if spec.checkpoint.init_from:
+            restored = take_over(spec.checkpoint, inputs.directory, built, shards, alone=machine_ranks == 1)
+
+    saver = AsyncSaver(
+        tier,
+        mesh.rank,
+        mesh.ranks,
+        attempt=inputs.attempt,
+        timeout_s=spec.checkpoint.timeout_s,
+        retention=Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_every or None),
+    )
+    # The agents of a fleet copy by themselves: they outlive its epochs.
+    mirror = _mirror(inputs, tier, store, mesh) if store and inputs.warm is None else None
+    warm = inputs.warm
+    if warm is None:
+        saver.prepare(shards)
+        if first_of_node():
+            leave_own_machine(inputs.directory)
+        warm = _warm_up_together(spec, mesh, ledger)
+    if inputs.warm is None:  # a fleet's worker has compared them when it began, and its data are still open
+        check_data(inputs.directory, warm.data.fingerprint)
+    ledger.switch(Bucket.START_WARMUP)
+    return Training(
+        inputs=inputs,
+        reporter=reporter,
+        mesh=mesh,
+        built=built,
+        data=warm.data,
+        shards=shards,
+        saver=saver,
+        mirror=mirror,
+        peak=Peak(warm.peak_of_rank.flops_per_s * mesh.ranks, f"{mesh.ranks} x {warm.peak_of_rank.source}"),
+        restored=restored,
+        numerics=warm.numerics,
+        interval=_interval(spec.checkpoint, mesh),
+        profiles=None if mesh.rank else ProfileDesk(inputs.directory, reporter.warn),
+    )
+
+
+def _interval(checkpoint: CheckpointSpec, mesh: Mesh) -> SaveInterval | None:
+    """The choice of when to save, on rank 0 of a run that leaves it open."""
+    if checkpoint.every_steps or mesh.rank:
+        return None
+    hours = checkpoint.hours_between_failures or RANK_HOURS_BETWEEN_FAILURES / mesh.ranks
+    return SaveInterval(3600 * hours)
+
+
+def _mirror(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) -> Mirror:
+    """What copies this rank's share of the checkpoints. A collective call."""
+    checkpoint = inputs.spec.checkpoint
+    # Where machines have different numbers of ranks, the limit of one holds for all of them together.
+    sharing = count_machine_ranks(inputs.device) or mesh.ranks
+    return Mirror(
+        disk,
+        store,
+        mesh.rank,
+        mesh.ranks,
+        inputs.attempt,
+        Retention(checkpoint.store_keep_last, checkpoint.store_keep_every or None),
+        mib_s=checkpoint.store_mib_s / sharing,
+        timeout_s=checkpoint.timeout_s,
+    )
+
+
+def warm_up(spec: RunSpec, device: torch.device, data: RunData) -> WarmState:
+    """Measures this machine's peak rate and probes its arithmetic, without any other rank."""
+    return WarmState(data, _peak(spec, device), probe(spec, device))
+
+
+def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
+    """Warms up on all ranks at once, since they will compute at once; the peak is the mean of all."""
+    ledger.switch(Bucket.START_DATA_SEEK)
+    dist.barrier()
+    ledger.switch(Bucket.START_WARMUP)
+    warm = warm_up(spec, mesh.device, RunData.of_run(spec))
+    if not spec.runtime.mixed_machines:
+        require_equal(warm.numerics, mesh.device)
+    rate = torch.tensor([warm.peak_of_rank.flops_per_s], dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(rate)
+    return replace(warm, peak_of_rank=Peak(float(rate.item()) / mesh.ranks, warm.peak_of_rank.source))
+
+
+def _peak(spec: RunSpec, device: torch.device) -> Peak:
+    """Returns the peak of one rank: by data sheet where the accelerator is known, else measured now."""
+    dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
+    name = device_name(device)
+    if name is not None and dtype == torch.bfloat16:
+        known = accelerator_named(name)
+        if known is not None:
+            return Peak(known.bf16_flops, known.source)
+    rate = _measured_flops(device, dtype, torch.get_num_threads())
+    return Peak(rate, f"measured {spec.precision.compute} matrix product")
+
+
+@functools.cache
+def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001  a part of the key
+    """Measured once in a process, and no longer than a start may wait: the best of few products is that of many."""
+    return measure_matmul_flops(device, dtype, _PEAK_BUDGET_S)

@@ -1,0 +1,131 @@
+"""Builds this rank's model: the one place where axes, formats and memory are put together.
+
+The order matters. First the axes that make modules smaller (pipeline, tensor, experts) or let them see more than they hold
+(context); then what changes how they compute (formats, compilation, recomputation); FSDP last, which divides whatever
+parameters it finds. Which combinations are legal is decided in ``phalanx.run.layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from phalanx.model.custom import Chain
+from phalanx.model.layers.experts.independent_rows import make_rows_independent
+from phalanx.model.transformer import Transformer
+from phalanx.observe.ledger.ledger import Bucket
+from phalanx.parallel.context.apply import apply_context
+from phalanx.parallel.context.fixed.ranks import rank_tiles
+from phalanx.parallel.expert.apply import apply_experts
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.mesh.slots import rounds_of
+from phalanx.parallel.pipeline.runner import Pipeline
+from phalanx.parallel.pipeline.schedules import Schedule, stages_of_rank
+from phalanx.parallel.reduction.data_parallel import DataParallel, named_parameters, spread
+from phalanx.parallel.tensor.apply import apply_tensor, vocabulary_piece
+from phalanx.run.layout import stages_per_rank
+from phalanx.run.spec import RunSpec
+from phalanx.train.assembly.model_facts import compute_dtype, model_facts, whole_model
+from phalanx.train.optimizers.choose import make_optimizer
+from phalanx.train.optimizers.offload_moments import MomentStore
+from phalanx.train.step.built import Built
+from phalanx.train.step.placement import Placement
+from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
+from phalanx.train.transforms.compile_blocks import compile_blocks
+from phalanx.train.transforms.offload import apply_activation_offload
+from phalanx.train.transforms.precision import apply_precision
+from phalanx.train.transforms.recompute import apply_recompute
+
+_AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP, Bucket.COMM_EXPOSED_EP)
+
+
+def build_model(spec: RunSpec, mesh: Mesh) -> Built:
+    """Builds this rank's parts of the model of a resolved ``spec``, their optimizer, and the runner of their slots."""
+    waits, facts = clocks(mesh.device), model_facts(spec)
+    parts, partitions = divided_parts(spec, mesh, waits, facts.stages)
+    model = spread(parts, mesh, spec, waits[Bucket.COMM_EXPOSED_DP])
+    placement = Placement(mesh, facts.parameters, partitions)
+    held = named_parameters(parts)
+    optimizer = make_optimizer(
+        spec.optimizer,
+        held,
+        placement.kinds,
+        seed=spec.runtime.seed,
+        boxes={name: placement.partition(name).local_slice(parameter) for name, parameter in held.items()},
+        group=mesh.stage_group,
+        store=None if spec.memory.offload_optimizer == "none" else MomentStore(spec.memory, mesh.device),
+    )
+    rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
+    runner = _runner(spec, mesh, model, waits)
+    return Built(spec, model, placement, runner, optimizer, rounds, waits, facts.flops_per_token)
+
+
+def clocks(device: torch.device) -> dict[Bucket, CommClock]:
+    """A stopwatch per communication axis, for the time that forward and backward wait for it."""
+    return {axis: CommClock.of(device) for axis in _AXES}
+
+
+def divided_parts(
+    spec: RunSpec, mesh: Mesh, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
+) -> tuple[list[Transformer | Chain], dict[str, Partition]]:
+    """Builds this rank's stages of the model on the meta device, divided by all axes but FSDP's.
+
+    ``stages`` are the layers of each stage of the whole pipeline. Returns this rank's stages, and for the parameters that the
+    axes divide, where this rank's parts lie.
+    """
+    parts: list[Transformer | Chain] = []
+    partitions: dict[str, Partition] = {}
+    for stage in _stages(spec, mesh):
+        part, divided = _part(spec, mesh, stage, waits, stages)
+        parts.append(part)
+        partitions |= divided
+    return parts, partitions
+
+
+def _stages(spec: RunSpec, mesh: Mesh) -> tuple[int, ...]:
+    parallel = spec.parallel
+    if parallel.pipeline == 1:
+        return (0,)
+    return stages_of_rank(
+        parallel.pipeline_schedule, parallel.pipeline, mesh.pipeline_rank, stages_per_rank(parallel)
+    )
+
+
+def _part(
+    spec: RunSpec, mesh: Mesh, stage: int, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
+) -> tuple[Transformer | Chain, dict[str, Partition]]:
+    """One stage of the model, divided over the inner axes, on the meta device."""
+    with torch.device("meta"):
+        part = whole_model(spec.model, spec.train.seq_len)
+    if len(stages) > 1:
+        part.keep(stages[stage], first=stage == 0, last=stage == len(stages) - 1)
+    partitions: dict[str, Partition] = {}
+    if isinstance(part, Transformer):  # what is in a user's own blocks is not known, and they stay whole
+        tiles = rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP])
+        partitions |= apply_tensor(part, mesh, spec, waits[Bucket.COMM_EXPOSED_TP], tiles)
+        partitions |= apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP])
+        apply_context(part, mesh, spec, waits[Bucket.COMM_EXPOSED_CP])
+        apply_precision(part, spec)
+        if spec.precision.rows == "independent":
+            make_rows_independent(part)
+    if spec.runtime.compile:
+        compile_blocks(part)
+    apply_recompute(part, spec)
+    apply_activation_offload(part, spec.memory, mesh.device)
+    return part, partitions
+
+
+def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, CommClock]) -> SlotRunner:
+    rows = vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP])
+    losses = Losses(spec, mesh, rows, rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP]))
+    parallel = spec.parallel
+    if parallel.pipeline == 1:
+        return LoopRunner(model, losses)
+    schedule = Schedule(parallel.pipeline_schedule, parallel.pipeline, stages_per_rank(parallel))
+    held = spec.train.seq_len // mesh.layout.model_ranks, spec.model.dim
+    engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, held, compute_dtype(spec), mesh.device)
+    waits[Bucket.STEP_BUBBLE] = engine.clock
+    return PipelineRunner(model, losses, engine)

@@ -1,0 +1,99 @@
+"""What a commit does not say of a checkout: a patch that applies, without secrets, bounded."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from observe.record.test_records import git
+from phalanx.observe.record import code_patch as module
+from phalanx.observe.record.code_patch import code_patch
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with a package and a few other files in one commit; returns the package."""
+    package = tmp_path / "repo" / "src" / "phalanx"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("one = 1\n")
+    (package / "gone.py").write_text("two = 2\n")
+    (tmp_path / "repo" / ".env").write_text("PLACE=here\n")
+    (tmp_path / "repo" / "picture.bin").write_bytes(bytes(range(256)))
+    git(tmp_path / "repo", "init", "--quiet")
+    git(tmp_path / "repo", "add", "-f", ".")
+    git(tmp_path / "repo", "commit", "--quiet", "-m", "first")
+    return package
+
+
+def test_a_clean_checkout_and_an_installed_package_have_no_patch(checkout: Path, tmp_path: Path) -> None:
+    assert code_patch(checkout, ()) is None
+    (tmp_path / "elsewhere").mkdir()
+    assert code_patch(tmp_path / "elsewhere", ()) is None
+
+
+def test_the_patch_makes_the_commit_what_it_was_then(checkout: Path, tmp_path: Path) -> None:
+    root = checkout.parents[1]
+    (checkout / "__init__.py").write_text("one = 11\n")
+    (checkout / "gone.py").unlink()
+    (root / "picture.bin").write_bytes(bytes(range(255, -1, -1)))
+    (root / ".env").write_bytes(b"\xe9 latin\n")
+    git(root, "mv", ".env", "notes.txt")
+    (checkout / "new.py").write_text("three = 3\n")
+    git(root, "add", "src/phalanx/new.py")
+    found = code_patch(checkout, ())
+    assert found is not None
+    subprocess.run(["git", "clone", "--quiet", str(root), str(tmp_path / "clone")], check=True)
+    (tmp_path / "patch").write_bytes(found.patch)
+    git(tmp_path / "clone", "apply", str(tmp_path / "patch"))
+    for name in ("src/phalanx/__init__.py", "src/phalanx/new.py", "picture.bin", "notes.txt"):
+        assert (tmp_path / "clone" / name).read_bytes() == (root / name).read_bytes()
+    assert not (tmp_path / "clone" / "src/phalanx/gone.py").exists()
+    assert found.facts() == {"patch_sha256": found.sha256, "left_out": [".env"]}
+
+
+def test_untracked_files_are_named_and_not_copied(checkout: Path) -> None:
+    (checkout / "mine.py").write_text("my own\n")
+    (checkout.parents[1] / "runs").mkdir()
+    (checkout.parents[1] / "runs" / "events").write_text("x")
+    found = code_patch(checkout, ())
+    assert found is not None
+    assert (found.untracked, found.patch) == (("src/phalanx/mine.py",), b"")
+
+
+def test_files_of_secrets_and_what_looks_like_one_stay_out(checkout: Path) -> None:
+    token = "hf_" + "a1B2" * 8
+    (checkout.parents[1] / ".env").write_text("PLACE=there\nPIN=12345678\n")
+    (checkout / "__init__.py").write_text(
+        f'one = "{token}"\nuse(password="correct-horse")\nother = "known-value"\n'
+    )
+    found = code_patch(checkout, {"known-value"})
+    assert found is not None
+    assert found.left_out == (".env",)
+    assert found.masked
+    for secret in (token, "correct-horse", "12345678", "known-value"):
+        assert secret.encode() not in found.patch
+
+
+def test_code_that_speaks_of_secrets_without_holding_any_is_kept_as_it_is(checkout: Path) -> None:
+    lines = [
+        "token = read_token(path)",
+        'tokenizer = "bpe-of-mine"',
+        "password: str",
+        'f"{user}:{password}@{host}"',
+    ]
+    (checkout / "__init__.py").write_text(
+        "\n".join([*lines, 'url = f"https://{user}:{password}@{host}"', ""])
+    )
+    found = code_patch(checkout, ())
+    assert found is not None
+    assert not found.masked
+
+
+def test_a_huge_patch_is_cut_and_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    (checkout / "__init__.py").write_text("x = 1\n" * 1000)
+    found = code_patch(checkout, ())
+    assert found is not None
+    assert (len(found.patch), found.cut) == (1000, True)

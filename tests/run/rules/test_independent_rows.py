@@ -1,0 +1,48 @@
+"""Runs whose rows are to be independent: what would make them depend on each other is refused by its field."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.run.rules.independent_rows import problems
+from phalanx.run.spec import (
+    ModelSpec,
+    MoeSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    RuntimeSpec,
+    TrainSpec,
+)
+
+RUN = RunSpec(
+    name="rows",
+    model=ModelSpec(dim=64, ffn_dim=96, moe=MoeSpec(experts=8, ffn_dim=32)),
+    precision=PrecisionSpec(rows="independent"),
+)
+ODD = ModelSpec(dim=64, ffn_dim=96, moe=MoeSpec(experts=8, ffn_dim=40))
+
+
+def test_a_mixture_of_fitting_widths_is_accepted() -> None:
+    assert list(problems(RUN)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"),
+    [
+        ("runtime.compile", replace(RUN, runtime=RuntimeSpec(compile=True))),
+        ("parallel.context", replace(RUN, parallel=ParallelSpec(context=2))),
+        ("parallel.tensor", replace(RUN, parallel=ParallelSpec(tensor=2))),
+        ("precision.matmul", replace(RUN, precision=PrecisionSpec(matmul="mxfp8", rows="independent"))),
+        ("model.moe.ffn_dim", replace(RUN, model=ODD)),
+        ("train.seq_len", replace(RUN, train=TrainSpec(seq_len=130))),
+    ],
+)
+def test_what_mixes_rows_is_refused_by_its_field(path: str, spec: RunSpec) -> None:
+    assert [problem.path for problem in problems(spec)] == [path]
+
+
+def test_a_run_that_does_not_ask_for_it_is_not_held_to_it() -> None:
+    assert list(problems(replace(RUN, model=ODD, precision=PrecisionSpec()))) == []
