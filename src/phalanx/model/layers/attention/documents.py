@@ -18,9 +18,13 @@ from phalanx.hardware.local.device import brought
 from phalanx.model.autograd import uncompiled
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Documents:
-    """The documents of a batch of packed sequences; tokens of different documents do not see each other."""
+    """The documents of a batch of packed sequences; tokens of different documents do not see each other. Nobody changes one.
+
+    It is not frozen, since Dynamo of PyTorch 2.11 looks into every field of a frozen dataclass (``FrozenDataClassVariable``) and compiles a
+    block anew for each number of ``lengths``; of other objects it looks at what is read.
+    """
 
     ids: Tensor
     """``(b, s)``, int64: the number of each token's document, the same for neighbors of one document and no others."""
