@@ -87,6 +87,7 @@ def test_a_run_in_context_tiles_has_one_hash_whatever_its_context_degree(
         assert same(found, one_rank(model, compute)), f"{compute}, {parallel}"
 
 
+@pytest.mark.slow  # in lanes and tiles they do in the suite
 def test_experts_that_serve_several_slots_at_once_keep_one_hash(ranks: Ranks) -> None:
     found = []
     for count, parallel in (

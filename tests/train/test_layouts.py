@@ -120,7 +120,7 @@ def test_a_dense_model_is_the_same_on_every_layout(
     check(ranks, references, "dense", *case)
 
 
-@pytest.mark.parametrize("mode", ["ring", "allgather"])
+@pytest.mark.parametrize("mode", ["ring", pytest.param("allgather", marks=pytest.mark.slow)])
 def test_predictions_ahead_are_the_same_where_their_tokens_are_other_ranks(
     ranks: Ranks,
     references: dict[tuple[str, ParallelSpec], Whole],
@@ -200,13 +200,14 @@ def test_a_mixture_of_experts_is_the_same_on_every_layout(
     ("compute", "layouts"),
     [
         ("fp32", (ParallelSpec(sharding="none"), ParallelSpec(expert=2), ParallelSpec(expert=4))),
-        (
+        pytest.param(
             "bf16",
             (
                 ParallelSpec(sharding="none"),
                 ParallelSpec(expert=2, pipeline=2, pipeline_schedule="zbv"),
                 ParallelSpec(expert=4, sharding="zero2"),
             ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["fp32", "bf16"],

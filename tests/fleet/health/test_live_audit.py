@@ -188,7 +188,7 @@ def flips_are_caught(ranks: Ranks, name: str, count: int) -> None:
 def test_single_flipped_bits_are_caught_in_the_audited_slots_and_the_right_rank_is_named(
     ranks: Ranks,
 ) -> None:
-    flips_are_caught(ranks, "whole x 3", 12)
+    flips_are_caught(ranks, "whole x 3", 6)
 
 
 @pytest.mark.slow

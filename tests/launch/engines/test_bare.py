@@ -269,6 +269,7 @@ def test_a_run_in_the_background_goes_on_when_who_started_it_has_gone(folder: Pa
     assert weights(run_dir) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_run_without_a_fleet_is_cancelled_in_the_background(folder: Path) -> None:
     run_dir = folder / "single"
     words = ["submit", "tiny.toml", "--on", "local", *sets(run_dir), "--set", "train.steps=100000"]
