@@ -64,6 +64,7 @@ def test_the_first_step_with_another_number_and_fields_with_their_owner_are_show
     assert [(field["path"], field["owner"]) for field in found["fields"]] == [("optimizer.clip_norm", "run")]
 
 
+@pytest.mark.slow
 def test_a_replay_tells_which_run_logged_what_it_does_not_compute_again(run: Path, copy: Path) -> None:
     with_another_loss(copy, 5)
     done = diff(run, copy, "--replay", "--ranks", 1)

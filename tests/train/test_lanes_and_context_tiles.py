@@ -111,7 +111,7 @@ def test_so_it_has_on_eight_ranks(
     "changed",
     quick(
         ["selective recomputation", "integer sums", "shards", "offload to files"],
-        of_the_suite=["integer sums"],
+        of_the_suite=["shards"],
     ),
 )
 def test_nothing_else_that_is_the_fleets_parts_such_runs(

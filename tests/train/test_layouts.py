@@ -254,7 +254,7 @@ def drawn_layouts(draw: st.DrawFn) -> tuple[str, int, ParallelSpec]:
 
 
 @settings(
-    max_examples=5,
+    max_examples=3,
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,

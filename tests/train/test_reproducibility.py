@@ -51,7 +51,7 @@ def same(result: dict[str, Any] | None, reference: dict[str, Any]) -> bool:
 
 
 @given(layout=layouts)
-@settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_any_layout_gives_the_same_weights_and_losses(
     layout: tuple[int, str, int],
     ranks: Ranks,

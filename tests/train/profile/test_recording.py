@@ -28,7 +28,9 @@ def recorded_ranks(run_dir: Path) -> list[int]:
     return [read_rank_trace(file).rank for file in files]
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}], ids=["sharded", "pipeline"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, marks=pytest.mark.slow), {"pipeline": 2}], ids=["sharded", "pipeline"]
+)
 def test_a_recorded_run_has_the_same_bits(
     ranks: Ranks, dataset: Path, tmp_path: Path, reference: str, layout: dict[str, Any]
 ) -> None:
