@@ -143,3 +143,12 @@ def test_the_chains_of_attention_are_found_and_no_others_hold() -> None:
         replace(found, fuses_sum=not found.fuses_sum),
     ):
         assert not case.holds(wrong, places)
+
+
+def test_the_last_part_of_a_sequence_longer_than_is_tried_has_its_chain() -> None:
+    way = few_rows(built(DENSE), lambda linear: linear.weight.shape[1])
+    assert way is not None
+    sequence = 4096 + 392
+    found = attention_chains(way, sequence)
+    assert found is not None
+    assert _Attended(way, sequence).holds(found, (4096, sequence - 1))

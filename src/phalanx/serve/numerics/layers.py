@@ -75,7 +75,7 @@ def attention_chains(few: FewRows, sequence: int) -> Chains | None:
     if sequence % _LANES or few.attends(Chains(PART, PART, PART, fuses_sum=False)) is None:
         return None
     whole = (PART, PART // 2, 192, 384, *range(16, PART, 16))
-    lengths = [2 * PART, *([min(sequence, _LONGEST)] if sequence else [])]
+    lengths = [2 * PART, *([_tried_length(sequence)] if sequence else [])]
     cases = [_Attended(few, length) for length in lengths]
     rest = lengths[-1] % PART
     last = (rest, (rest + 1) // 2, *whole) if rest else (PART,)
@@ -92,6 +92,11 @@ def attention_chains(few: FewRows, sequence: int) -> Chains | None:
                     ):
                         return chains
     return None
+
+
+def _tried_length(sequence: int) -> int:
+    """A length that stands for ``sequence``: no longer than is tried, with as many keys in its last part."""
+    return sequence if sequence <= _LONGEST else _LONGEST - -sequence % PART
 
 
 class _Attended:
