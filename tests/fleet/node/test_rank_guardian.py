@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.snapshot.segments import SnapshotMemory
+from phalanx.checkpoint.format.errors import StorageFullError
+from phalanx.checkpoint.snapshot.segments import Segment, SnapshotMemory
+from phalanx.fleet.core.messages import LEFT_AS_ASKED
 from phalanx.fleet.health.audit import Verdict
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.node.rank.rank_guardian import (
@@ -80,3 +82,20 @@ def test_nobody_is_accused_by_what_a_gpu_holds_after_its_epoch_was_broken_off() 
     broken = RuntimeError("NCCL communicator was aborted")
     assert isinstance(outcome_of(broken, 7, over=False, device=GPU), EpochBroken)
     assert outcome_of(broken, 7, over=True, device=GPU) is None
+
+
+def test_a_snapshot_without_memory_breaks_its_epoch_and_the_remedy_is_in_what_a_fleet_keeps_of_it() -> None:
+    with (
+        closing(Segment(Segment.create("full").descriptor, lambda: 110 << 30)) as full,
+        pytest.raises(StorageFullError) as refused,
+    ):
+        full.begin(480 << 30)
+    outcome = outcome_of(refused.value, 7, over=False, device=CPU)
+    assert isinstance(outcome, EpochBroken)
+    assert "118,111,600,640 are free" in outcome.text[:200]
+    assert "fleet.snapshot_every_steps = 0" in outcome.text[:200]
+
+
+def test_who_leaves_as_asked_says_so_unless_the_order_to_leave_has_come() -> None:
+    assert outcome_of(ParkedError(), 7, over=False, device=CPU) == EpochBroken(7, LEFT_AS_ASKED)
+    assert outcome_of(ParkedError(), 7, over=True, device=CPU) is None

@@ -207,9 +207,9 @@ class Segment:
         more_bytes = _end_of(nbytes) - os.fstat(self.descriptor).st_blocks * _STAT_BLOCK_BYTES
         if more_bytes > 0 and more_bytes > (free_bytes := self._free_bytes()):
             raise StorageFullError(
-                f"no room for a snapshot of {nbytes:,} bytes: it takes {more_bytes:,} bytes of memory more, and {free_bytes:,} are free. A node "
-                "holds two snapshots of each of its ranks and two of as many of others: give it more memory, or fewer ranks, or take none "
-                "(fleet.snapshot_every_steps = 0)"
+                # The remedy within 200 characters, which is what a fleet keeps of why it went through a fault.
+                f"no room for a snapshot: it takes {more_bytes:,} bytes more, and {free_bytes:,} are free; give the node more memory, or set "
+                "fleet.snapshot_every_steps = 0 (a node holds two snapshots of each of its ranks and two of as many of others)"
             )
 
     def _grow(self, nbytes: int) -> None:
