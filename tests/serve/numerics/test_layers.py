@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from model.initialized import initialized
+from phalanx.hardware.kernels.rows.attention import RowPlace, attended
 from phalanx.hardware.kernels.rows.layer import Affinity, LayerWeights
 from phalanx.hardware.kernels.rows.product import row_kernel
+from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
@@ -152,3 +154,23 @@ def test_the_last_part_of_a_sequence_longer_than_is_tried_has_its_chain() -> Non
     found = attention_chains(way, sequence)
     assert found is not None
     assert _Attended(way, sequence).holds(found, (4096, sequence - 1))
+
+
+@pytest.mark.parametrize("low", [slice(0, 704), slice(0, 512), slice(512, 704)], ids=str)
+def test_scores_below_all_numbers_have_pytorchs_attention(low: slice) -> None:
+    way = few_rows(built(DENSE), lambda linear: linear.weight.shape[1])
+    assert way is not None
+    assert kernel is not None
+    chains = attention_chains(way, 704)
+    assert chains is not None
+    attention = way.attends(chains)
+    assert attention is not None
+    query, keys = torch.full((4, 704, 16), 3e38), torch.zeros(2, 704, 16)
+    keys[:, low] = -3e38
+    values = torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
+    expected = CausalCore(attention.scale)(query[None], keys[None], values[None])[0].transpose(0, 1)
+    places = range(0, 704, 7)
+    rows = [RowPlace(place, 704) for place in places]
+    found = attended(kernel, attention, query[:, places].transpose(0, 1), keys, values, rows)
+    assert expected.isfinite().all()
+    assert torch.equal(found, expected[places])

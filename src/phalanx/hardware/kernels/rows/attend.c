@@ -111,20 +111,24 @@ FUSING static void mix(const Attention *a, const Row *r, float *scores, const fl
             return;
         }
         const float largest = most > found ? most : found;
-        const float part_sum = exponentials(part, largest, count);
-        if (begin) {
-            const float faded = expf(most - largest);
-            sum = a->fuses_sum ? __builtin_fmaf(faded, sum, part_sum) : part_sum + faded * sum;
-            for (int64_t i = 0; i < width; i += LANES) put(y + i, at(y + i) * all(faded));
-        } else
-            sum = part_sum;
+        if (largest == -INFINITY) /* of all keys so far: they weigh nothing, and the result is zero */
+            memset(part, 0, (size_t)count * sizeof(float));
+        else {
+            const float part_sum = exponentials(part, largest, count);
+            if (begin) {
+                const float faded = expf(most - largest);
+                sum = a->fuses_sum ? __builtin_fmaf(faded, sum, part_sum) : part_sum + faded * sum;
+                for (int64_t i = 0; i < width; i += LANES) put(y + i, at(y + i) * all(faded));
+            } else
+                sum = part_sum;
+        }
         most = largest;
         int64_t c = 0;
         const float *from = values + begin * width;
         for (; c + LANES * LANES <= width; c += LANES * LANES) weigh(part, from + c, width, count, block, y + c, !begin, LANES);
         for (; c < width; c += LANES) weigh(part, from + c, width, count, block, y + c, !begin, 1);
     }
-    const float share = 1.0f / sum;
+    const float share = most == -INFINITY ? 1.0f : 1.0f / sum;
     for (int64_t i = 0; i < width; i += LANES) put(y + i, at(y + i) * all(share));
 }
 
