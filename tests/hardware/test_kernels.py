@@ -189,6 +189,24 @@ def test_of_many_ranks_that_start_at_once_one_compiles(
     assert len(made) == 1
 
 
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    synced = []
+
+    def compile_quickly(command: list[str], **_: Any) -> None:
+        Path(command[command.index("-o") + 1]).write_bytes(b"whole")
+
+    def sync(descriptor: int) -> None:
+        synced.append((os.pread(descriptor, 9, 0), compiler.library_path(host.SOURCE).exists()))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler.subprocess, "run", compile_quickly)
+    monkeypatch.setattr(compiler.os, "fsync", sync)
+    compiler.compiled(host.SOURCE)
+    assert synced == [(b"whole", False)]
+
+
 INTERPRETED = """
 import torch
 from phalanx.hardware.kernels.choose import differences

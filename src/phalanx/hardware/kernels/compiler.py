@@ -7,7 +7,8 @@ have as a rule, since ``torch.compile`` needs one too. Where there is none, call
 they do without: PyTorch's own operations, or nothing.
 
 A library lies in ``phalanx/kernels`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), under a name that its source and the
-compiler's options determine. A lock lets one process compile while the others wait, and a rename lets none see a half-written file.
+compiler's options determine. A lock lets one process compile while the others wait, and a rename lets none see a half-written file. It is on the disk by then: of a library that a machine
+lost half of with its power, the loader would end each process that loads it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence
                     sources = [str(each) for each in (source, *beside) if each.suffix == ".c"]
                     command = [compiler, *options, *sources, "-o", str(made), "-lm"]
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                    with made.open("rb") as file:
+                        os.fsync(file.fileno())
                     made.replace(target)
     except subprocess.CalledProcessError as error:
         raise NoHostKernelsError(f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}") from error
