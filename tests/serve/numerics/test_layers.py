@@ -93,9 +93,10 @@ def test_layers_of_another_kind_go_through_their_modules(kind: str) -> None:
     assert few_rows(built(DENSE, torch.bfloat16), lambda linear: linear.weight.shape[1]) is None
 
 
-def test_layers_that_somebody_watches_go_through_their_modules() -> None:
+@pytest.mark.parametrize("watched", ["", "blocks.1", "blocks.0.ffn.up"])
+def test_layers_that_somebody_watches_go_through_their_modules(watched: str) -> None:
     model = built(DENSE)
-    model.blocks["1"].register_forward_hook(lambda *_: None)
+    model.get_submodule(watched).register_forward_hook(lambda *_: None)
     assert few_rows(model, lambda linear: linear.weight.shape[1]) is None
 
 

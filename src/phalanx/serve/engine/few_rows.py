@@ -104,7 +104,8 @@ class FewRows:
 def few_rows(model: Transformer, block_of: BlockOf) -> FewRows | None:
     """The kernel's way through a model; ``None`` if it has none, or a layer that is of another kind."""
     kernel = row_kernel()
-    if kernel is None or not kernel.fuses or not model.blocks:
+    watched = model._forward_hooks or model._forward_pre_hooks
+    if kernel is None or not kernel.fuses or not model.blocks or watched:
         return None
     layers = [_weights(block, model, block_of) for block in model.blocks.values()]
     fitting = [layer for layer in layers if layer is not None]
