@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import phalanx
+from phalanx.observe.record import code_patch, records
 from phalanx.observe.record.records import (
     code_version,
     command_line,
@@ -48,6 +50,15 @@ def checkout(tmp_path: Path) -> Path:
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "-m", "first")
     return package
+
+
+def test_what_is_recorded_is_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    for module in (records, code_patch):
+        monkeypatch.setattr(module, "is_checkout", asked.append)
+    code_version()
+    code_patch.code_patch()
+    assert asked == [Path(phalanx.__file__).resolve().parent] * 2
 
 
 def test_a_clean_checkout_is_its_commit(checkout: Path) -> None:

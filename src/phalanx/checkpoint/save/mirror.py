@@ -1,7 +1,7 @@
 """Copies of a run's checkpoints in an object store: made in the background from what is committed on disk, by all ranks together.
 
 A step is offered once its save has ended. Each rank's thread waits until it is committed, copies every n-th of its files, and rank 0
-commits the copy when all are there (``tiers/copying.py``). Whatever fails is reported by ``poll`` and tried again with the next step
+commits the copy when all are there (``committed/copying.py``). Whatever fails is reported by ``poll`` and tried again with the next step
 that is offered; it never raises into training. Ranks meet through disk and store alone.
 """
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.observe.logs.masking import MASKED, secret_values
-from phalanx.observe.record.records import git, is_checkout
+from phalanx.observe.record.records import OWN_PACKAGE, git, is_checkout
 
 MOST_BYTES = 4 << 20
 _MOST_NAMES = 200
@@ -71,7 +71,7 @@ def code_patch(package: Path | None = None, secrets: Collection[str] | None = No
 
     ``secrets``: values that are masked wherever they stand; those of this process's environment variables if not given.
     """
-    package = package or Path(__file__).resolve().parents[1]
+    package = package or OWN_PACKAGE
     if not is_checkout(package):
         return None
     root = (git(package, "rev-parse", "--show-toplevel") or "").strip()

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from phalanx import version as of_package
 from phalanx.observe.logs.masking import MASKED, SECRET_NAME, Mask
-from phalanx.version import __version__
 
 PACKAGES = (
     *("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton"),
@@ -30,6 +30,8 @@ PACKAGES = (
     ),
 )
 DISTRIBUTION = "phalanx-train"
+OWN_PACKAGE = Path(of_package.__file__).resolve().parent
+"""All of our code, wherever below it this module lies."""
 GIT_TIMEOUT_S = 10.0
 
 
@@ -91,8 +93,8 @@ def code_version(package: Path | None = None, *, dirty: bool = True) -> dict[str
     package: such a run cannot be repeated from the commit alone. Without ``dirty`` nobody looks, which of many machines on one file
     system costs less. An installed package has neither key, but the hash of its wheel's list of files.
     """
-    package = package or Path(__file__).resolve().parents[1]
-    version: dict[str, object] = {"version": __version__}
+    package = package or OWN_PACKAGE
+    version: dict[str, object] = {"version": of_package.__version__}
     if not is_checkout(package):
         return version | installed_from(package)
     version["git_commit"] = (git(package, "rev-parse", "--verify", "HEAD") or "").strip() or None

@@ -1,7 +1,7 @@
 """What a start of a run records of itself: code with its changes, packages, machine, command, data; and what its machines differ in.
 
 Rank 0 writes it into the run's first event of each attempt, and lays files beside it that are too long for an event. Machines are left by each
-node for itself (``observe.machines``), and compared on a thread: a step never waits for it.
+node for itself (``observe.record.machines``), and compared on a thread: a step never waits for it.
 """
 
 from __future__ import annotations
