@@ -215,9 +215,13 @@ def _borrowed(order: LaunchOrder, lender: Path) -> LaunchOrder:
 
 
 def _still_lent(order: LaunchOrder) -> str:
-    """What to do about nodes that were given back for a job which Slurm did not take then; empty if none were."""
+    """What to do about nodes that were given back for a job which Slurm did not take then; empty if none were. Nobody else does it."""
+    from phalanx.launch.engines.slurm_script import RETURNED
+
     if order.taken_from is None:
         return ""
+    with suppress(FileExistsError):  # or phalanx cancel would give them back by the record of an earlier loan
+        (order.folder / RETURNED).mkdir()
     return (
         f"; {order.taken_from} has given back {order.taken} nodes for it: phalanx fleet grow {order.taken_from} --by {order.taken} takes them "
         "again"

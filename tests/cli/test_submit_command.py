@@ -1,0 +1,47 @@
+"""What ``phalanx submit`` does where Slurm takes no job, without a Slurm."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.fleet import resize_command
+from phalanx.cli.launch import cancel_command, submit_command
+from phalanx.launch.engines import slurm
+from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.submission import Submitted, read_record
+from phalanx.launch.engines.tools import EngineError
+from phalanx.run.spec import FleetSpec, RunSpec
+
+
+def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_an_earlier_loan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, lender = tmp_path / "urgent", tmp_path / "lender"
+    folder = run_dir / FOLDER
+    lender.mkdir()
+    (folder / "returned").mkdir(parents=True)
+    earlier = Submitted("slurm", "7", "urgent", 2, 0, 0.0, str(tmp_path), taken_from=str(lender), taken=2)
+    (folder / "submitted.json").write_text(json.dumps(asdict(earlier)))
+    assert read_record(run_dir) == earlier
+
+    def refuse(_script: Path) -> str:
+        raise EngineError("sbatch: the queue is closed")
+
+    monkeypatch.setattr(slurm, "refuse_second", lambda *_: None)
+    monkeypatch.setattr(slurm, "test_submit", lambda _: "")
+    monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
+    monkeypatch.setattr(slurm, "submit", refuse)
+    monkeypatch.setattr(resize_command, "asked_to_go", lambda *_: ["n1", "n2"])
+    monkeypatch.setattr(resize_command, "wait_until_gone", lambda *_: {})
+    grown: list[Path] = []
+    monkeypatch.setattr(resize_command, "grown", lambda run, *_: grown.append(run))
+
+    spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
+    with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again"):
+        submit_command._submit(spec, tmp_path, None, "", False, lender)
+    cancel_command._give_back(run_dir, earlier)
+    assert grown == []
