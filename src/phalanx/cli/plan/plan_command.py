@@ -203,7 +203,7 @@ def command(
       phalanx plan --budget 40M$ --cluster h100:4096 --unique-tokens 5T
       phalanx plan --budget 1e25FLOP
       phalanx plan --fit runs/small-* large.toml
-      phalanx plan configs/llama3-405b.toml --serve --cluster h200:64 --traffic in=2000,out=500,rate=20 --slo ttft=2s,tpot=50ms
+      phalanx plan configs/llama3-405b.toml --serve --cluster h200:64 --traffic in=2000,out=500,rate=10 --slo ttft=2s,tpot=50ms
     """
     with mistakes():
         if stacks:
