@@ -1,4 +1,4 @@
-"""What ``phalanx submit`` does where Slurm takes no job, without a Slurm."""
+"""What ``phalanx submit`` and ``phalanx cancel`` do where Slurm takes no job or gives no right, without a Slurm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from phalanx.cli.fleet import resize_command
 from phalanx.cli.launch import cancel_command, submit_command
@@ -45,3 +46,26 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
         submit_command._submit(spec, tmp_path, None, "", False, lender)
     cancel_command._give_back(run_dir, earlier)
     assert grown == []
+
+
+@pytest.mark.parametrize("now", [(), ("--now",)], ids=["saving", "at-once"])
+def test_a_run_that_somebody_else_has_submitted_is_not_said_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: tuple[str, ...]
+) -> None:
+    run_dir, tools = tmp_path / "shared", tmp_path / "tools"
+    (run_dir / FOLDER).mkdir(parents=True)
+    made = Submitted("slurm", "7", "shared", 2, 0, 0.0, str(tmp_path), taken_from=str(tmp_path), taken=2)
+    (run_dir / FOLDER / "submitted.json").write_text(json.dumps(asdict(made)))
+    line = f"7|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-shared|main|phalanx:{run_dir}"
+    tools.mkdir()
+    for name, does in (
+        ("squeue", f"[ \"$2\" = --me ] || echo '{line}'"),
+        ("scancel", "echo Access/permission denied >&2; exit 1"),
+    ):
+        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    ended = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait", *now])
+    assert ended.exit_code == 1
+    assert "Access/permission denied" in ended.output
+    assert not (run_dir / FOLDER / "returned").exists()

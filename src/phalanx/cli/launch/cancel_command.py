@@ -63,7 +63,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
                 slurm.cancel_joining(run_dir)
             _give_back(run_dir, made)
             return
-        job = slurm.job_of(run_dir) if made.engine == "slurm" else None
+        job = slurm.job_of(run_dir, made.job) if made.engine == "slurm" else None
         if now or (job is not None and job.state == "PENDING"):
             end_now(run_dir, made)
         else:

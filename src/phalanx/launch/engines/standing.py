@@ -20,7 +20,7 @@ def sentence(run_dir: Path, made: Submitted) -> str | None:
     """What a submitted run does, in words; ``None`` once it has ended. Raises ``EngineError``."""
     if made.engine != "slurm":
         return bare.sentence(run_dir)
-    job = slurm.job_of(run_dir)
+    job = slurm.job_of(run_dir, made.job)
     return None if job is None else job.sentence
 
 
@@ -32,7 +32,7 @@ def wait_until_ended(run_dir: Path, made: Submitted, poll_s: float) -> None:
     silent_since_s: float | None = None
     while True:
         if made.engine == "slurm":
-            if slurm.job_of(run_dir) is None:
+            if slurm.job_of(run_dir, made.job) is None:
                 return
         else:
             there, wrong = bare.alive(run_dir)
@@ -86,7 +86,7 @@ def refuse_second(run_dir: Path, made: Submitted | None) -> None:
 def end_now(run_dir: Path, made: Submitted) -> None:
     """Ends a run at once: what is not saved is lost. Raises ``EngineError`` naming the hosts that do not answer."""
     if made.engine == "slurm":
-        job = slurm.job_of(run_dir)
+        job = slurm.job_of(run_dir, made.job)
         if job is not None:
             slurm.cancel(job.id)
         return
