@@ -392,6 +392,7 @@ def test_software_is_listed_with_the_runs_that_are_known_of_it() -> None:
     assert facts["stacks"]["phalanx"] == []
     assert {one["kind"] for one in facts["without_runs"]} == {"never"}
     assert plan("--stacks", "--model", "llama3-8b").exit_code == 2
+    assert "--set cannot be given with" in plan("--stacks", "--set", "train.steps=1").output
 
 
 def test_the_table_has_one_line_for_each_plan_within_100_columns() -> None:

@@ -19,9 +19,16 @@ _TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "sch
 
 def refuse_beside(option: str, given: Sequence[str], allowed: Sequence[str], instead: str) -> None:
     """Raises ``UsageError`` for options that ``option`` decides itself or does not look at."""
-    wrong = [f"--{name.replace('_', '-')}" for name in given if name not in allowed]
+    wrong = [name for name in given if name not in allowed]
     if wrong:
-        raise click.UsageError(f"{', '.join(wrong)} cannot be given with {option}: {instead}")
+        parameters = {one.name: one for one in click.get_current_context().command.params}
+        written = [_as_written(parameters[name]) for name in wrong]
+        raise click.UsageError(f"{', '.join(written)} cannot be given with {option}: {instead}")
+
+
+def _as_written(parameter: click.Parameter) -> str:
+    """A parameter as the user knows it: an option by its words, which are not always its name."""
+    return parameter.opts[0] if isinstance(parameter, click.Option) else "a run file or directory"
 
 
 def refuse_model_fields(overrides: Sequence[str]) -> None:
