@@ -69,3 +69,13 @@ def test_a_run_that_somebody_else_has_submitted_is_not_said_to_have_ended(
     assert ended.exit_code == 1
     assert "Access/permission denied" in ended.output
     assert not (run_dir / FOLDER / "returned").exists()
+
+
+def test_a_lender_that_does_not_answer_can_be_asked_once_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    lender = tmp_path / "lender"
+    made = Submitted("slurm", "7", "urgent", 2, 0, 0.0, str(tmp_path), taken_from=str(lender), taken=2)
+    cancel_command._give_back(tmp_path, made)
+    assert f"phalanx fleet grow {lender} --by 2 asks once more" in capsys.readouterr().err

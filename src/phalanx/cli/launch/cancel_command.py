@@ -99,7 +99,8 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
         return
     except (EngineError, click.ClickException) as error:
         said = error.message if isinstance(error, click.ClickException) else str(error)
-        click.echo(f"{lender} does not take its {made.taken} nodes again: {said}", err=True)
+        again = f"phalanx fleet grow {lender} --by {made.taken} asks once more"
+        click.echo(f"{lender} does not take its {made.taken} nodes again: {said}; {again}", err=True)
         return
     click.echo(f"{lender} takes {made.taken} nodes again: job {job}")
 
