@@ -24,6 +24,7 @@ from phalanx.cli.plan.plan_request import (
     placer_asked,
     question_asked,
     refuse_nowhere,
+    refuse_over,
     refuse_repeated,
     require_service,
     spec_asked,
@@ -216,6 +217,7 @@ def command(
 
         refuse_repeated(overrides)
         refuse_nowhere(report=report, trace=trace, out=out)
+        refuse_over(files, report=report, trace=trace)
         if step_error is not None and math.isnan(step_error):
             raise click.UsageError("--step-error nan: write a number from 0 to 1")
         if serve:

@@ -59,6 +59,13 @@ def refuse_nowhere(**paths: Path | None) -> None:
             )
 
 
+def refuse_over(read: tuple[Path, ...], **paths: Path | None) -> None:
+    """Raises UsageError for a file to write that is one of those which are ``read``."""
+    for name, path in paths.items():
+        if path is not None and path.resolve() in {one.resolve() for one in read}:
+            raise click.UsageError(f"--{name} would write over the run file {path}: give another name")
+
+
 def placer_asked(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Placer | None:
     """What places layouts on the network that was given; none without one."""
     if network is None:
