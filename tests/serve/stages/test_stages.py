@@ -467,3 +467,19 @@ def test_who_joins_is_told_which_options_say_nothing_to_a_stage(
     )
     assert ended.exit_code != 0
     assert said in " ".join(ended.output.replace("\u2502", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--stage-timeout 60", "for the processes of --pipeline or --tensor"),
+        ("--tensor 2 --stage-timeout inf", "not in the range"),
+        ("--pipeline 2 --stage-timeout nan", "from 1 to 86400"),
+    ],
+)
+def test_a_time_after_which_processes_are_given_up_is_refused_where_it_says_nothing(
+    tmp_path: Path, words: str, said: str
+) -> None:
+    ended = CliRunner().invoke(serve_command, [str(tmp_path), *words.split()])
+    assert ended.exit_code == 2
+    assert said in " ".join(ended.output.replace("\u2502", " ").split())

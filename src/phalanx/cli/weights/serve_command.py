@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.weights.memory_option import Bytes
-from phalanx.cli.weights.serve_start import Said, Start, join_stages, make_key, require_stage_options, start
+from phalanx.cli.weights.serve_start import (
+    Said,
+    Start,
+    join_stages,
+    make_key,
+    require_stage_options,
+    require_stage_timeout,
+    start,
+)
 from phalanx.cli.weights.worker_roles import WorkerRoles
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
@@ -111,7 +119,7 @@ _PAGES_BYTES = 1 << 30
     "--stage-timeout",
     default=30.0,
     show_default=True,
-    type=click.FloatRange(1),
+    type=click.FloatRange(1, 86_400),
     help="Seconds after which one of these processes that gives no sign of life is given up.",
 )
 @click.option(
@@ -230,6 +238,7 @@ def command(
     divided = "--pipeline" if pipeline > 1 else "--tensor" if tensor > 1 else ""
     if pipeline > 1 and tensor > 1:
         raise click.UsageError("--tensor shares out each layer, and --pipeline the layers: give one of them")
+    require_stage_timeout(stage_timeout, divided)
     if divided and (stream or drafts or run_dir.is_file()):
         raise click.UsageError(
             f"{divided} divides the model of a run directory, which drafts nothing then: leave out --stream and --drafts, and give no pack"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +99,16 @@ def require_stage_options(
     if with_workers:
         raise click.UsageError(
             "--stages-at is for one server: with --workers, stages are started on this machine"
+        )
+
+
+def require_stage_timeout(seconds: float, divided: str) -> None:
+    """Raises UsageError for a ``--stage-timeout`` that is no time, or that is given where ``divided`` is empty: one process has no others."""
+    if math.isnan(seconds):
+        raise click.UsageError("--stage-timeout nan is no time: give seconds, from 1 to 86400")
+    if not divided and "--stage-timeout" in _given_beside():
+        raise click.UsageError(
+            "--stage-timeout is for the processes of --pipeline or --tensor: give one of them, 2 or more"
         )
 
 
