@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -82,9 +83,18 @@ def test_a_note_that_is_none_costs_no_other(tmp_path: Path, content: bytes | Non
     assert read_serving(directory) == [SERVED]
 
 
-def test_of_a_folder_full_of_notes_only_so_many_are_read(tmp_path: Path) -> None:
+def test_of_a_folder_full_of_notes_only_so_many_are_read_and_who_serves_now_is_among_them(
+    tmp_path: Path,
+) -> None:
     directory = RunDirectory(tmp_path)
     directory.serving.mkdir()
     for number in range(MOST_NOTES + 9):
-        (directory.serving / f"{number}.json").write_text(json.dumps(asdict(SERVED)))
-    assert len(read_serving(directory)) == MOST_NOTES
+        left = directory.serving / f"here-{number}.json"
+        left.write_text(json.dumps(asdict(SERVED)))
+        os.utime(left, (SERVED.seen_s, SERVED.seen_s))
+    now = replace(SERVED, seen_s=SERVED.seen_s + 1e6)
+    ServingNote(directory, "here-90", lambda: now).once()
+    os.utime(directory.serving / "here-90.json", (now.seen_s, now.seen_s))
+    found = read_serving(directory)
+    assert len(found) == MOST_NOTES
+    assert found[0] == now

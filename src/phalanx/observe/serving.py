@@ -7,12 +7,14 @@ to send requests to.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -110,11 +112,19 @@ class ServingNote:
             self._over.wait(TOLD_EVERY_S)
 
 
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # taken away meanwhile
+        return 0
+
+
 def read_serving(directory: RunDirectory) -> list[Serving]:
-    """What all servers of a run have said last, the newest first; notes that cannot be read are left out."""
+    """What the servers of a run have said last, the newest first, and of many the newest; notes that cannot be read are left out."""
     found = []
     with suppress(OSError):
-        for path in sorted(directory.serving.glob("*.json"))[:MOST_NOTES]:
+        # Servers that are killed leave their notes: those of years must hide none that serves now.
+        for path in heapq.nlargest(MOST_NOTES, directory.serving.glob("*.json"), key=_written_ns):
             with suppress(OSError, msgspec.MsgspecError, RecursionError, UnicodeError):
                 note = msgspec.json.decode(read_small(path, _MOST_BYTES), type=Serving)
                 if all(0 <= t < _LATEST_S for t in (note.since_s, note.seen_s)):
