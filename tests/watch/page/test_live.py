@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from observe.recorded import step
+from observe.served_runs import SERVED
 from phalanx.observe.events import Event
+from phalanx.observe.serving import SILENT_S, ServingNote
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, Live, Pace, Viewer
 from phalanx.watch.page.views.runs import Runs
 from watch.made_runs import crashed, write_events
@@ -123,3 +126,16 @@ def test_there_are_only_so_many_viewers() -> None:
     live = Live(lambda _place: {})
     live._viewers = {Viewer([]) for _ in range(MOST_VIEWERS)}
     assert live.full
+
+
+def test_viewers_of_a_run_are_told_when_its_server_falls_silent_which_changes_no_file(tmp_path: Path) -> None:
+    runs = Runs([crashed(tmp_path / "run")])
+    ServingNote(RunDirectory(tmp_path / "run"), "killed", lambda: SERVED).once()
+    now = [SERVED.seen_s]
+    live, places = Live(runs.news, clock=lambda: now[0]), runs.places()
+    live._changed(places)  # what is there at the first look is no news
+    now[0] += SILENT_S
+    assert live._changed(places) == []
+    now[0] += 1.0
+    assert [place.id for place, _ in live._changed(places)] == [places[0].id]
+    assert live._changed(places) == []

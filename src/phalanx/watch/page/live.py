@@ -19,6 +19,7 @@ import msgspec
 from anyio import to_thread
 from starlette.types import Receive, Send
 
+from phalanx.observe.serving import read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.page.places import Place
 
@@ -31,6 +32,7 @@ _SHARE = 0.005
 _NEWEST_COUNTS = 0.2
 """The share of the newest look in the mean."""
 _FILES = ("events.jsonl", "ranks.bin", "fleet.json", "result.json", "serving")
+"""The last one is the folder of servers' notes."""
 _HEARTBEAT = b'data: {"kind":"heartbeat"}\n\n'
 """Scripts see messages, and not comments: a page that hears nothing for longer knows that its server is gone, or stands still."""
 News = dict[str, object]
@@ -92,6 +94,7 @@ class Live:
         *,
         look_s: float = LOOK_S,
         stalled_s: float = STALLED_S,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
@@ -99,9 +102,10 @@ class Live:
             on_change: Called before its viewers are told.
             look_s: Between two looks, for a few viewers.
             stalled_s: A viewer that takes nothing for so long is let go.
+            clock: Unix seconds, by which servers of a run's weights are silent.
         """
         self._describe, self._on_change = describe, on_change
-        self._look_s, self._stalled_s = look_s, stalled_s
+        self._look_s, self._stalled_s, self._clock = look_s, stalled_s, clock
         self._viewers: set[Viewer] = set()
         self._signs: dict[str, object] = {}
 
@@ -127,11 +131,12 @@ class Live:
                         viewer.note(place, news)
 
     def _changed(self, places: list[Place]) -> list[tuple[Place, News]]:
-        """The runs whose files are others than at the last look, with what to tell; a run that nobody watched before is as it is."""
-        found = []
+        """The runs whose files are others than at the last look, or whose servers are silent since, with what to tell; a run that nobody watched
+        before is as it is."""
+        found, now = [], self._clock()
         signs: dict[str, object] = {}
         for place in places:
-            sign = signs[place.id] = _sign(place)
+            sign = signs[place.id] = _sign(place, now)
             if place.id in self._signs and self._signs[place.id] != sign:
                 found.append((place, self._describe(place)))
         self._signs = signs
@@ -140,7 +145,7 @@ class Live:
     async def serve(self, places: Sequence[Place], receive: Receive, send: Send) -> None:
         """Answers a request for events until its viewer leaves, or stalls."""
         viewer = Viewer(places)
-        for place_id, sign in (await to_thread.run_sync(_signs_of, places)).items():
+        for place_id, sign in (await to_thread.run_sync(_signs_of, places, self._clock())).items():
             self._signs.setdefault(place_id, sign)  # the next look tells what has changed since
         self._viewers.add(viewer)
         leaving = asyncio.create_task(_until_left(receive))
@@ -170,16 +175,19 @@ async def _until_left(receive: Receive) -> None:
         pass
 
 
-def _signs_of(places: Sequence[Place]) -> dict[str, object]:
-    return {place.id: _sign(place) for place in places}
+def _signs_of(places: Sequence[Place], now: float) -> dict[str, object]:
+    return {place.id: _sign(place, now) for place in places}
 
 
-def _sign(place: Place) -> object:
+def _sign(place: Place, now: float) -> object:
     found: list[tuple[int, int, int] | None] = []
+    directory = RunDirectory(place.path)
     for name in _FILES:
         try:
-            seen = os.stat(RunDirectory(place.path).path / name)
+            seen = os.stat(directory.path / name)
             found.append((seen.st_ino, seen.st_size, seen.st_mtime_ns))
         except OSError:
             found.append(None)
-    return tuple(found)
+    # A server that is killed changes no file: only the time tells it.
+    silent = sum(one.silent(now) for one in read_serving(directory)) if found[-1] else 0
+    return (*found, silent)
