@@ -17,7 +17,7 @@ from phalanx.observe.events import Event, Finished, RunStarted
 from phalanx.observe.metrics.exposition import render
 from phalanx.observe.metrics.samples import Labels
 from phalanx.observe.metrics.targets import Target, announce
-from phalanx.observe.serving import ServingNote
+from phalanx.observe.serving import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.metrics.lookout import MOST_RUNS, OLD_S, OVER_S, Lookout, rest_s, watched
 from phalanx.watch.metrics.reason_metric import reason_samples
@@ -75,7 +75,7 @@ def test_what_serves_a_run_is_told_however_long_ago_it_was_trained_and_nothing_e
     run, now = _broken_off(tmp_path / "runs" / "a"), T0 + 2 * OLD_S
     directory = RunDirectory(run)
     for name, state, age_s in (("one", "serving", 1), ("two", "out of memory", 2), ("three", "serving", 100)):
-        said = replace(SERVED, state=state, seen_s=now - age_s)
+        said = replace(SERVED, url=name, state=state, seen_s=now - age_s)
         ServingNote(directory, name, lambda said=said: said).once()
     found = _series(_lookout(tmp_path, tmp_path / "runs", at=now))
     servers = {key[2]: value for key, value in found.items() if key[0] == "phalanx_serving_servers"}
@@ -84,6 +84,36 @@ def test_what_serves_a_run_is_told_however_long_ago_it_was_trained_and_nothing_e
     assert found["phalanx_serving_tokens_total", "a", "generated"] == 2 * SERVED.generated_tokens
     assert {key[0] for key in found} == {one.name for one in SERVING_METRICS}
     assert _series(_lookout(tmp_path, tmp_path / "runs", at=now + OVER_S)) == {}
+
+
+def test_what_servers_have_counted_never_falls_when_one_of_them_ends_or_is_silent_for_a_while(
+    tmp_path: Path,
+) -> None:
+    run, now = _broken_off(tmp_path / "runs" / "a"), [T0]
+    lookout = Lookout(RunIndex([tmp_path / "runs"], tmp_path / "cache").rows, lambda: now[0])
+
+    def says(name: str, generated: int, seen_s: float) -> ServingNote:
+        said = replace(SERVED, url=name, generated_tokens=generated, refused=generated // 10, seen_s=seen_s)
+        note = ServingNote(RunDirectory(run), name, lambda: said)
+        note.once()
+        return note
+
+    def counted() -> tuple[float, float]:
+        found = _series(lookout)
+        names = ("phalanx_serving_tokens_total", "generated"), ("phalanx_serving_requests_refused_total", "")
+        tokens, refused = (found[name, "a", more] for name, more in names)
+        return tokens, refused
+
+    ending = says("one", 500, T0)
+    says("other", 100, T0)
+    assert counted() == (600, 60)
+    ending.start().close()
+    says("other", 110, T0)
+    assert counted() == (610, 61)
+    now[0] += SILENT_S + 1.0
+    assert counted() == (610, 61)
+    says("other", 150, now[0])
+    assert counted() == (650, 65)
 
 
 def test_two_runs_whose_folders_are_called_alike_have_series_of_their_own(tmp_path: Path) -> None:

@@ -27,22 +27,42 @@ REFUSED = Metric(
 )
 SERVING_METRICS = (SERVERS, TEXTS, TOKENS, REFUSED)
 _STATES = ("serving", "draining", "trouble", "silent")
+_COUNTS = ("prompt_tokens", "generated_tokens", "refused")
 
 
-def serving_samples(notes: Sequence[Serving], labels: Labels, now: float) -> list[Sample]:
-    """The samples of one run; none of a run that nobody serves."""
-    if not notes:
-        return []
-    states = Counter(state_of(note, now) for note in notes)
-    heard = [note for note in notes if not note.silent(now)]
-    found = [Sample(SERVERS, labels | {"state": state}, states[state]) for state in _STATES]
-    for metric, label, values in (
-        (TEXTS, "state", {"running": "running", "waiting": "waiting"}),
-        (TOKENS, "kind", {"prompt": "prompt_tokens", "generated": "generated_tokens"}),
-    ):
-        for value, name in values.items():
-            found.append(Sample(metric, labels | {label: value}, sum(getattr(one, name) for one in heard)))
-    return [*found, Sample(REFUSED, labels, sum(note.refused for note in heard))]
+class ServedRun:
+    """The servers of one run, as they are looked at again and again.
+
+    A counter that falls is taken for one that began anew, and all of it for new. So what a server has counted stays in the sums when it ends or is silent,
+    and of one that is heard again only what is new is added.
+    """
+
+    def __init__(self) -> None:
+        self._counted: dict[tuple[str, str, float], Counter[str]] = {}
+        self._sums = Counter(dict.fromkeys(_COUNTS, 0))
+
+    def samples(self, notes: Sequence[Serving], labels: Labels, now: float) -> list[Sample]:
+        """The samples of the run, by what its servers say now; none if nobody serves it."""
+        if not notes:
+            return []
+        states = Counter(state_of(note, now) for note in notes)
+        heard = [note for note in notes if not note.silent(now)]
+        self._count(notes, now)
+        found = [Sample(SERVERS, labels | {"state": state}, states[state]) for state in _STATES]
+        for state in ("running", "waiting"):
+            found.append(Sample(TEXTS, labels | {"state": state}, sum(getattr(one, state) for one in heard)))
+        for kind in ("prompt", "generated"):
+            found.append(Sample(TOKENS, labels | {"kind": kind}, self._sums[f"{kind}_tokens"]))
+        return [*found, Sample(REFUSED, labels, self._sums["refused"])]
+
+    def _count(self, notes: Sequence[Serving], now: float) -> None:
+        for note in notes:
+            server = note.node, note.url, note.since_s
+            counts = Counter({name: int(getattr(note, name)) for name in _COUNTS})
+            # What was silent when it was first seen tells nothing new.
+            before = self._counted.get(server, counts if note.silent(now) else Counter())
+            self._sums += counts - before  # a difference of counters has no negative ones
+            self._counted[server] = counts
 
 
 def state_of(note: Serving, now: float) -> str:
