@@ -311,6 +311,29 @@ def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
     assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
 
 
+def test_whether_a_stage_is_there_is_told_without_waiting_for_what_another_thread_hears(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = linked()
+    monkeypatch.setattr(StageLink, "_readable", lambda _: True)  # what came was heard in between
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(here.ended)
+        try:
+            assert asked.result(10) is False
+        finally:
+            there.close()
+    assert until(here.ended)
+
+
+def test_what_a_stage_says_before_it_ends_is_heard_first() -> None:
+    here, there = linked()
+    there.say(m.Unable("no room"))
+    there.close()
+    assert not here.ended()
+    assert m.from_stage.decode(here.hear()) == m.Unable("no room")
+    assert until(here.ended)
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked: bool) -> None:
     (stage, still), (share, still_too) = linked(), linked()
