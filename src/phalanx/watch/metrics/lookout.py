@@ -19,7 +19,7 @@ from phalanx.observe.metrics.samples import Labels, Sample
 from phalanx.observe.serving import Serving, read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.metrics.reason_metric import reason_samples
-from phalanx.watch.metrics.serving_metric import ServedRun
+from phalanx.watch.metrics.serving_metric import RunServers
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.why.reasons import reasons
 
@@ -44,7 +44,7 @@ class Lookout:
         self._rows, self._clock = rows, clock
         self._samplers: dict[tuple[str, str], RunSampler] = {}
         self._labels: dict[str, str] = {}
-        self._served: dict[str, ServedRun] = {}
+        self._served: dict[str, RunServers] = {}
         self._last: dict[str, list[Sample]] = {}
         """What each run said when it could be looked at last."""
         self._seen: list[Sample] = []
@@ -91,7 +91,7 @@ class Lookout:
         trained = watched(rows, now)
         served = served_now(rows, now)
         self._labels = _labelled([*trained, *(row for row in rows if row.path in served)], self._labels)
-        self._served = {path: self._served.get(path) or ServedRun() for path in served}
+        self._served = {path: self._served.get(path) or RunServers() for path in served}
         for path, notes in served.items():
             found += self._served[path].samples(notes, Labels(run=self._labels[path]), now)
         last: dict[str, list[Sample]] = {}

@@ -30,7 +30,7 @@ _STATES = ("serving", "draining", "trouble", "silent")
 _COUNTS = ("prompt_tokens", "generated_tokens", "refused")
 
 
-class ServedRun:
+class RunServers:
     """The servers of one run, as they are looked at again and again.
 
     A counter that falls is taken for one that began anew, and all of it for new. So what a server has counted stays in the sums when it ends or is silent,
