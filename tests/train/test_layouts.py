@@ -133,7 +133,7 @@ def test_predictions_ahead_are_the_same_where_their_tokens_are_other_ranks(
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        ("dense", ParallelSpec(tensor=2)),
+        pytest.param("dense", ParallelSpec(tensor=2), marks=pytest.mark.slow),
         pytest.param(
             *("dense", ParallelSpec(pipeline=2, pipeline_schedule="zbv", sharding="none")),
             marks=pytest.mark.slow,

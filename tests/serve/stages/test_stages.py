@@ -187,7 +187,9 @@ def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(
     assert engine._far is not None
     engine._far.close()  # type: ignore[attr-defined]
     with pytest.raises(PartLostError, match=r"stage 1 \(layers 3 to 4, 127.0.0.1:\d+\) of the model is gone"):
-        engine.step()
+        [
+            engine.step() for _ in range(3)
+        ]  # of the steps that were under way, some may have been answered before
 
 
 @pytest.mark.parametrize(

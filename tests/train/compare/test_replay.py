@@ -257,6 +257,7 @@ def test_a_replay_from_a_checkpoint_computes_what_the_run_logged_and_leaves_the_
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_mixtures_recomputed_layers_and_narrow_formats_can_be_witnessed(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:

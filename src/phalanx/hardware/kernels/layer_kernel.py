@@ -91,6 +91,8 @@ class HostLayerKernels(LayerKernels):
         self._parallel = Team().parallel
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+        if x.dim() != 4 or cos.dim() != 2:  # not a layer's heads: whoever looks at one of them
+            return REFERENCE.turned(x, cos, sin, back=back)
         if x.stride(-1) != 1:
             x = x.contiguous()
         cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
