@@ -60,6 +60,7 @@ def undisturbed(folder: Path) -> str:
     return hash_without_slurm(folder)
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machine(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:

@@ -482,6 +482,7 @@ def test_the_keys_of_the_present_view_are_shown_on_a_question_mark(open_page: Op
         page.wait_for_url(re.compile(rf"#/run/[^/?]+{view}([?].*)?$"))
 
 
+@pytest.mark.slow
 def test_whoever_has_no_mouse_sees_where_they_are_and_reaches_what_can_be_clicked(open_page: Open) -> None:
     page = open_page().page
     expect(page.locator("tbody tr")).to_have_count(4)
@@ -499,6 +500,7 @@ def test_whoever_has_no_mouse_sees_where_they_are_and_reaches_what_can_be_clicke
     assert {"Loss", "Choose tiny", "tiny"} <= reached
 
 
+@pytest.mark.slow
 def test_it_is_dark_where_the_system_is_and_where_a_person_chose_so(open_page: Open) -> None:
     ground = "getComputedStyle(document.documentElement).backgroundColor"
     dark = open_page(color_scheme="dark").page.evaluate(ground)
@@ -576,6 +578,7 @@ def test_compared_runs_of_one_name_are_told_apart_by_their_folders(open_page: Op
         page.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_with_its_connections_open_is_told_from_one_that_lives(
     open_page: Open, tmp_path: Path
 ) -> None:
