@@ -1,9 +1,10 @@
 """The serving engine against the memory's bandwidth, its own fast mode and ``transformers.generate``, in one run.
 
-    python -m bench.serve_engine [--dim 768 --layers 12]
+    python -m bench.serve_engine [--dim 768 --layers 12] [--modules]
 
 Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth, and operations a second), exact over fast, a held prefix over
 computing its new rows alone, and tokens/s over ``transformers`` for a Llama of the same shape, with weights of its own, where that is installed.
+``--modules`` measures one thing alone: the processor time of a decoding step whose rows go through each layer in one call, over that of the model's modules, in turns.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def read_bandwidth(nbytes: int = 1 << 30) -> float:
     return nbytes / min(seconds(words.sum) for _ in range(5))
 
 
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
     call()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def random_model(dim: int, layers: int, dtype: torch.dtype) -> Transformer:
@@ -53,13 +54,15 @@ def engine(model: Transformer, numerics: Literal["exact", "fast"], rows: int = 5
     )
 
 
-def decode_s(served: Engine, batch: int, steps: int = 12) -> float:
-    """The median seconds of a step in which ``batch`` requests decode."""
+def decode_s(
+    served: Engine, batch: int, steps: int = 12, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """The median seconds, by ``clock``, of a step in which ``batch`` requests decode."""
     for number in range(batch):
         served.submit(Request(str(number), tuple(range(number, number + 48)), steps + 40, GREEDY))
     while served.statistics().rows_last_step != batch or served.statistics().running < batch:
         served.step()
-    taken = statistics.median(seconds(served.step) for _ in range(steps))
+    taken = statistics.median(seconds(served.step, clock) for _ in range(steps))
     for number in range(batch):
         served.cancel(str(number))
     served.step()
@@ -80,16 +83,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument(
+        "--modules", action="store_true", help="one call a layer over modules, and nothing else"
+    )
     given = parser.parse_args()
+    if given.modules:
+        over_modules(given.dim, given.layers)
+        return
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
     for dtype in (torch.float32, torch.bfloat16):
-        model = random_model(given.dim, given.layers, dtype)
+        # An engine of exact numerics gives its model other products: a fast one has a model of its own, with the same weights.
+        model, another = (random_model(given.dim, given.layers, dtype) for _ in range(2))
         embedding = model.embedding.weight.nbytes if model.embedding is not None else 0
         nbytes = sum(p.nbytes for p in model.parameters()) - embedding
         for batch in (1, 16):
             pairs = [
-                (decode_s(engine(model, "exact"), batch), decode_s(engine(model, "fast"), batch))
+                (decode_s(engine(model, "exact"), batch), decode_s(engine(another, "fast"), batch))
                 for _ in range(3)
             ]
             exact, fast = (min(column) for column in zip(*pairs, strict=True))
@@ -101,6 +111,26 @@ def main() -> None:
             )
         prefix(model)
         peer(model)
+
+
+def over_modules(dim: int, layers: int, turns: int = 5) -> None:
+    """Prints the processor time of a decoding step in one call a layer and by the model's modules, the least of ``turns``, on one thread: others that wait count too."""
+    torch.set_num_threads(1)
+    numerics: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
+    for kind in numerics:
+        model = random_model(dim, layers, torch.float32)
+        in_one_call, by_modules = engine(model, kind), engine(model, kind)
+        by_modules._part.few = None
+        for batch in (1, 16):
+            rows = [
+                [decode_s(served, batch, clock=time.process_time) for served in (in_one_call, by_modules)]
+                for _ in range(turns)
+            ]
+            few, modules = (min(column) * 1e3 for column in zip(*rows, strict=True))
+            print(
+                f"{kind}, B={batch}: {few:.1f} ms in one call a layer, {modules:.1f} by modules: {few / modules:.2f}",
+                flush=True,
+            )
 
 
 def prefix(model: Transformer, shared: int = 960, new: int = 40, rounds: int = 5) -> None:

@@ -63,7 +63,7 @@ from phalanx.train.step.step import Stepper
 
 Step = Callable[[], None]
 _TIMEOUT_S = 600.0
-"""Of a collective: one rank may be much slower than another in loading its libraries."""
+"""Limit of a collective: one rank may be much slower than another in loading its libraries."""
 CPU = torch.device("cpu")
 
 

@@ -107,7 +107,7 @@ def stretches(steps_s: list[float], every: int) -> list[float]:
 
 
 def over_neighbors(times_s: list[float]) -> list[float]:
-    """Of each stretch with a copy, which are the second, the fourth and so on, its time over the mean of the two beside it."""
+    """Each copied stretch (the second, the fourth and so on): its time over the mean of the two beside it."""
     return [
         times_s[at] / statistics.mean((times_s[at - 1], times_s[at + 1]))
         for at in range(1, len(times_s) - 1, 2)

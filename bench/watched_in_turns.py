@@ -37,7 +37,7 @@ class Order:
     first_step: int
     """Steps before it are watched, and no part of a block."""
     steps: int
-    """Of a block; the first of them is not measured."""
+    """Steps of a block; the first of them is not measured."""
     idle: bool = False
     """Nothing is watched in any block: what both kinds differ by then is what the measurement is worth."""
 
@@ -60,7 +60,7 @@ class Block:
     steps: int
     wall_s: float
     processor_s: float
-    """Of all threads of its process."""
+    """Processor time of all threads of its process."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ PACKAGES = (
     "pytest",
 )
 _TIMEOUT_S = 600.0
-"""Of a collective: a rank may compile for minutes while the others wait. Parts have limits of their own."""
+"""Limit of a collective: a rank may compile for minutes while the others wait. Parts have limits of their own."""
 _LEAST_S = 8.0
 """With less time left a part is not begun."""
 

@@ -24,11 +24,11 @@ class Chains:
     """By which blocks an attention's products add, each a chain of fused multiply-adds."""
 
     score: int
-    """Of a head's width, for a score."""
+    """The block of a head's width, for a score."""
     whole: int
-    """Of 512 keys, for a sum of weighted values."""
+    """The block of 512 keys, for a sum of weighted values."""
     last: int
-    """Of the keys of a shorter last part."""
+    """The block of the keys of a shorter last part."""
     fuses_sum: bool
     """Whether the sum of exponentials is carried from part to part by a fused multiply-add."""
 
