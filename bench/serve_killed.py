@@ -80,7 +80,7 @@ def prompt(length: int) -> list[int]:
 
 
 def tokens_per_s(url: str, streams: int, length: int, tokens: int) -> float:
-    """Of all streams together, from the first request to the last token."""
+    """Tokens per second of all streams together, from the first request to the last token."""
     prompts = [prompt(length) for _ in range(streams)]
     began = time.perf_counter()
     with ThreadPoolExecutor(streams) as pool:

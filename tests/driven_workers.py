@@ -68,7 +68,7 @@ class Node:
         self.said: queue.Queue[Any] = queue.Queue()
         self.pids: list[int] = []
         self.waiting_s = 0.0
-        """Of its newest heartbeat."""
+        """Seconds that it waits, by its newest heartbeat."""
         self.start()
 
     def start(self) -> None:

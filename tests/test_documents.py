@@ -174,3 +174,14 @@ def test_every_test_that_the_page_of_findings_names_is_there() -> None:
         path = ROOT / ("" if file.startswith("bench/") else "tests") / file
         assert path.exists(), file
         assert f"def {test}(" in path.read_text() or not test, f"{file}::{test}"
+
+
+def test_every_docstring_names_its_subject_first() -> None:
+    fragments = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("src", "tests", "bench")
+        for file in (ROOT / folder).rglob("*.py")
+        for line in file.read_text().splitlines()
+        if line.lstrip().startswith('"""Of ')
+    ]
+    assert fragments == []

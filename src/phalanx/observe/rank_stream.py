@@ -40,7 +40,7 @@ class HeatMap:
     values: NDArray[np.float32]
     """``(rows, columns)``: the largest value of the cell's ranks and frames; NaN where none is known."""
     rows: tuple[range, ...]
-    """Of each row the places of its ranks among those that were ``drawn``."""
+    """The places of each row's ranks among those that were ``drawn``."""
     drawn: NDArray[np.int64]
     """The ranks that are drawn, in their order."""
     column_steps: NDArray[np.int64]

@@ -53,7 +53,7 @@ class Serving:
     """Texts that are computed; ``waiting`` are those that are not yet."""
     waiting: int
     pages_share: float
-    """Of the memory for keys and values, in use."""
+    """The share of the memory for keys and values that is in use."""
     finished: int
     """Texts that have ended; ``refused`` are requests that were answered with an error."""
     refused: int

@@ -22,9 +22,9 @@ class Sampling:
     top_k: int = 0
     """The likeliest tokens that are left in; 0 leaves in all."""
     top_p: float = 1.0
-    """Of these, the smallest set that holds so much of the probability."""
+    """Keeps of these the smallest set that holds so much of the probability."""
     min_p: float = 0.0
-    """Of these, those at least so likely as this share of the likeliest."""
+    """Keeps of these those at least so likely as this share of the likeliest."""
     seed: int = 0
     choice: int = 0
     """The number of this text among those asked for at once; each draws other numbers."""

@@ -53,7 +53,7 @@ def test_an_exchange_hides_no_more_than_its_share_and_no_more_than_is_computed()
 def test_no_exchange_is_hidden_while_a_pipeline_fills_and_drains(
     layout: PlannedLayout, batch: int, alone: int
 ) -> None:
-    """Of so many of the first rank's micro-batches as it holds at once: with no more than these, hiding saves nothing."""
+    """Hiding saves nothing with no more of the first rank's micro-batches than it holds at once."""
     bare, hiding = (
         estimate(
             job(

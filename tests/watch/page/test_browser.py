@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 from playwright.sync_api import Browser, Page, expect  # noqa: E402
 
 PATIENCE_MS = 100_000
-"""Of a machine that is busy: Chromium waits for two still frames before it clicks."""
+"""The patience that a busy machine needs: Chromium waits for two still frames before it clicks."""
 expect.set_options(timeout=PATIENCE_MS)
 
 HOSTILE_NAME = "<img src=x onerror=window.hacked=1>"  # a run's name has no slash

@@ -37,7 +37,7 @@ BLOCK_BYTES = 1 << 20
 """Bytes of an image under one checksum, and the least that is read of a peer at once."""
 NO_STEP = -1
 _STAT_BLOCK_BYTES = 512
-"""Of stat(2)'s count of what is filled."""
+"""The unit of stat(2)'s count of what is filled."""
 _FORMAT = 1
 _COMPLETE = b"PHXSNAP1"
 _HEAD = struct.Struct("<8sQQ")

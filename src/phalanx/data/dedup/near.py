@@ -99,7 +99,7 @@ def _pairs_of_group(
 
 
 def all_but_the_first(pairs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Of each cluster that the pairs (m, 2) connect, all places but the lowest, sorted.
+    """All places but the lowest of each cluster that the pairs ``(m, 2)`` connect, sorted.
 
     Union-find by rounds over all pairs at once: roots are hung below lower roots, then paths are halved until all point to a root.
     """

@@ -50,7 +50,7 @@ class Reading:
     file: str
     """The shard that holds its first token."""
     offset_bytes: int
-    """Of that token in the shard."""
+    """The place of that token in the shard."""
 
 
 def index_of(index: DatasetIndex | MixtureIndex, name: str) -> DatasetIndex:

@@ -28,9 +28,9 @@ class DatatroveFilter:
 
     use: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Of the filter's constructor: ``parameters = {min_doc_words = 30}``."""
+    """Arguments of the filter's constructor: ``parameters = {min_doc_words = 30}``."""
     version: str = ""
-    """Of datatrove, which the plan enters."""
+    """The version of datatrove, which the plan enters."""
 
     def __call__(self, document: Document) -> Document | Dropped:
         given = self._document(text=document.text, id=document.name, metadata={})

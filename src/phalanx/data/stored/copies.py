@@ -37,7 +37,7 @@ class Copied:
 
     index: DatasetIndex
     written_bytes: int
-    """Of shards; less than all if an earlier copy was interrupted."""
+    """Bytes of shards; less than all if an earlier copy was interrupted."""
     was_there: bool
     """True if the same dataset was there already, as a whole."""
 

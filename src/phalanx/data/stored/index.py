@@ -33,7 +33,7 @@ HELD_OUT = "held_out"
 SPLITS = (TRAIN, HELD_OUT)
 _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _MOST_TOKENS = 1 << 60
-"""Of a split: more are no tokens of any disk, and places in their stream could not be counted in 64 bits."""
+"""The most tokens of a split: more are on no disk, and places in their stream could not be counted in 64 bits."""
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -64,7 +64,7 @@ class Split:
     padding: int = 0
     """Tokens of packed records that fill them up."""
     learned: int = 0
-    """Of conversations, the tokens with a loss."""
+    """Tokens with a loss, where the data are conversations."""
     left_out: int = 0
     """Conversations that were bad, or longer than a record."""
 
@@ -102,7 +102,7 @@ class Recipe:
     packed_seq_len: int = 0
     """Tokens of a record that documents are packed into; 0 means that they are joined end to end."""
     chat: ChatRecipe | None = None
-    """Of conversations; None for text."""
+    """How conversations were rendered; None for text."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ memory, that would be a fifth of the time that reading takes."""
 _TAKEN_TOGETHER = 4
 """From so many stretches of a shard on, NumPy takes them at once; fewer are copied one after the other, since to begin with it costs as much as that."""
 _COPIED_BYTES = 1 << 20
-"""Of tokens as they are stored, which are taken together before they are widened: less than a processor's cache."""
+"""Bytes of stored tokens that are taken together before they are widened: less than a processor's cache."""
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 

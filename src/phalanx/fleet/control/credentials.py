@@ -81,9 +81,9 @@ class Credentials:
     operator_token: str = field(default="", repr=False)
     """For the requests of operators; agents have none."""
     earlier: Keyring = field(default_factory=Keyring, repr=False)
-    """Of agents: the tokens before a rotation, which a server accepts for a while."""
+    """The agents' tokens before a rotation, which a server accepts for a while."""
     earlier_operators: Keyring = field(default_factory=Keyring, repr=False)
-    """Of operators, likewise."""
+    """The operators' tokens before a rotation, likewise."""
 
     def with_keys(self, join: Keyring, operate: Keyring | None = None) -> Credentials:
         """The same credentials after a rotation of the tokens."""

@@ -86,7 +86,7 @@ class FleetSampler:
         self._nodes: dict[str, Labels] = {}
 
     def samples(self) -> list[Sample]:
-        """Of the state that was published last; none before the first."""
+        """Samples of the state that was published last; none before the first."""
         fleet = self._newest()
         if fleet is None:
             return []

@@ -44,7 +44,7 @@ _ANSWER_S, _GONE_S = 60.0, 900.0
 
 
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-"""Of a container that waits, in the words of the kubelet (kubernetes/pkg/kubelet/images/types.go)."""
+"""Reasons why a container waits for its image, in the words of the kubelet (kubernetes/pkg/kubelet/images/types.go)."""
 _NO_IMAGE = " (launch.container_image: is it there under this name, and may the nodes pull it? cancel and submit again with --image)"
 
 

@@ -21,7 +21,7 @@ class AppendedFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             self.size_bytes = os.fstat(self._descriptor).st_size
-            """Of the file, as far as this writer knows: others may append to it too."""
+            """The size of the file as far as this writer knows: others may append to it too."""
             self._torn = self._ends_torn()
         except OSError:
             self.close()

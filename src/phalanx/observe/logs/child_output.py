@@ -31,7 +31,7 @@ _PAUSE_MS = 500
 """After a pause of so long, a line that has not ended is a record."""
 _DRAIN_S = 5.0
 _TAIL_BYTES = 8 << 10
-"""Of what is thrown away, so much of the end is kept."""
+"""How much of the end of what is thrown away is kept."""
 _LOUD = (b"Traceback", b"Fatal", b"FATAL", b"Error", b"ERROR", b"error:", b"NCCL WARN")
 """A piece that holds one of these is not thrown away without a look."""
 

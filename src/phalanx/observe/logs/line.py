@@ -80,7 +80,7 @@ class LogLine(msgspec.Struct, frozen=True):
     """The node's name in a fleet, else the machine's."""
     rank: int | None
     epoch: int | None
-    """Of a fleet."""
+    """The epoch of the fleet's membership; none outside a fleet."""
     attempt: int
     step: int | None
     """The step that the process was in."""

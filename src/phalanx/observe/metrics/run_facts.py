@@ -90,7 +90,7 @@ class RunFacts:
     ended_buckets: Counter[str] = field(default_factory=Counter)
     """Seconds by bucket of the attempts before the newest."""
     buckets: dict[str, float] = field(default_factory=dict)
-    """Of the newest attempt."""
+    """Seconds of the newest attempt by bucket of the ledger."""
     recovery_seconds: Counter[str] = field(default_factory=Counter)
     """Seconds by phase of all recoveries."""
     recoveries: int = 0
@@ -122,7 +122,7 @@ class RunFacts:
 
     @property
     def goodput(self) -> Goodput:
-        """Of the whole run, as ``phalanx goodput`` counts it."""
+        """The goodput of the whole run, as ``phalanx goodput`` counts it."""
         if self._goodput is None:
             self._goodput = goodput(self._ledgers)
         return self._goodput

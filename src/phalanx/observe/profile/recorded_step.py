@@ -60,7 +60,7 @@ class RankTrace:
 
     rank: int
     meta: Mapping[str, Any]
-    """Of this rank: device, peaks, memory before the first step by kind, how many events were left out."""
+    """This rank's device, peaks, memory before the first step by kind, and how many events were left out."""
     names: Sequence[str]
     marks: Sequence[JsonObject]
     events: NDArray[np.void]

@@ -15,7 +15,7 @@ from phalanx.observe.rank_file.index import RankStreamError
 from phalanx.observe.rank_file.writer import RankStreamWriter
 
 _QUEUE_FRAMES = 32
-"""Of 100,000 ranks some 50 MB."""
+"""Frames that wait to be written: some 50 MB with 100,000 ranks."""
 _CLOSE_TIMEOUT_S = 5.0
 
 

@@ -51,7 +51,7 @@ class CodePatch:
 
     @property
     def sha256(self) -> str:
-        """Of the patch; empty if there is none."""
+        """The hash of the patch; empty if there is none."""
         return hashlib.sha256(self.patch).hexdigest() if self.patch else ""
 
     def facts(self) -> dict[str, object]:

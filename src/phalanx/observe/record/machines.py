@@ -54,7 +54,7 @@ class Machine:
     code: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
     packages_sha256: str = ""
-    """Of the list of all installed packages with their versions."""
+    """The hash of the list of all installed packages with their versions."""
 
     def facts(self) -> dict[str, str]:
         """What should be the same on all machines of a run, by name."""

@@ -171,7 +171,7 @@ class _Ids:
     next_span = 1
 
     def generate_span_id(self) -> int:
-        """Of the next span."""
+        """The identifier of the next span."""
         return self.next_span
 
     def generate_trace_id(self) -> int:

@@ -107,7 +107,7 @@ class Sharded(DataParallel):
         super().__init__(parts, summation)
         self._keep_weights = keep_weights
         self.expert_sums: list[list[ExpertSums]] = [[] for _ in parts]
-        """Of the experts in each part that several slots' tokens come to at once."""
+        """Sums of the experts in each part that several slots' tokens come to at once."""
         # While weights are gathered the modules show the whole ones; these are the shares, whose gradients count.
         self._shares = [list(named_parameters([part]).values()) for part in parts]
         summation.reduce_groups(list(_fsdp_modules(parts)))

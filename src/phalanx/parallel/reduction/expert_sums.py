@@ -44,7 +44,7 @@ class ExpertSums:
         self._kept: dict[str, dict[int, Tensor]] = defaultdict(dict)
         """Sums over micro-batches, by parameter and the first of some experts: ``(experts, slots, ...)``, or without slots."""
         self._sums: dict[str, list[Tensor]] = defaultdict(list)
-        """Of a parameter's first experts, while those of the others are still to come: ``(experts, ...)``, fp32."""
+        """Sums of a parameter's first experts, while those of the others are still to come: ``(experts, ...)``, fp32."""
 
     def take(self, name: str, experts: range, leaves: Tensor) -> None:
         """Takes the gradients ``(experts, slots, ...)`` of a micro-batch of each slot, of some of a parameter's experts."""

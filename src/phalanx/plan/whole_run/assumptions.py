@@ -82,9 +82,9 @@ class RunAssumptions:
     data_bytes_per_s: float | None = None
     """What the place of the data gives in all; the cluster's storage bandwidth if None."""
     data_latency_s: float = STORE_LATENCY_S
-    """Of data in object stores: mean seconds of one request."""
+    """Mean seconds of one request for data in object stores."""
     data_requests_per_s: float = STORE_REQUESTS_PER_S
-    """Of data in object stores: requests that are answered in a second, in all."""
+    """Requests for data that object stores answer in a second, in all."""
     draws: int = 1000
     """Simulated runs."""
     seed: int = 0

@@ -35,7 +35,7 @@ class StartCosts:
     file_bytes: Fact
     """Bytes of files that one node reads."""
     file_calls_per_s: Fact
-    """Of a shared file system, for all nodes."""
+    """Calls that a shared file system answers in a second, for all nodes."""
     file_bytes_per_s: Fact
     """The same."""
     host_s: Fact

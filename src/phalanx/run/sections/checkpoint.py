@@ -27,7 +27,7 @@ class CheckpointSpec:
     """URL of an object store (s3://, gs://, az://, file://) or path where checkpoints are copied in the background; a run whose disk is
     lost goes on from there. Empty means none."""
     store_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Of the saved steps, those divisible by this are copied, and the last one; 0 means all."""
+    """Saved steps divisible by this are copied, and the last one; 0 means all."""
     store_keep_last: Annotated[int, FLEET, POSITIVE] = 2
     """Number of newest checkpoints that are kept in the store."""
     store_keep_every: Annotated[int, FLEET, NOT_NEGATIVE] = 0

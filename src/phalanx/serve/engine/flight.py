@@ -22,9 +22,9 @@ class Flight:
     spans: list[Span]
     """Their rows, in the same order."""
     owners: list[tuple[RunningText, int]]
-    """Of each row whose distribution is asked for, its text and its place there."""
+    """The text of each row whose distribution is asked for, and the row's place in it."""
     given: list[int]
-    """Of each of them the token that it was computed for."""
+    """The token that each of these rows was computed for."""
     states: Tensor
     """``(rows, dim)``, as the layers that are here gave them."""
     length: int

@@ -40,7 +40,7 @@ class Observation:
     step: int
     moment: Moment
     name: str
-    """Of the module or parameter."""
+    """The name of the module or parameter."""
     sum: int
     """Modulo 2^64."""
     slot: int = _NO_SLOT

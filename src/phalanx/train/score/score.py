@@ -39,7 +39,7 @@ class ScoreError(ValueError):
 def score(
     run_dir: Path, texts: Sequence[Sequence[int]], step: int | None = None, dtype: Compute | None = None
 ) -> list[Tensor]:
-    """Of each text the log-probabilities ``(n - 1,)``, fp32, nats, of its tokens behind the first.
+    """Log-probabilities ``(n - 1,)``, fp32, nats, for each text, of its tokens behind the first.
 
     With the weights of ``step``, else of the newest that can be read, computed in ``dtype``, else in the run's own format. Raises as
     ``Scorer.of_run`` and ``Scorer.score`` do.
@@ -83,7 +83,7 @@ class Scorer:
     def score(
         self, texts: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
     ) -> list[Tensor]:
-        """Of each text the log-probabilities ``(n - 1,)``, fp32, nats. ``progress`` is told how many texts are scored, after each
+        """Log-probabilities ``(n - 1,)``, fp32, nats, for each text. ``progress`` is told how many texts are scored, after each
         micro-batch. Raises ScoreError before anything is computed, and for logits that are not finite."""
         for number, text in enumerate(texts, 1):
             self._require(text, number)

@@ -33,7 +33,7 @@ class HeldOutLoss:
     bits_per_byte: float
     """Bits needed for a byte of the text, as a compressor counts."""
     sources: Mapping[str, float] = field(default_factory=dict)
-    """Of several sources, the loss on the text of each by its name, if any of it was scored."""
+    """The loss on the text of each of several sources by its name, if any of it was scored."""
 
 
 def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:

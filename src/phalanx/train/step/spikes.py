@@ -20,10 +20,10 @@ from phalanx.observe.spread import usual_deviation
 from phalanx.run.spec import TrainSpec
 
 _LEAST_LOSS_DEVIATION = 0.005
-"""Of the usual loss. Where the window is nearly still (the same few batches again and again), no deviation is less than this: with 8 of
+"""The least deviation, as a share of the usual loss. Where the window is nearly still (the same few batches again and again), no deviation is less than this: with 8 of
 them a spike is 4 % up, less than what any published spike was."""
 _LEAST_NORM_DEVIATION = 0.25
-"""Of the usual gradient norm. Norms have long tails: with 8 deviations a spike is three times the usual norm or more."""
+"""The least deviation, as a share of the usual gradient norm. Norms have long tails: with 8 deviations a spike is three times the usual norm or more."""
 
 History = Sequence[Sequence[float]]
 """The loss and gradient norm of each of a run's last steps, the oldest first."""

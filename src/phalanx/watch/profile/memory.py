@@ -53,7 +53,7 @@ class MemoryLine:
     bytes: dict[str, list[int]]
     """By kind, on top of what was held."""
     peak_bytes: int
-    """Of what was made in the steps, and what was held, together."""
+    """The peak of what was made in the steps and what was held, together."""
     peak_s: float
     at_peak: list[Live]
 

@@ -52,7 +52,7 @@ class ProfileSummary:
     """Where a step of each rank went: ``columns``, and ``rows`` with ``rank``, ``step_s`` and ``seconds`` by column."""
     asked_unix_s: float | None
     trace_bytes: int
-    """Of the merged trace."""
+    """The size of the merged trace."""
 
 
 def profiles(directory: RunDirectory) -> list[ProfileSummary]:

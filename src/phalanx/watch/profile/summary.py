@@ -19,7 +19,7 @@ from phalanx.watch.profile.waits import Passage, Waits, critical_path, meet, pas
 from phalanx.watch.profile.words import in_order
 
 VERSION = 1
-"""Of the summary's fields."""
+"""The version of the summary's fields."""
 _MOST_PAIRS = 200
 
 

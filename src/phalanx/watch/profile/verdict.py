@@ -48,7 +48,7 @@ class Finding:
     code: str
     """``late rank``, ``slow link``, ``host gap``, ``data wait``, ``save``, ``bubble`` or ``computing``."""
     cost_s: float
-    """Of a step."""
+    """Seconds of a step."""
     text: str
     ranks: tuple[int, ...] = ()
     axis: str = ""

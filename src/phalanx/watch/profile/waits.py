@@ -78,11 +78,11 @@ class Transfer:
     seconds: float = 0.0
     bytes: float = 0.0
     each_s: list[float] = field(default_factory=list)
-    """Of each call."""
+    """The wait in each call."""
 
     @property
     def typical_s(self) -> float:
-        """Of a call, at the median: on a busy machine a few calls take very long."""
+        """The median wait in a call: on a busy machine a few calls take very long."""
         return median(self.each_s) if self.each_s else 0.0
 
     @property

@@ -41,7 +41,7 @@ class Recorded:
     started: RunStarted | None
     """Its newest start."""
     machines: tuple[Machine, ...]
-    """Of the newest start that left any."""
+    """The machines of the newest start that left any."""
     differences: tuple[MachineDifference, ...]
     checkpoints: tuple[int, ...]
     """The steps with a checkpoint on disk."""

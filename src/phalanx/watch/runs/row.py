@@ -52,13 +52,13 @@ class RunRow:
     """Training loss of the last logged step, in nats a token."""
     held_out_loss: float | None
     bits_per_byte: float | None
-    """Of the held-out text, in the newest evaluation."""
+    """The loss on the held-out text in the newest evaluation, in bits per byte."""
     tokens: int
     """Tokens trained on."""
     tokens_per_s: float | None
     mfu: float | None
     goodput: float | None
-    """Of the newest attempt, at its last logged step."""
+    """The goodput of the newest attempt at its last logged step."""
     started: float | None
     """Unix seconds of the run's first start."""
     updated: float | None

@@ -52,7 +52,7 @@ class Surroundings:
     driver: str
     variables: Mapping[str, str]
     data_fingerprint: str
-    """Of the data, or why they cannot be had, in words."""
+    """The fingerprint of the data, or in words why they cannot be had."""
     probes: Mapping[str, str]
 
 

@@ -38,7 +38,7 @@ _MOST_ROWS_AHEAD = 1 << 17
 _MOST_GAP_BYTES = 1 << 20
 """After a longer stretch without records the rest is parsed: no line in a shorter one can be too long for an event."""
 _MOST_GAPS_BYTES = 1 << 25
-"""Of one chunk: its lines without records are held at once."""
+"""The most bytes without records in one chunk, whose lines are held at once."""
 _HELD_AGAINST = 8
 """Records of a chunk that are held against their lines."""
 _PLACES = {"offset": "<u8", "t": "<f8", "length": "<u4", "step": "<i4", "has_ledger": "<u4", "attempt": "<i4"}

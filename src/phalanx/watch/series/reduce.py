@@ -60,7 +60,7 @@ def reduce_series(x: Floats, y: Floats, columns: Columns) -> Reduced:
 
 
 def _line(x: Floats, y: Floats, lo: Floats, hi: Floats, columns: Columns) -> Floats:
-    """Of each column the candidate that spans the largest triangle with the point chosen before and the mean of the next column."""
+    """The candidate of each column that spans the largest triangle with the point chosen before and the mean of the next column."""
     ends = np.append(columns.first[1:], len(x)) - 1
     candidates = np.stack(
         (columns.first, _first_equal(y, lo, columns), _first_equal(y, hi, columns), ends), axis=1

@@ -78,7 +78,7 @@ class RunSeries:
         self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
         """The events of kind ``RunStarted``."""
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
-        """Of every event that is no step: the number of rows before it, and the offset of its line."""
+        """For every event that is no step, the number of rows before it and the offset of its line."""
         self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
         self.torn_lines = 0
         self.parsed_bytes = 0

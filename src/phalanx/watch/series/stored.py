@@ -19,7 +19,7 @@ from phalanx.run.directory.durable import write_atomically
 from phalanx.watch.series.run_series import RunSeries, SeriesState
 
 WORTH_BYTES = 4 << 20
-"""Of a shorter file nothing is kept: it is read in no time."""
+"""Nothing is kept of a file shorter than this: it is read in no time."""
 MOST_BYTES = 2 << 30
 _SHAPE = b"phalanx-series-1"
 _SEAL_BYTES = 8

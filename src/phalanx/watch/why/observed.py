@@ -81,7 +81,7 @@ class Observed:
     """There is a result."""
     fleet: FleetFile | None = None
     failures: tuple[FailureSeen, ...] = ()
-    """Of the newest start, the first to fail first."""
+    """The failures of the newest start, the first to fail first."""
     first_failure: str = ""
     """The line of the logs that tells the first failure."""
     checkpoints: tuple[tuple[int, float], ...] = ()
@@ -93,9 +93,9 @@ class Observed:
     throttled: tuple[Throttling, ...] = ()
     """The nodes that say that they are slowed down."""
     data_fingerprint: str = ""
-    """Of the data that the run was started with."""
+    """The fingerprint of the data that the run was started with."""
     data_now: str = ""
-    """Of the data as they are now; empty if that is not known."""
+    """The fingerprint of the data as they are now; empty if that is not known."""
     data_error: str = ""
     """Why the data cannot be opened now."""
 

@@ -32,7 +32,7 @@ from phalanx.watch.why.neighbors import slow_ranks, told_first, unlike_machines
 from phalanx.watch.why.observed import DiskSeen, FailureSeen, Observed
 
 _TAIL_BYTES = 4 << 20
-"""Of the newest events: some thousand logged steps."""
+"""Bytes of the newest events that are read: some thousand logged steps."""
 _HEAD_BYTES = 256 << 10
 _SAMPLES, _SAMPLE_BYTES = 8, 32 << 10
 _MOST_FAILURES = 64

@@ -30,7 +30,7 @@ DATA_SHARE = 0.1
 SLOWER = 0.15
 """Part of the run's own earlier throughput that is lost. Clocks and networks move by a few percent."""
 SLOWER_DEVIATIONS = 3.0
-"""Of its own variation, from one stretch of steps to the next, by which it must have fallen as well."""
+"""How many deviations of its own variation, from one stretch of steps to the next, it must have fallen as well."""
 PAST_STEPS = 100
 """Logged steps that it takes to know what is usual, and how much it varies: five stretches."""
 GOODPUT = 0.8

@@ -37,7 +37,7 @@ class SlurmArray:
         self._jobs = jobs
         self._name = ""
         self._array: dict[int, str] = {}
-        """Of each job, by its number from 1: the array that it was submitted with last."""
+        """The array that each job was submitted with last, by the job's number from 1."""
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
         place = Workplace(url)

@@ -66,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class HeldOutEnd:
-    """Of so few documents that a split would be empty: whose end is held out (``phalanx.data.portions.planning.named_files``)."""
+    """A document whose end is held out, where a split of so few whole documents would be empty (``phalanx.data.portions.planning.named_files``)."""
 
     portion: int
     document: int
@@ -87,7 +87,7 @@ class PreparationPlan:
     portion_bytes: int
     files: tuple[RawFile, ...]
     formats: tuple[Format, ...]
-    """Of each file."""
+    """The format of each file."""
     portions: tuple[tuple[Piece, ...], ...]
     software: dict[str, str]
     """Versions of whatever decides bytes of the output."""

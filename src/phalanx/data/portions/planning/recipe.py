@@ -41,9 +41,9 @@ class OutputRecipe:
     layout: Literal["text", "chat"] = "text"
     """Rows are texts, or conversations, of which only the assistant's words are learned (``phalanx.data.chat``)."""
     chat_template: str = ""
-    """Of conversations: the path of a Jinja template; empty is the one beside the tokenizer."""
+    """The path of a Jinja template for conversations; empty is the one beside the tokenizer."""
     too_long: Literal["drop", "cut"] = "drop"
-    """Of conversations: leave out those longer than a record, or cut them after an answer."""
+    """Leave out conversations longer than a record, or cut them after an answer."""
     template: str = ""
     """The template's text, which the plan enters, as it does the special tokens that it may name."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)

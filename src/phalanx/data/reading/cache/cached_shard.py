@@ -38,9 +38,9 @@ class Traffic:
     """What was read of cached datasets by this process. Threads share it."""
 
     asked_bytes: int = 0
-    """Of samples that were read, whole blocks."""
+    """Bytes of samples that were read, in whole blocks."""
     fetched_bytes: int = 0
-    """Of these and of what was read ahead, what came from the store."""
+    """Bytes that came from the store, of these and of what was read ahead."""
     requests: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

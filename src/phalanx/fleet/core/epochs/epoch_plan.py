@@ -29,7 +29,7 @@ from phalanx.fleet.core.state import Eligibility, FleetState, Node, RestorePoint
 HOLDERS_NAMED = 3
 """Holders listed for one state in a Bind; no more, so that messages stay small."""
 _FEW = 8
-"""Of so many holders of a state each member finds its nearest by itself."""
+"""The number of holders of a state up to which each member finds its nearest by itself."""
 
 
 class EpochPlan(Struct, frozen=True):

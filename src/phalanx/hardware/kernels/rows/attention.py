@@ -67,7 +67,7 @@ class RowAttention:
     kept: int
     """Heads of keys and values, a divisor of ``heads``."""
     width: int
-    """Of a head, whole vectors of eight."""
+    """The width of a head, in whole vectors of eight."""
     scale: float
     chains: Chains
     threads: int

@@ -47,7 +47,7 @@ class LayerWeights:
     width: int
     """Elements of a head."""
     rotated: int
-    """Of these, those that are rotated; 0 if the layer rotates none."""
+    """How many of these are rotated; 0 if the layer rotates none."""
     eps: float
 
     def products(self) -> Iterator[Affinity]:

@@ -32,7 +32,7 @@ class RowKernel:
         try:
             library = compiled(_FOLDER / "rows.c", _OPTIONS, beside=_SOURCES)
             self.name = library.stem
-            """Of its source and the compiler's options."""
+            """The digest of its source and the compiler's options."""
             self.library = ctypes.CDLL(str(library))
             self._product = self.library.row_product
         except (OSError, AttributeError) as error:

@@ -74,5 +74,5 @@ def _plain(x: Floats, *, whole: bool) -> list[float | None]:
 
 
 def _unread(found: tuple[int, int] | None) -> dict[str, int] | None:
-    """Of a file that is too long to be read at once: how far reading has come. The next request goes on."""
+    """How far reading has come of a file that is too long to be read at once; the next request goes on."""
     return None if found is None else {"read_bytes": found[0], "size_bytes": found[1]}

@@ -117,7 +117,7 @@ def heat_map(runs: Runs, place: Place, column: str, part: Part) -> Heat | None:
 
 
 def _worst(stream: RankStream, column: str, found: HeatMap) -> list[int]:
-    """Of each row the rank with the greatest value in the newest frame that is shown."""
+    """The rank of each row that has the greatest value in the newest frame that is shown."""
     if not found.values.size:
         return []
     shown = np.flatnonzero(stream.steps == found.column_steps[-1])
