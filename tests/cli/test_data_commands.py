@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parity.llama3_folder import save_tokenizer
+from phalanx.cli.data.order import where_lines
 from phalanx_process import RUN_FILE, last_json, run
 from tiny_runs import make_dataset
 
@@ -135,7 +136,17 @@ def test_what_no_step_has_is_not_shown(place: Path, words: list[str], says: str)
 
 def test_a_document_is_found_by_its_number(place: Path) -> None:
     shown = run(["data", "where", "runs/mixed", "--source", "web", "--document", "0"], place)
-    assert shown.stdout.startswith("record 0: ")
+    assert shown.stdout.startswith(("record 0: ", "records 0 to "))
+
+
+def test_records_that_no_step_trains_on_are_named_together() -> None:
+    steps = {4: [], 5: [], 6: [31, 1_200], 7: [8], 8: []}
+    assert list(where_lines(steps)) == [
+        "records 4 to 5: no step of this run",
+        "record 6: steps 31, 1,200",
+        "record 7: step 8",
+        "record 8: no step of this run",
+    ]
 
 
 @pytest.mark.parametrize(

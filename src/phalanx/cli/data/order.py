@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -173,13 +174,23 @@ def where_command(
             )
         )
         return
-    for one, steps in found.items():
-        shown = ", ".join(f"{step:,}" for step in steps[:_SHOWN_STEPS])
-        more = f" and {len(steps) - _SHOWN_STEPS:,} more" if len(steps) > _SHOWN_STEPS else ""
-        click.echo(
-            f"record {one}: "
-            + (f"step{'s' if len(steps) > 1 else ''} {shown}{more}" if steps else "no step of this run")
-        )
+    for line in where_lines(found):
+        click.echo(line)
+
+
+def where_lines(found: Mapping[int, Sequence[int]]) -> Iterator[str]:
+    """A line for each record that steps train on, and one for each stretch of records that none does."""
+    for trained, stretch in groupby(found, key=lambda one: bool(found[one])):
+        records = list(stretch)
+        if not trained:
+            named = f"record {records[0]}" if len(records) == 1 else f"records {records[0]} to {records[-1]}"
+            yield f"{named}: no step of this run"
+            continue
+        for one in records:
+            steps = found[one]
+            shown = ", ".join(f"{step:,}" for step in steps[:_SHOWN_STEPS])
+            more = f" and {len(steps) - _SHOWN_STEPS:,} more" if len(steps) > _SHOWN_STEPS else ""
+            yield f"record {one}: step{'s' if len(steps) > 1 else ''} {shown}{more}"
 
 
 def _of_document(
