@@ -39,6 +39,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.fleet.node.agent_args import WORKER_PROGRAM
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step
 from phalanx.run.directory.paths import RunDirectory
@@ -235,7 +236,7 @@ def hit_node(run_dir: Path) -> str:
 def _watch_workers(process: subprocess.Popen[bytes], run_dir: Path) -> dict[str, set[int]]:
     """The process ids of the workers of each node, gathered until the run has ended."""
     seen: dict[str, set[int]] = defaultdict(set)
-    pattern = rf"phalanx\.fleet\.worker .*{re.escape(run_dir.name)} .*--node (\S+)"
+    pattern = rf"{re.escape(WORKER_PROGRAM[-1])} .*{re.escape(run_dir.name)} .*--node (\S+)"
     deadline_s = time.monotonic() + PATIENCE_S
     while process.poll() is None:
         for pid, node in processes(pattern).items():
