@@ -19,16 +19,19 @@ _FIRST_CPU_SIZE, _CPU_SIZE = 256, 2048
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
     """The best rate, in FLOP/s, at which this process multiplies two square matrices of ``dtype`` on ``device``.
 
-    8,192 rows and columns on a GPU, on a CPU 2,048: enough to reach the plateau of either. A CPU without kernels for ``dtype`` would take minutes
-    for that (bf16 on processors with AVX2 alone: 1 GFLOP/s), so sizes grow as long as a product fits into ``budget_s``. The best of as
-    many rounds as fit into it (two at least, after one to warm up), because noise only ever slows down.
+    8,192 rows and columns on a GPU, on a CPU up to 2,048: sizes grow for as long as a product takes less than an eighth of ``budget_s``, so that
+    few threads, which reach their plateau with small matrices, measure small ones, and a CPU without kernels for ``dtype`` (bf16 on processors
+    with AVX2 alone: 1 GFLOP/s) does not take minutes. The best of as many rounds as fit into the budget (two at least, after one to
+    warm up), because noise only ever slows down.
     """
     size = _FIRST_CPU_SIZE if device.type == "cpu" else 8192
     best = _best_s(device, dtype, size, 0.0)
     while device.type == "cpu" and size < _CPU_SIZE and 8 * best < budget_s:
         size *= 2
         best = _best_s(device, dtype, size, 0.0)
-    return 2 * size**3 / min(best, _best_s(device, dtype, size, budget_s))
+    if 2 * best < budget_s:  # else the two rounds have taken all of it
+        best = min(best, _best_s(device, dtype, size, budget_s))
+    return 2 * size**3 / best
 
 
 def _best_s(device: torch.device, dtype: torch.dtype, size: int, budget_s: float) -> float:

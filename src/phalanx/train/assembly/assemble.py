@@ -45,7 +45,7 @@ from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
 from phalanx.train.step.step import StepFlags
 
-_PEAK_BUDGET_S = 0.05
+_PEAK_BUDGET_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -269,5 +269,9 @@ def _peak(spec: RunSpec, device: torch.device) -> Peak:
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001  a part of the key
-    """Measured once in a process, and no longer than a start may wait: the best of few products is that of many."""
+    """Measured once in a process, and no longer than a start may wait: the best of few products is that of many.
+
+    Every rank measures while the others do, as they will compute, and none reads the number of an earlier start from a file: that may have
+    been a machine busy with other work, and 0.04 s for a thread is less than such a number would cost in doubts about every MFU.
+    """
     return measure_matmul_flops(device, dtype, _PEAK_BUDGET_S)
