@@ -1,7 +1,8 @@
-"""A rank that fails ends its process at once, whatever becomes of its report."""
+"""A rank's process: it starts without looking at all that it imports, and one that fails ends at once, whatever becomes of its report."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -38,6 +39,15 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDi
     yield RunDirectory(run_dir)
     for number, handler in before:
         signal.signal(number, handler)
+
+
+def test_no_collection_looks_at_what_was_imported_then_or_later() -> None:
+    before = gc.get_freeze_count()
+    with worker.without_gc():
+        assert not gc.isenabled()
+        modules = [[number] for number in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(modules)
 
 
 def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

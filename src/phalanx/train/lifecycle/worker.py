@@ -129,11 +129,16 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Inside, no garbage is collected: of the time that importing PyTorch takes, collections are a sixth."""
+    """Inside, no garbage is collected, nor ever what was made inside; for imports, whose modules stay for as long as the process.
+
+    Of the time that importing PyTorch takes, collections are a sixth, and one look at its 300,000 objects afterwards takes 0.3 s more.
+    The 9,000 of them that nobody needs any more stay as well.
+    """
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
