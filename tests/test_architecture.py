@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 FLOORS = {
@@ -151,7 +155,35 @@ def module_name(file: Path) -> str:
     return ".".join(("phalanx", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-MODULES = {module_name(file): ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}
+MODULES = {module_name(file): file for file in sorted(SOURCE.rglob("*.py"))}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a source file names."""
+
+    imports: set[str]
+    """Modules, wherever in the file."""
+    calls: set[str]
+    """Functions that are called by a name without a dot."""
+    pickling: set[str]
+    """Ways of pickling."""
+
+
+@pytest.fixture(scope="module")
+def house() -> Mapping[str, Facts]:
+    """Every module's facts. Their syntax trees are a million objects, so that each goes before the next is made."""
+    return {name: facts(ast.parse(file.read_text())) for name, file in MODULES.items()}
+
+
+def facts(tree: ast.Module) -> Facts:
+    """What a source file names."""
+    calls = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    return Facts(imports(tree), calls, pickling(tree))
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -167,37 +199,34 @@ def imports(tree: ast.Module) -> set[str]:
     return names
 
 
-IMPORTS = {name: imports(tree) for name, tree in MODULES.items()}
-
-
 def package(module: str) -> str:
     """The package on whose floor a module stands; empty for ``phalanx`` and ``phalanx.__main__``."""
     part = module.split(".")[1] if module.startswith("phalanx.") else ""
     return part if part in FLOORS else ""
 
 
-def test_a_package_imports_only_from_lower_floors() -> None:
+def test_a_package_imports_only_from_lower_floors(house: Mapping[str, Facts]) -> None:
     assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == FLOORS.keys()
     assert [
         f"{module} imports {name}"
-        for module, names in IMPORTS.items()
-        for name in names
+        for module, named in house.items()
+        for name in named.imports
         if package(module) and package(name) and package(module) != package(name)
         if FLOORS[package(name)] >= FLOORS[package(module)]
     ] == []
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle(house: Mapping[str, Facts]) -> None:
     # Whatever stays after files without an import among the rest are taken away, again and again, lies on a circle
     # or leads to one.
-    left = {module: names & MODULES.keys() - {module} for module, names in IMPORTS.items()}
+    left = {module: named.imports & MODULES.keys() - {module} for module, named in house.items()}
     while free := [module for module, names in left.items() if not names & left.keys()]:
         for module in free:
             del left[module]
     assert sorted(left) == []
 
 
-def test_pure_rooms_touch_neither_clock_nor_disk_nor_network_nor_torch() -> None:
+def test_pure_rooms_touch_neither_clock_nor_disk_nor_network_nor_torch(house: Mapping[str, Facts]) -> None:
     assert all((SOURCE / room).exists() for room in PURE)
     pure = {
         module_name(file)
@@ -207,16 +236,13 @@ def test_pure_rooms_touch_neither_clock_nor_disk_nor_network_nor_torch() -> None
     assert [
         f"{module} imports {name}"
         for module in sorted(pure)
-        for name in IMPORTS[module]
+        for name in house[module].imports
         if name.split(".")[0] in IMPURE
     ] == []
     assert [
-        f"{module} calls {node.func.id}"
+        f"{module} calls {name}"
         for module in sorted(pure)
-        for node in ast.walk(MODULES[module])
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("open", "print")
+        for name in house[module].calls & {"open", "print"}
     ] == []
 
 
@@ -267,9 +293,9 @@ OTHERS_PICKLES = {
 """What reads PyTorch's distributed checkpoints, which are pickles: by a list of what these may name (``test_dcp_import.py``)."""
 
 
-def test_nothing_pickles() -> None:
+def test_nothing_pickles(house: Mapping[str, Facts]) -> None:
     # Whoever can send a rank bytes that it unpickles runs code in it.
-    assert {name: ways for name, tree in MODULES.items() if (ways := pickling(tree))} == OTHERS_PICKLES
+    assert {name: named.pickling for name, named in house.items() if named.pickling} == OTHERS_PICKLES
 
 
 def test_ways_of_pickling_are_found_in_all_their_spellings() -> None:
