@@ -49,6 +49,7 @@ every_steps = 3
 [evaluation]
 every_steps = 6
 sequences = 5
+final_sequences = 16
 
 [runtime]
 device = "cpu"

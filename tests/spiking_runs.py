@@ -34,5 +34,5 @@ def spiking_run(dataset: Path, noise: Path, run_dir: Path) -> RunSpec:
         train=dataclasses.replace(base.train, micro_batch_size=2),
         data=DataSpec(stages=(0, SPIKE - 1, SPIKE), sources=sources),
         checkpoint=CheckpointSpec(every_steps=2, keep_last=1),
-        evaluation=EvalSpec(every_steps=0),
+        evaluation=EvalSpec(every_steps=0, final_sequences=4),
     )

@@ -55,7 +55,7 @@ def tiny_run(dataset: Path, run_dir: Path, steps: int = 6, **train: Any) -> RunS
         schedule=ScheduleSpec(warmup_steps=2),
         runtime=RuntimeSpec(device="cpu", seed=3),
         checkpoint=CheckpointSpec(every_steps=2, keep_last=3),
-        evaluation=EvalSpec(every_steps=2, sequences=5),
+        evaluation=EvalSpec(every_steps=2, sequences=5, final_sequences=16),
         observe=ObserveSpec(memory_at_step=0),  # a step whose memory is looked at takes as long as five
     )
     return resolve(spec, open_places(spec.data), Path("tiny.toml"))
