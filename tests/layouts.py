@@ -75,11 +75,13 @@ MIXTURE = ModelSpec(
 )
 
 
-def tiny(model: ModelSpec, parallel: ParallelSpec, seq_len: int = 32) -> RunSpec:
-    """A resolved run of ``model``: four slots of four micro-batches, with clipping and decay."""
+def tiny(model: ModelSpec, parallel: ParallelSpec, seq_len: int = 32, batch_size: int = 16) -> RunSpec:
+    """A resolved run of ``model``: four slots, a micro-batch for each sequence, with clipping and decay."""
     return RunSpec(
         model=resolve(model),
-        train=TrainSpec(steps=4, batch_size=16, seq_len=seq_len, slots=4, micro_batch_size=1, loss_chunk=16),
+        train=TrainSpec(
+            steps=4, batch_size=batch_size, seq_len=seq_len, slots=4, micro_batch_size=1, loss_chunk=16
+        ),
         optimizer=OptimizerSpec(lr=1e-2, clip_norm=0.5),
         schedule=ScheduleSpec(warmup_steps=0),
         precision=PrecisionSpec(compute="fp32"),

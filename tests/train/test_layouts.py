@@ -33,8 +33,7 @@ GOAL = 4e-6
 
 def tiny(model: ModelSpec, parallel: ParallelSpec) -> RunSpec:
     """A run with two micro-batches to a slot."""
-    spec = layouts.tiny(model, parallel)
-    return dataclasses.replace(spec, train=dataclasses.replace(spec.train, batch_size=8))
+    return layouts.tiny(model, parallel, batch_size=8)
 
 
 @functools.cache
