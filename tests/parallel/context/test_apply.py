@@ -29,6 +29,7 @@ from phalanx.parallel.context.tiles import DividedCore
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.spec import MlaSpec, ModelSpec, ParallelSpec, RunSpec, TrainSpec
+from quick_cases import quick
 from ranks import Ranks
 
 METHODS = {"ring": RingMethod, "allgather": GatherMethod}
@@ -340,7 +341,7 @@ def compiled_distance(mode: str) -> float:
     return max(distance(b.grad, a.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
 
 
-@modes
+@pytest.mark.parametrize("mode", quick(METHODS, of_the_suite=["ring"]))
 def test_compiled_blocks_leave_the_communication_to_eager_code(ranks: Ranks, mode: str) -> None:
     assert max(ranks.run(2, compiled_distance, mode)) <= 2e-6
 

@@ -27,6 +27,7 @@ from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabul
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.step.loss import IGNORE, summed_cross_entropy
+from quick_cases import quick
 from ranks import Ranks
 
 BATCH, SEQ, CHUNK = 3, 16, 20
@@ -225,7 +226,13 @@ def test_recomputing_activations_changes_no_bit(
         assert all(torch.equal(one.gradients[n], other.gradients[n]) for n in one.gradients)
 
 
-@pytest.mark.parametrize("name", ["biases, gelu, norms of heads, tied embedding", "latent attention"])
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        ["biases, gelu, norms of heads, tied embedding", "latent attention"],
+        of_the_suite=["latent attention"],
+    ),
+)
 def test_blocks_compile_as_one_graph(ranks: Ranks, name: str) -> None:
     expected = on_one_process(MODELS[name])
     for result in ranks.run(2, on_tensor_ranks, MODELS[name], 2, compile_blocks):
