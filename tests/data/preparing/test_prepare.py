@@ -3,19 +3,18 @@
 import hashlib
 import json
 import lzma
-import multiprocessing
-import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from data.preparing.other_processes import prepare_until_killed, prepare_with_small_files
 from parity.llama3_folder import begins_texts, byte_level_bpe
 from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, TokenizerError
 from phalanx.data.formats.document import Document
@@ -25,6 +24,7 @@ from phalanx.data.reading.dataset import RunData, verify_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.stored.shards import TokenShards, verify
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, train_bpe
+from ranks import FORKS
 
 DOCUMENTS = [
     Document(f"poem-{i}", f"Roses number {i},\nviolets {i * i}; naïve <|endoftext|> 日本\n" * (i % 7 + 1))
@@ -34,9 +34,11 @@ FRACTION = 0.2
 HELD_OUT_TEXTS = [d.text for d in DOCUMENTS if split_of(d.name, FRACTION) == HELD_OUT]
 
 
+SETTINGS: dict[str, Any] = {"tokenizer": "bytes", "held_out_fraction": FRACTION, "shard_tokens": 1000}
+
+
 def make(out: Path, tokenizer: str | Path = "bytes", **changes: object) -> PreparedInfo:
-    settings: dict[str, object] = {"held_out_fraction": FRACTION, "shard_tokens": 1000, **changes}
-    return prepare(DOCUMENTS, out, tokenizer=tokenizer, **settings)  # type: ignore[arg-type]
+    return prepare(DOCUMENTS, out, **(SETTINGS | {"tokenizer": tokenizer, **changes}))
 
 
 def texts_in(directory: Path, split: str) -> list[str]:
@@ -198,24 +200,16 @@ def test_a_damaged_dataset_is_not_reused(tmp_path: Path) -> None:
         make(tmp_path / "set")
 
 
-def prepare_with_small_files(out: Path, outcome: "multiprocessing.queues.SimpleQueue[str]") -> None:
-    # A file-size limit is the one full disk that every machine has: writing beyond it fails as on a full disk.
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    try:
-        make(out, shard_tokens=1 << 20)
-        outcome.put("prepared")
-    except Exception as error:
-        outcome.put(f"{type(error).__name__}: {error}")
-
-
 def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    outcome = context.SimpleQueue()
-    process = context.Process(target=prepare_with_small_files, args=(tmp_path / "set", outcome))
+    heard, outcome = FORKS.Pipe(duplex=False)
+    settings = SETTINGS | {"shard_tokens": 1 << 20}
+    process = FORKS.Process(
+        target=prepare_with_small_files, args=(DOCUMENTS, tmp_path / "set", settings, outcome)
+    )
     process.start()
+    outcome.close()
     process.join()
-    assert re.match("NoRoomError: .*: make room there, or choose a directory on another disk", outcome.get())
+    assert re.match("NoRoomError: .*: make room there, or choose a directory on another disk", heard.recv())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -305,8 +299,7 @@ def test_documents_without_text_to_divide_are_refused(tmp_path: Path, documents:
 
 
 def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=prepare_until_killed, args=(tmp_path / "set",))
+    process = FORKS.Process(target=prepare_until_killed, args=(DOCUMENTS, tmp_path / "set", SETTINGS))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -314,14 +307,6 @@ def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path: Path) -
     assert ".partial-" in left.name
     make(tmp_path / "set")
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-def prepare_until_killed(out: Path) -> None:
-    def kill(stage: str, done: int, total: int) -> None:
-        if (stage, done) == ("encode", total // 2):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    make(out, on_progress=kill)
 
 
 def test_text_that_is_not_unicode_is_named(tmp_path: Path) -> None:
