@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forked_python import Popen
 from phalanx.run.spec import MemorySpec, RunSpec
 from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.transforms.offload import (
@@ -126,6 +127,15 @@ def test_activations_on_the_host_stay_where_they_are_on_a_cpu() -> None:
     assert before == [block.forward for block in model.blocks.values()]
 
 
+def ran(program: str, folder: Path) -> tuple[int, str]:
+    """The exit code of a program in a process of its own, and what it printed."""
+    script = folder / "program.py"
+    script.write_text(program)
+    process = Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    said, _ = process.communicate()
+    return process.returncode, said
+
+
 def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     # A limit on the size of files is the full disk that a test can make.
     program = f"""
@@ -141,23 +151,24 @@ try:
 except OffloadError as error:
     print(error)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    code, said = ran(program, tmp_path)
+    assert code == 0
     assert str(tmp_path) in said
     assert "memory.offload_path" in said
 
 
 def test_a_killed_process_leaves_no_file_behind(tmp_path: Path) -> None:
+    (files := tmp_path / "files").mkdir()
     program = f"""
 import os, signal, torch
 from pathlib import Path
 from phalanx.train.transforms.offload import FileStore
-store = FileStore(Path({str(tmp_path)!r}), torch.device("cpu"))
+store = FileStore(Path({str(files)!r}), torch.device("cpu"))
 store(torch.zeros(1 << 20, dtype=torch.uint8)).get()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert os.listdir(tmp_path) == []
+    assert ran(program, tmp_path)[0] == -signal.SIGKILL
+    assert os.listdir(files) == []
 
 
 @pytest.mark.parametrize("where", ["none", "host", "file"])
