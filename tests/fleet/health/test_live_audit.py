@@ -118,7 +118,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", quick(LAYOUTS, of_the_suite=["experts on 2, teams of 2"]))
 def test_audits_find_nothing_on_healthy_ranks_and_change_no_bit(ranks: Ranks, name: str) -> None:
     count, model, parallel = LAYOUTS[name]
-    spec = tiny(model, parallel)
+    spec = tiny(model, parallel, batch_size=8)
     outcomes = ranks.run(count, audited_steps, spec, 3, 1)
     assert all(verdicts == [None] * 3 for verdicts, _ in outcomes)
     without = ranks.run(count, audited_steps, spec, 3, 0)
