@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -33,7 +34,7 @@ playwright_api = pytest.importorskip(
 pytestmark = pytest.mark.skipif(
     not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: the page is NOT tested in a browser"
 )
-from playwright.sync_api import Browser, Page, expect  # noqa: E402
+from playwright.sync_api import Browser, BrowserContext, Page, expect  # noqa: E402
 
 PATIENCE_MS = 100_000
 """The patience that a busy machine needs: Chromium waits for two still frames before it clicks."""
@@ -112,36 +113,74 @@ class Watched:
     said: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._listeners: dict[Any, Callable[[Any], None]] = {
+            "console": lambda message: self.said.append(message.text),
+            "pageerror": lambda error: self.said.append(str(error)),
+            "request": lambda request: self.asked.append(request.url),
+        }
+        for event, listener in self._listeners.items():
+            self.page.on(event, listener)
+
     def hosts(self) -> set[str | None]:
         """Hosts that were asked, beside what is part of the page itself."""
         return {urlsplit(url).hostname for url in self.asked if not url.startswith(("data:", "blob:"))}
+
+    def leave(self) -> None:
+        """Leaves the page empty, as if nobody had been there."""
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        self.page.unroute_all()
+        self.page.evaluate("() => { try { localStorage.clear(); sessionStorage.clear(); } catch {} }")
+        self.page.goto("about:blank")
 
 
 Open = Callable[..., Watched]
 
 
-@pytest.fixture
-def open_page(browser: Browser, site: str) -> Iterator[Open]:
-    """Opens the page at an address; at the end, its console must have said nothing and no other host been asked."""
-    contexts, pages = [], []
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """What the pages of tests without wishes of their own have in common: nothing that a test leaves."""
+    made = browser.new_context()
+    made.set_default_timeout(PATIENCE_MS)
+    yield made
+    made.close()
 
-    def open_at(address: str = "", width: int = 1280, quiet: bool = True, **options: object) -> Watched:
-        context = browser.new_context(viewport={"width": width, "height": 800}, **options)  # type: ignore[arg-type]
-        context.set_default_timeout(PATIENCE_MS)
-        watched = Watched(context.new_page())
-        watched.page.on("console", lambda message: watched.said.append(message.text))
-        watched.page.on("pageerror", lambda error: watched.said.append(str(error)))
-        watched.page.on("request", lambda request: watched.asked.append(request.url))
-        watched.page.goto(address if ":" in address else site + address)
-        contexts.append(context)
+
+@pytest.fixture
+def open_page(browser: Browser, context: BrowserContext, site: str) -> Iterator[Open]:
+    """Opens the page at an address; at the end, its console must have said nothing and no other host been asked.
+
+    A page that the test before has left is used again: half of what a new one costs is its process.
+    """
+    own, opened, quiet_ones = [], [], []
+
+    def open_at(
+        address: str = "", width: int = 1280, quiet: bool = True, alone: bool = False, **options: object
+    ) -> Watched:
+        if alone or options:
+            own.append(browser.new_context(**options))  # type: ignore[arg-type]
+            own[-1].set_default_timeout(PATIENCE_MS)
+            page = own[-1].new_page()
+        else:
+            used = {watched.page for watched in opened}
+            free = [page for page in context.pages if page not in used]
+            page = free[0] if free else context.new_page()
+        watched = Watched(page)
+        page.set_viewport_size({"width": width, "height": 800})
+        page.goto(address if ":" in address else site + address)
+        opened.append(watched)
         if quiet:
-            pages.append(watched)
+            quiet_ones.append(watched)
         return watched
 
     yield open_at
-    for context in contexts:
-        context.close()
-    for watched in pages:
+    for watched in opened:
+        if not watched.page.is_closed():
+            watched.leave()
+    for one in own:
+        one.close()
+    for watched in quiet_ones:
         assert watched.said == []
         assert watched.hosts() <= {"127.0.0.1", None}
 
@@ -354,7 +393,7 @@ def test_a_slow_rank_stands_out_and_is_opened_from_the_map_by_click_or_keys(
         expect(page.locator(".heat .tip")).to_contain_text("rank 4")
         page.keyboard.press("Enter")
         expect(page.locator(".aside h2")).to_have_text("Rank 4")
-        page.close()
+        page.goto("about:blank")
 
 
 @pytest.mark.parametrize(
@@ -403,7 +442,7 @@ def test_the_ranks_of_a_slow_node_are_one_band_in_the_order_of_nodes_and_are_see
         expect(page.locator(".note").first).to_contain_text(f"{ranks:,} ranks, steps 1 to 12")
         assert "from=" not in page.url
         assert "order=node" in page.url
-        page.close()
+        page.goto("about:blank")
 
 
 def test_lines_are_filtered_and_what_many_ranks_say_is_one_line_with_a_count(
@@ -428,7 +467,7 @@ def test_lines_are_filtered_and_what_many_ranks_say_is_one_line_with_a_count(
         page.wait_for_url(re.compile("level=error"))
         assert "grep=no+space" in page.url
         assert page.evaluate("window.hacked") is None
-        page.close()
+        page.goto("about:blank")
 
 
 # --- the page as a whole ---------------------------------------------------------------------------
@@ -528,7 +567,7 @@ def test_a_run_that_goes_on_is_followed_without_a_reload(open_page: Open, tmp_pa
         expect(page.locator(".live")).to_have_attribute("data-state", "live")
         run.train(3)
         expect(page.locator(".tile").first).to_contain_text("10 / 100")
-        page.close()
+        page.goto("about:blank")
 
 
 def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
@@ -544,7 +583,7 @@ def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
     with serving(tmp_path, port):
         expect(page.locator(".live")).to_have_attribute("data-state", "live")
         expect(page.locator("tbody .c-step")).to_contain_text("6 / 100")
-        page.close()
+        page.goto("about:blank")
 
 
 def test_a_run_whose_directory_vanishes_is_said_to_be_gone_and_leaves_the_list(
@@ -564,7 +603,7 @@ def test_a_run_whose_directory_vanishes_is_said_to_be_gone_and_leaves_the_list(
         page.keyboard.press("r")
         expect(page.locator("tbody .c-name a")).to_have_text(["stays"])
         expect(page.locator(".trouble")).to_be_hidden()
-        page.close()
+        page.goto("about:blank")
 
 
 def test_compared_runs_of_one_name_are_told_apart_by_their_folders(open_page: Open, tmp_path: Path) -> None:
@@ -575,7 +614,7 @@ def test_compared_runs_of_one_name_are_told_apart_by_their_folders(open_page: Op
         rows = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
         page.goto(f"http://127.0.0.1:{port}/#/compare?ids={','.join(row['id'] for row in rows)}")
         expect(page.locator(".legendbox b")).to_have_text(["first", "second"])
-        page.close()
+        page.goto("about:blank")
 
 
 @pytest.mark.slow
@@ -589,7 +628,8 @@ def test_a_server_that_stands_still_with_its_connections_open_is_told_from_one_t
     )
     try:
         assert server.stdout is not None
-        page = open_page(server.stdout.readline().split()[0], quiet=False).page
+        # Its clock is that of its context.
+        page = open_page(server.stdout.readline().split()[0], quiet=False, alone=True).page
         sign = page.locator(".live")
         expect(sign).to_have_attribute("data-state", "live")
         page.clock.install()
@@ -602,7 +642,7 @@ def test_a_server_that_stands_still_with_its_connections_open_is_told_from_one_t
         expect(sign).to_have_attribute("data-state", "reconnecting")
         server.send_signal(signal.SIGCONT)
         expect(sign).to_have_attribute("data-state", "live")
-        page.close()
+        page.goto("about:blank")
     finally:
         server.kill()
         server.wait()
@@ -642,4 +682,4 @@ def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_asks_nothin
         assert len(watched.asked) == before
         page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
         expect(page.locator("tbody .c-step")).to_contain_text("10 / 1,000")
-        page.close()
+        page.goto("about:blank")
