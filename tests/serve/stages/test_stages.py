@@ -20,7 +20,7 @@ from phalanx.checkpoint.snapshot.wire import RefusedError
 from phalanx.cli.weights.serve_command import command as serve_command
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.engine.kept import KeptFormat
@@ -35,7 +35,7 @@ from phalanx.serve.stages.far_shares import FarShare, FarShares
 from phalanx.serve.stages.far_stages import FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
-from phalanx.serve.stages.shares import Share
+from phalanx.serve.stages.shares import Share, require_shares
 from phalanx.serve.stages.stage_main import StageTask, join
 from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Request, Sampling, Told
@@ -464,6 +464,15 @@ def test_what_stages_cannot_do_is_refused_with_what_to_do(
     run = make_run(tmp_path / "run", KINDS["dense"])
     with pytest.raises(EngineError, match=said):
         open_engine(served(run, **{"stages": 2, "token_file": str(token_file(tmp_path)), **options}))
+
+
+def test_a_model_without_dense_layers_is_not_asked_for_their_width() -> None:
+    # model.ffn_dim has a value in every resolved model, which no layer may have.
+    moe = MoeSpec(experts=6, per_token=2, ffn_dim=48)
+    spec = resolve(ModelSpec(layers=2, dim=96, heads=6, vocab_size=96, ffn_dim=200, moe=moe))
+    require_shares(spec, 3)
+    with pytest.raises(EngineError, match=r"--tensor 3: the model's 200 inner elements .* give --tensor 2"):
+        require_shares(replace(spec, moe=replace(moe, first_dense=1)), 3)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ def is_mixture(model: ModelSpec, layer: int) -> bool:
     return (layer - moe.first_dense + 1) % moe.every == 0
 
 
+def dense_width(model: ModelSpec) -> int:
+    """Width of the dense feed-forward layers of a resolved model; 0 where all layers are mixtures, whatever ``model.ffn_dim`` says."""
+    return 0 if all(is_mixture(model, layer) for layer in range(model.layers)) else model.ffn_dim
+
+
 def problems(model: ModelSpec) -> Iterator[Problem]:
     """Layers, widths and choices that cannot be; none for a dense model."""
     if model.moe is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.model.layers.feed_forward import gated
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.kinds.feed_forward import is_gated
+from phalanx.run.kinds.mixture import dense_width
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.numerics.facts import Facts, recalled
 from phalanx.serve.numerics.products import fewest_rows
@@ -29,8 +30,8 @@ def width_facts(spec: ModelSpec, dtype: torch.dtype, shares: int = 1) -> Iterato
     """Each operation of a resolved model that is no product, and how few rows it may have; ``None`` if no number keeps the bits. Activations of dense
     layers are tried in the width of one of ``shares``, too."""
     yield f"the norm of width {spec.dim}", _norm(spec.dim, spec.norm_eps, spec.norm_offset, dtype)
-    inner = {spec.ffn_dim, *((spec.moe.ffn_dim, spec.moe.shared * spec.moe.ffn_dim) if spec.moe else ())}
-    dense = {spec.ffn_dim, spec.moe.shared * spec.moe.ffn_dim if spec.moe else 0}
+    inner = {dense_width(spec), *((spec.moe.ffn_dim, spec.moe.shared * spec.moe.ffn_dim) if spec.moe else ())}
+    dense = {dense_width(spec), spec.moe.shared * spec.moe.ffn_dim if spec.moe else 0}
     for width in sorted((inner | {width // shares for width in dense}) - {0}):
         yield f"the activation of width {width}", _activation(spec, width, dtype)
     yield f"the softmax over {spec.vocab_size} tokens", _softmax(spec.vocab_size, spec.logit_cap, dtype)

@@ -38,6 +38,7 @@ from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.transformer import OutputProjection, Transformer
 from phalanx.run.kinds import grouped_attention
 from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.mixture import dense_width
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.numerics.exact import Exact
@@ -95,7 +96,8 @@ def _shared_counts(spec: ModelSpec) -> Iterator[tuple[str, int]]:
     yield "heads", spec.heads
     if keeps_heads(spec):
         yield "key heads (model.kv_heads)", spec.kv_heads
-    yield "inner elements (model.ffn_dim)", spec.ffn_dim
+    if width := dense_width(spec):
+        yield "inner elements (model.ffn_dim)", width
     if spec.moe is not None:
         yield "experts (model.moe.experts)", spec.moe.experts
         if spec.moe.shared:
