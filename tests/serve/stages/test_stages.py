@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -353,6 +354,34 @@ def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked:
         assert "no sign of life for 0.2 s (--stage-timeout)" in said
     for one in (still, still_too):  # connected to the end
         one.close()
+
+
+def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = linked()
+    here.expect_life(30.0)
+    for said in (m.Alive(), m.Alive(), m.Held()):
+        there.say(said)
+    # What came meanwhile is read long after it was asked for, the answer behind signs of life.
+    assert m.from_stage.decode(here.hear(longest_s=0.0)) == m.Held()
+
+    now = [0.0]
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    here.expect_life(30.0)
+
+    def stopped_after_looking(_: StageLink) -> bool:
+        now[0] += 3600
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StageLink, "_readable", stopped_after_looking)
+        assert here.look() is None
+    there.say(m.Alive())
+    assert until(here._readable)
+    assert here.look() is None
+    now[0] += 3600
+    with pytest.raises(link.SilentError, match="no sign of life for 30 s"):
+        here.look()
+    there.close()
 
 
 @pytest.mark.timeout(60)

@@ -95,7 +95,8 @@ class StageLink:
             found = self._received()
             if found != _SIGN:
                 return found
-            if time.monotonic() - begun > longest_s:
+            # This process may have stood still itself: then the answer is there already, behind signs of life.
+            if time.monotonic() - begun > longest_s and not self._readable():
                 raise SilentError(
                     f"it has owed an answer for {longest_s:g} s, though it says that it is alive"
                 )
@@ -109,10 +110,11 @@ class StageLink:
 
     def look(self) -> bytes | None:
         """Hears signs of life while nothing is asked; a message that is none, if there is one."""
+        now = time.monotonic()  # before it is looked, since this process may stand still in between
         while self._readable():
             if (found := self._received()) != _SIGN:
                 return found
-        if self._silence_s and time.monotonic() - self._heard > self._silence_s:
+        if self._silence_s and now - self._heard > self._silence_s:
             raise self._silent()
         return None
 
