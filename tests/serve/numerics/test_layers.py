@@ -16,7 +16,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine import few_rows as ways
-from phalanx.serve.engine.few_rows import FewRows, few_rows
+from phalanx.serve.engine.few_rows import MOST_TURNS, FewRows, few_rows
 from phalanx.serve.engine.page_memory import Piece
 from phalanx.serve.engine.part import ModelPart, few_rows_of
 from phalanx.serve.engine.rows import Rule, Span
@@ -50,6 +50,18 @@ def built(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Transformer:
 def exact_way(spec: ModelSpec) -> FewRows | None:
     model = built(spec)
     return few_rows_of(model, Rule(True, 192), exact_numerics(model, model.spec, 192))
+
+
+def test_no_more_rotations_are_kept_than_of_some_thousand_positions() -> None:
+    # 128k positions of a head of 128 would be half a gigabyte, for numbers that a step computes in no time.
+    model = built(DENSE)
+    way = few_rows(model, lambda _: 1)
+    assert way is not None
+    for position in (3, 5000, MOST_TURNS - 1, MOST_TURNS, 131_071):
+        full, _ = way._tables([position, 2], 0)
+        expected, _ = model.tables(torch.tensor([position, 2]), torch.float32, 0)
+        assert all(map(torch.equal, full, expected))
+    assert len(way._turns[0][0]) == MOST_TURNS
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,6 +28,8 @@ from phalanx.serve.engine.rows import LayerRows, Rule, Span
 _LANES = 8
 _TURNS = 1024
 """Positions at least whose rotation is kept."""
+MOST_TURNS = 8192
+"""Positions at most, since it takes four times the bytes of a head for each: those behind are computed for each step."""
 _Table = tuple[Tensor, Tensor]
 """Cosines and sines ``(rows, rotated)``."""
 BlockOf = Callable[[Linear], int]
@@ -49,10 +51,10 @@ class FewRows:
 
     def _tables(self, positions: list[int], length: int) -> tuple[_Table, _Table]:
         model, at = self.model, torch.tensor(positions)
-        if longest_short(model.spec):
+        if longest_short(model.spec) or max(positions) >= MOST_TURNS:
             return model.tables(at, torch.float32, length)
         if max(positions) >= len(self._turns[0][0]):
-            whole = torch.arange(max(_TURNS, 2 * max(positions)))
+            whole = torch.arange(min(max(_TURNS, 2 * max(positions)), MOST_TURNS))
             self._turns = model.tables(whole, torch.float32, 0)
         full, windowed = ((cos[at], sin[at]) for cos, sin in self._turns)
         return full, windowed
