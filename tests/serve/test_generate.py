@@ -225,6 +225,9 @@ def test_a_loaded_model_asks_for_no_gradients(tmp_path: Path) -> None:
 def test_what_a_run_directory_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         load_model(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(RunDirectoryError, match=r"phalanx import .* --out RUN_DIR"):
+        load_model(tmp_path)
     (tmp_path / "run.toml").write_text("[model]\nlayers = 2\n")
     with pytest.raises(RunDirectoryError, match="vocab_size is 0"):
         load_model(tmp_path)

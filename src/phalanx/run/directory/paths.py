@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,9 +297,14 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
     except (OSError, ValueError, RecursionError) as error:
         why = f"there is no {directory.run_file}" if isinstance(error, FileNotFoundError) else str(error)
         kind = "is not a run directory" if not directory.record.exists() else f"has a damaged {RUN_FILE}"
-        remedy = (
-            "" if not directory.record.exists() else "; put a copy back, or write the fields that the run had"
-        )
+        remedy = ""
+        if directory.record.exists():
+            remedy = "; put a copy back, or write the fields that the run had"
+        elif (directory.path / "config.json").exists():
+            remedy = (
+                "; a model of Hugging Face has to be made one first: "
+                f"phalanx import {shlex.quote(str(directory.path))} --out RUN_DIR"
+            )
         raise RunDirectoryError(f"{directory.path} {kind}: {why}{remedy}") from error
     spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
     if spec is None:
