@@ -50,6 +50,7 @@ DENSE = ModelSpec(
     score_cap=0.8,
     logit_cap=0.5,
 )
+LATENT = MlaSpec(query_rank=24, kv_rank=16, nope_head_dim=8, rope_head_dim=4, value_head_dim=8)
 MIXTURE = ModelSpec(
     layers=4,
     dim=32,
@@ -58,7 +59,7 @@ MIXTURE = ModelSpec(
     vocab_size=61,
     ffn="swiglu-clamped",
     ffn_bias=True,
-    mla=MlaSpec(query_rank=24, kv_rank=16, nope_head_dim=8, rope_head_dim=4, value_head_dim=8),
+    mla=LATENT,
     moe=MoeSpec(
         experts=8,
         per_token=2,

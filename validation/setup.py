@@ -209,12 +209,12 @@ def counts_of(model: ModelSpec, seq_len: int) -> Counts:
 def _mla(run: PublishedRun) -> MlaSpec | None:
     if run.mla_kv_rank is None:
         return None
-    widths = [
+    rank, nope, rope, value = (
         width or 0 for width in (run.mla_kv_rank, run.mla_nope_dim, run.mla_rope_dim, run.mla_value_dim)
-    ]
-    if 0 in widths:
+    )
+    if 0 in (rank, nope, rope, value):
         raise Excluded("a width of its latent attention is 0")
-    return MlaSpec(run.mla_q_rank or 0, *widths)
+    return MlaSpec(run.mla_q_rank or 0, rank, nope, rope, value)
 
 
 def _moe(run: PublishedRun) -> MoeSpec | None:

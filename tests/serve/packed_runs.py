@@ -16,13 +16,14 @@ from phalanx.run.read import to_table
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 DENSE = resolve(ModelSpec(layers=5, dim=64, heads=4, kv_heads=2, ffn_dim=176, vocab_size=64, qk_norm=True))
+LATENT = MlaSpec(kv_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=16)
 MIXTURE = resolve(
     ModelSpec(
         layers=5,
         dim=64,
         heads=4,
         vocab_size=64,
-        mla=MlaSpec(kv_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=16),
+        mla=LATENT,
         moe=MoeSpec(
             experts=16, per_token=2, ffn_dim=40, shared=1, first_dense=1, score="sigmoid", balance_bias=True
         ),

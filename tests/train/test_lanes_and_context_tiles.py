@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from layouts import DENSE, MIXTURE, Whole, merged, steps_on_this_rank, tiny, worst_error
+from layouts import DENSE, LATENT, MIXTURE, Whole, merged, steps_on_this_rank, tiny, worst_error
 from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_after_the_other, same
 from phalanx.parallel.tensor.lanes.layers import TileByTile
 from phalanx.parallel.tensor.lanes.shares import Leaves, Owners, _added, in_place_of
@@ -37,6 +37,7 @@ MODELS = {
         **PIECES,
     ),
     "mixture": dataclasses.replace(MIXTURE, **PIECES),
+    "absorbed": dataclasses.replace(MIXTURE, mla=dataclasses.replace(LATENT, absorbed=True), **PIECES),
     "ahead": dataclasses.replace(DENSE, **PIECES | {"layers": 1}, tie_embeddings=True, mtp_depth=1),
     # Whose lanes and pieces begin within cache lines, where a product may be rounded otherwise.
     "odd widths": ModelSpec(
@@ -49,6 +50,8 @@ DEGREES: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
     ("shared key heads", "fp32"): ((2, 2), (4, 1)),
     ("mixture", "fp32"): ((2, 2), (1, 4)),
     ("mixture", "bf16"): ((2, 2),),
+    ("absorbed", "fp32"): ((2, 2), (4, 1), (1, 4)),
+    ("absorbed", "bf16"): ((2, 2),),
     ("ahead", "fp32"): ((2, 2), (1, 4)),
     ("ahead", "bf16"): ((2, 2),),
     ("odd widths", "fp32"): ((4, 1), (1, 4)),

@@ -164,7 +164,16 @@ _MODEL_EXCEPTIONS = {
             ),
         },
     ),
-    **_in("model.mla", {"norm_eps": _COEFFICIENT}),
+    **_in(
+        "model.mla",
+        {
+            "norm_eps": _COEFFICIENT,
+            "absorbed": _used(
+                "the widths of attention and of what is kept for backward",
+                "attention to latents is planned at the rate that was measured with expanded keys and values; where a kernel takes no heads so wide, it is slower",
+            ),
+        },
+    ),
     **_in(
         "model.moe",
         {

@@ -49,6 +49,9 @@ MODELS = {
     "latent attention with direct queries": replace(
         LATENT, mla=MlaSpec(kv_rank=24, nope_head_dim=8, rope_head_dim=4, value_head_dim=12)
     ),
+    "absorbed latent attention": replace(
+        LATENT, layers=1, mla=MlaSpec(kv_rank=24, nope_head_dim=8, rope_head_dim=4, absorbed=True)
+    ),
     "mixture of experts": replace(GROUPED, moe=MIXTURE),
     "predictions ahead": replace(LATENT, layers=1, mtp_depth=2),
 }

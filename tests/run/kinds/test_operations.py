@@ -27,6 +27,7 @@ latent = st.builds(
     nope_head_dim=st.sampled_from([6, 16]),
     rope_head_dim=st.sampled_from([4, 8]),
     value_head_dim=st.sampled_from([6, 14]),
+    absorbed=st.booleans(),
 )
 mixtures = st.builds(
     MoeSpec,

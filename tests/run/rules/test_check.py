@@ -140,6 +140,16 @@ def test_latent_attention_has_widths_of_its_own(path: str, model: ModelSpec) -> 
     assert check(RunSpec(model=ModelSpec(mla=MlaSpec(), heads=5))) == []
 
 
+def test_what_is_absorbed_is_multiplied_in_the_format_of_activations() -> None:
+    model = ModelSpec(mla=MlaSpec(absorbed=True))
+    assert check(RunSpec(model=model)) == []
+    problem = only_problem(model=model, precision=PrecisionSpec(matmul="fp8-rowwise"))
+    assert problem.path == "model.mla.absorbed"
+    assert "precision.matmul" in problem.remedy
+    expanded = replace(model, mla=MlaSpec())
+    assert check(RunSpec(model=expanded, precision=PrecisionSpec(matmul="fp8-rowwise"))) == []
+
+
 @pytest.mark.parametrize(
     ("path", "moe"),
     {

@@ -27,6 +27,13 @@ KINDS = {
         mla=MlaSpec(query_rank=0, kv_rank=32, nope_head_dim=16, rope_head_dim=8, value_head_dim=16),
         moe=MoeSpec(experts=8, per_token=2, ffn_dim=32, shared=1),
     ),
+    "absorbed latent": replace(
+        DENSE,
+        kv_heads=0,
+        head_dim=0,
+        qk_norm=False,
+        mla=MlaSpec(query_rank=24, kv_rank=32, nope_head_dim=16, rope_head_dim=8, absorbed=True),
+    ),
 }
 
 

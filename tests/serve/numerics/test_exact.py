@@ -28,6 +28,7 @@ DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size
 KINDS = {
     "grouped": DENSE,
     "latent": replace(DENSE, kv_heads=0, head_dim=0, mla=MlaSpec(0, 32, 16, 8, 16)),
+    "absorbed": replace(DENSE, kv_heads=0, head_dim=0, mla=MlaSpec(0, 32, 16, 8, 16, absorbed=True)),
     "window": replace(DENSE, attention_pattern=("window", "full"), window=40),
     "sinks": replace(DENSE, sinks=True),
 }
@@ -45,7 +46,7 @@ def test_the_engines_attention_holds_on_this_machine(kind: str, dtype: torch.dty
     assert list(dependent_attention(built(kind, dtype), sequence)) == []
 
 
-@pytest.mark.parametrize("kind", ["grouped", "latent"])
+@pytest.mark.parametrize("kind", ["grouped", "latent", "absorbed"])
 def test_attention_without_its_paddings_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attention._first_difference.cache_clear()
     monkeypatch.setattr(attention, "Rule", lambda exact, sequence: Rule(False, sequence))  # noqa: ARG005

@@ -40,7 +40,7 @@ from phalanx.serve.stages.shares import Share, require_shares
 from phalanx.serve.stages.stage_main import StageTask, join
 from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Request, Sampling, Told
-from serve.packed_runs import DENSE, MIXTURE, make_run
+from serve.packed_runs import DENSE, LATENT, MIXTURE, make_run
 from serve.workers.services import until
 
 TOKEN = "a token that nobody else has"
@@ -48,6 +48,7 @@ KINDS: dict[str, ModelSpec] = {
     "dense": DENSE,
     "tied": resolve(replace(DENSE, tie_embeddings=True, logit_cap=5.0)),
     "latent mixture": MIXTURE,
+    "absorbed": replace(MIXTURE, layers=2, mla=replace(LATENT, absorbed=True)),
     "window": resolve(replace(DENSE, attention_pattern=("window", "full"), window=40)),
 }
 

@@ -67,6 +67,7 @@ def command(
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.run.kinds.latent_attention import is_absorbed
     from phalanx.serve.numerics.identity import numerics_id
     from phalanx.serve.prompt import load_run_tokenizer
 
@@ -86,7 +87,13 @@ def command(
         texts = [_encoded(one, tokenizer) for one in given]
         scorer = _scorer(place if place.is_file() else run_dir, step, dtype, stream, memory)
         found = scorer.score(texts, _progress(len(texts)))
-        computed = numerics_id("exact", scorer.dtype, scorer.length, threads=scorer.spec.runtime.threads)
+        computed = numerics_id(
+            "exact",
+            scorer.dtype,
+            scorer.length,
+            threads=scorer.spec.runtime.threads,
+            absorbed=is_absorbed(scorer.spec.model),
+        )
     if scorer.note:
         click.echo(f"note: {scorer.note}", err=True)
     every = [

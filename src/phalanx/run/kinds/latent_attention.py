@@ -31,6 +31,11 @@ def _latents(model: ModelSpec) -> MlaSpec:
     return model.mla
 
 
+def is_absorbed(model: ModelSpec) -> bool:
+    """Whether heads attend to latents themselves (``model.mla.absorbed``), with one key head that all share; false of other attention."""
+    return model.mla is not None and model.mla.absorbed
+
+
 def problems(model: ModelSpec) -> Iterator[Problem]:
     """Widths that do not fit."""
     mla = _latents(model)
@@ -97,14 +102,16 @@ def parts(model: ModelSpec) -> Iterator[Parameter]:
 
 
 def core(model: ModelSpec) -> AttentionCore:
-    """Queries and keys of all heads as wide as ``head_dim``; values are narrower."""
-    return AttentionCore(model.heads, head_dim(model), _latents(model).value_head_dim)
+    """Queries and keys of all heads as wide as ``head_dim``, values narrower; absorbed, as wide as what a token keeps and as its latent."""
+    mla = _latents(model)
+    if mla.absorbed:
+        return AttentionCore(model.heads, mla.kv_rank + mla.rope_head_dim, mla.kv_rank)
+    return AttentionCore(model.heads, head_dim(model), mla.value_head_dim)
 
 
 def operations(model: ModelSpec) -> tuple[Operation, ...]:
     """Into latents, norms, out of them, rotation of a part of each head, attention, the output projection."""
     mla, heads, weights = _latents(model), core(model), by_name(parts(model))
-    queries, values = heads.heads * heads.query_width, heads.heads * heads.value_width
     down = tuple(weights[name] for name in ("query_down.weight", "kv_down.weight") if name in weights)
     query = weights["query_up.weight" if mla.query_rank else "query.weight"]
     latents = mla.query_rank + mla.kv_rank
@@ -114,14 +121,43 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
         Norm("norm", tuple(part for part in weights.values() if part.kind == "norm"), kernels=2),
         LayerExchange("latent_up", "gather", latents + mla.rope_head_dim),
         MatrixProduct("latent_up", "tokens", (query,)),
+        # Absorbed, half of it is multiplied with queries here and half with results later: as many operations.
         MatrixProduct("latent_up", "tokens", (weights["kv_up.weight"],)),
+        *(_absorbed(model) if mla.absorbed else _expanded(model)),
+        heads,
+        MatrixProduct("out", "tokens", (weights["output.weight"],)),
+        LayerExchange("out", "scatter", model.dim),
+    )
+
+
+def _expanded(model: ModelSpec) -> tuple[Operation, ...]:
+    """What becomes of queries, expanded keys and values before attention."""
+    queries, values = model.heads * head_dim(model), model.heads * _latents(model).value_head_dim
+    return (
         # The rotated parts, and each joined to its head: the shared key's to that of every head.
         Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
         KeptTensor("latent_up", "tokens", 2 * queries + values, "tensor"),
         LayerExchange("core", "context", queries + values),
-        heads,
-        MatrixProduct("out", "tokens", (weights["output.weight"],)),
-        LayerExchange("out", "scatter", model.dim),
+    )
+
+
+def _absorbed(model: ModelSpec) -> tuple[Operation, ...]:
+    """What becomes of queries and latents before attention, and of its result behind it: rows of a head are put together for its product, and what is
+    rotated is joined."""
+    mla, heads = _latents(model), core(model)
+    fixed, values = model.heads * mla.nope_head_dim, model.heads * mla.value_head_dim
+    asked, mixed = heads.heads * heads.query_width, heads.heads * heads.value_width
+    held = heads.query_width
+    moved = 2 * (fixed + asked + mixed + values)
+    return (
+        Pointwise("latent_up", "tokens", moved, moved, "tensor", kernels=5),
+        Pointwise("latent_up", "tokens", 2 * held, 2 * held, kernels=2),
+        KeptTensor("latent_up", "tokens", fixed + asked, "tensor"),
+        KeptTensor("latent_up", "tokens", held),
+        # The result as the product reads it, which is another order, and what that makes of it for the output projection.
+        KeptTensor("out", "tokens", mixed + values, "tensor"),
+        # Keys and values alike are latents, which every head has.
+        LayerExchange("core", "context", 2 * held, "none"),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from phalanx.run.degrees.smaller import problems_on, smaller_degree_problems
 from phalanx.run.factory import is_factory_name
-from phalanx.run.kinds import whole_model
+from phalanx.run.kinds import latent_attention, whole_model
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.rules import independent_rows, mixture_rules, portable
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
@@ -26,6 +26,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *model,
         *independent_rows.problems(spec),
         *portable.problems(spec),
+        *_absorbed(spec),
         *mixture_rules.problems(spec.data),
         *_train(spec.train),
         *_origin(spec.checkpoint),
@@ -35,6 +36,17 @@ def check(spec: RunSpec) -> list[Problem]:
         *smaller_degree_problems(spec),
         *problems_on(spec, spec.parallel.ranks),
     ]
+
+
+def _absorbed(spec: RunSpec) -> Iterator[Problem]:
+    """Heads multiply with their own parts of a matrix, which no 8-bit product does."""
+    if latent_attention.is_absorbed(spec.model) and spec.precision.matmul != "compute":
+        yield Problem(
+            "model.mla.absorbed",
+            f"absorbed latent attention has no products of 8-bit operands, which precision.matmul = {spec.precision.matmul!r} asks for",
+            'set precision.matmul = "compute", or leave this out, so that keys and values are expanded',
+            ("precision.matmul",),
+        )
 
 
 def _name(name: str) -> Iterator[Problem]:

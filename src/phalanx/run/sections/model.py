@@ -60,6 +60,10 @@ class MlaSpec:
     """Elements of a head's value."""
     norm_eps: Annotated[float, LATER, NOT_NEGATIVE] = 0.0
     """Epsilon of the norms of latents; 0 means model.norm_eps."""
+    absorbed: Annotated[bool, LATER] = False
+    """If true, heads attend to the latents themselves, and the matrix that would expand them is multiplied with queries and results
+    instead: the same function with other roundings. Training then does more work, and a token that is served with the bits of training
+    far less behind a long text, which is expanded anew for each token otherwise."""
 
 
 @dataclass(frozen=True)

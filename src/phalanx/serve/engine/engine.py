@@ -17,6 +17,7 @@ import torch
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
@@ -30,7 +31,6 @@ from phalanx.serve.engine.supported import require_computable, require_supported
 from phalanx.serve.engine.texts import RunningText, TextPages
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
-from phalanx.serve.numerics.products import use_products
 from phalanx.serve.sampling import require_sampling
 from phalanx.traffic.batching import plan_step, youngest
 from phalanx.traffic.pages import PAGE
@@ -106,7 +106,9 @@ class Engine:
             far.hold(pages)
         self._pages = TextPages(held, pages, held_form, prefix_cache=prefix_cache, layers=layers, far=far)
         self._dtype = weight.dtype
-        self.numerics_id = numerics_id(numerics, weight.dtype, sequence, kept=kept)
+        self.numerics_id = numerics_id(
+            numerics, weight.dtype, sequence, kept=kept, absorbed=is_absorbed(spec)
+        )
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
         self.weights_id = weights_id
         """The name of the weights that compute now."""
@@ -233,7 +235,7 @@ class Engine:
                 "the weights are of another model, or in another format or place, than those served: start another server for them"
             )
         if self._exact is not None:
-            use_products(model, self._exact.products)
+            self._exact.use(model)
         self._part, self.weights_id = self._computing(model), weights_id
         self._drafter = Drafter(model, self._drafts) if self._drafts else None
         self._pages.made_by(weights_id, self.numerics_id)

@@ -2,8 +2,10 @@
 
 Exact attention gives a query the bits that it has in training on a CPU, where a kernel sees the whole sequence: keys go on to the end of their block
 of 512, or of the training sequence if that is shorter, hidden by a mask; queries are repeated up to a multiple of four, because
-fewer take another path through the matrix product. Fast numerics absorb latent attention's matrix where that is less work
-(``phalanx.model.layers.attention.absorbed``). A layer with a window is computed in the trainer's blocks of a window's queries.
+fewer take another path through the matrix product. A layer with a window is computed in the trainer's blocks of a window's queries.
+
+Fast numerics absorb latent attention's matrix where that is less work, exact ones where training does (``phalanx.model.layers.attention.absorbed``). All
+heads then have the same keys, and the few queries of a step that decodes are as many of one head.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.attention.absorbed import LatentExpansion
+from phalanx.model.layers.attention.absorbed import LatentExpansion, attend_together, latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.cache import Expand, Mixing
 from phalanx.model.layers.experts.independent_rows import ROWS
 from phalanx.serve.engine.kept import KeptFormat
 from phalanx.serve.engine.page_memory import BLOCK, Piece
+
+_TOGETHER = 768
+"""Queries of all heads from which on a kernel takes them in its largest pieces, head by head."""
 
 
 @dataclass(frozen=True)
@@ -115,22 +120,36 @@ class LayerRows:
                 first = max(0, begin - window + 1)
             keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in held)
             asked = query[:, :, begin - span.begin : end - span.begin]
+            heads = query.shape[1]
+            if expand is latents_as_keys and heads * (end - begin) < _TOGETHER:
+                mask = self._mask_of_heads(heads, begin, end, last)
+                parts.append(attend_together(asked, *expand(keys, values), mask, core.softmax(None)))
+                continue
             padding = -(end - begin) % ROWS if rule.exact else 0
             if padding:
                 asked = torch.cat((asked, asked[:, :, -1:].expand(-1, -1, padding, -1)), 2)
-            mask = self._mask(begin, end, padding, first, last, window)
             if (
                 isinstance(expand, LatentExpansion)
                 and not rule.exact
-                and not core.score.cap
                 and expand.absorbs(end - begin, last - first)
             ):
+                mask = self._mask_of_heads(heads, begin, end, last)
                 parts.append(expand.absorbed(asked, keys, values, mask))
                 continue
             if expand is not None:
                 keys, values = expand(keys, values)
+            mask = self._mask(begin, end, padding, first, last, window)
             parts.append(core.softmax(sinks)(asked, keys, values, mask)[:, :, : end - begin])
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _mask_of_heads(self, heads: int, begin: int, end: int, last: int) -> Tensor:
+        """Which of the first ``last`` keys the queries ``begin`` to ``end`` of each head see, the very last of them repeated: ``(rows, n)``."""
+        name = (heads, begin, end, last)
+        if name not in self._masks:
+            mask = self._mask(begin, end, 0, 0, last, 0).repeat(heads, 1)
+            padding = -len(mask) % ROWS if self._rule.exact else 0
+            self._masks[name] = torch.cat((mask, mask[-1:].expand(padding, -1)))
+        return self._masks[name]
 
     def _mask(self, begin: int, end: int, padding: int, first: int, last: int, window: int) -> Tensor:
         """Which of the keys ``first`` to ``last`` the queries ``begin`` to ``end`` see, the last of them repeated: ``(q, n)``."""

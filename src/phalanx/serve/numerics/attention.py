@@ -8,14 +8,17 @@ the edges of vectors, tiles and blocks, and pieces that leave some over.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.block import Block
+from phalanx.model.layers.attention.absorbed import latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.attention.cache import Expand
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
@@ -37,9 +40,11 @@ def dependent_attention(model: Transformer, sequence: int) -> Iterator[str]:
         assert isinstance(core, CausalCore), "the engine refuses others"
         dtype = next(model.parameters()).dtype
         length = min(sequence or 2 * BLOCK, _LONGEST)
+        latent = isinstance(attention, MlaAttention)
         case = _Case(
             _two_heads(model.spec),
-            isinstance(attention, MlaAttention),
+            latent,
+            model.spec.heads if latent and attention.absorbed else 0,
             core.window,
             core.score.scale,
             attention.sinks is not None,
@@ -57,6 +62,8 @@ class _Case:
 
     spec: ModelSpec
     latent: bool
+    absorbed: int
+    """Heads that ask the same latents, where attention is absorbed; else 0."""
     window: int
     scale: float | None
     sinks: bool
@@ -67,6 +74,11 @@ class _Case:
     def name(self) -> str:
         """What of it decides its bits."""
         spec = self.spec
+        if self.absorbed and spec.mla is not None:
+            width = spec.mla.kv_rank + spec.mla.rope_head_dim
+            return (
+                f"attention to latents {self.absorbed} {width} scale {self.scale} {self.dtype} {self.length}"
+            )
         return (
             f"attention {spec.heads} {spec.kv_heads} {spec.head_dim} {spec.mla if self.latent else ''} window {self.window} "
             f"scale {self.scale} sinks {self.sinks} {self.dtype} {self.length}"
@@ -98,47 +110,71 @@ def _first_difference(case: _Case, threads: int) -> str:  # noqa: ARG001  what i
 @torch.no_grad()
 def _difference(case: _Case, tried: Iterable[tuple[int, int]]) -> str:
     """The first of the ``tried`` queries whose bits differ from those of the whole sequence, in words; empty if none do."""
-    spec, latent, dtype, length = case.spec, case.latent, case.dtype, case.length
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
+    piece = Piece(case.spec, case.dtype)
+    piece.grow(case.length)
+    whole = (_asked_of_latents if case.absorbed else _asked_of_keys)(case, piece.capacity)
     core = CausalCore(case.scale, case.window)
-    mla = spec.mla
+    expected = core(whole.query, whole.key, whole.value, None, whole.sinks)[:1]
+    query, repeated = whole.query[:1], -(-case.absorbed // whole.query.shape[1])
+    if case.absorbed:  # as many heads as the model has, some of them alike
+        query, expected = (one.repeat(1, repeated, 1, 1)[:, : case.absorbed] for one in (query, expected))
+    for tensor, held in zip(piece.layers[0], whole.held, strict=True):
+        tensor.copy_(held[0])
+    for begin, end in tried:
+        span = slice(begin, end)
+        first, second = (held[:, :, span] for held in whole.held)
+        rows = LayerRows(0, [Span(piece, begin, end)], Rule(exact=True, sequence=case.length), {})
+        found = rows.mix(core, query[:, :, span], first, second, whole.sinks, whole.expand)
+        if not torch.equal(found, expected[:, :, span]):
+            return f"queries {begin} to {end - 1}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Random queries, keys and values of two sequences ``(2, heads, length, width)``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    held: tuple[Tensor, Tensor]
+    """What an engine keeps of the first ``(1, heads, capacity, width)``: behind the sequence there are zeros, as in its pieces."""
+    expand: Expand | None = None
+    sinks: Tensor | None = None
+
+
+def _drawn(case: _Case) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).to(case.dtype)
+
+
+def _asked_of_keys(case: _Case, capacity: int) -> _Whole:
+    spec, mla, length, drawn = case.spec, case.spec.mla, case.length, _drawn(case)
     width = spec.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
     kept = spec.kv_heads if mla is None else spec.heads
     query = drawn(2, spec.heads, length, width)
-    key, value = (
-        drawn(2, kept, length, width),
-        drawn(2, kept, length, spec.head_dim if mla is None else mla.value_head_dim),
-    )
-    weights = drawn(spec.heads) if case.sinks else None
-    expected = core(query, key, value, None, weights)
-
-    piece = Piece(spec, dtype)
-    piece.grow(length)
-    # Behind the sequence there are zeros, as in the engine's pieces.
-    keys, values = (
-        torch.nn.functional.pad(one[:1], (0, 0, 0, piece.capacity - length)) for one in (key, value)
-    )
+    key = drawn(2, kept, length, width)
+    value = drawn(2, kept, length, spec.head_dim if mla is None else mla.value_head_dim)
+    sinks = drawn(spec.heads) if case.sinks else None
+    first, second = (F.pad(one[:1], (0, 0, 0, capacity - length)) for one in (key, value))
+    if mla is None:
+        return _Whole(query, key, value, (first, second), sinks=sinks)
 
     def expand(held: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        return keys[:, :, : held.shape[-2]], values[:, :, : held.shape[-2]]
+        return first[:, :, : held.shape[-2]], second[:, :, : held.shape[-2]]
 
-    if not latent:
-        for tensor, whole in zip(piece.layers[0], (keys, values), strict=True):
-            tensor.copy_(whole[0])
-    for begin, end in tried:
-        span = slice(begin, end)
-        given = (key[:1, :, span], value[:1, :, span])
-        if latent:
-            given = tuple(one.new_zeros(1, 1, end - begin, one.shape[-1]) for one in piece.layers[0])  # type: ignore[assignment]
-        rows = LayerRows(0, [Span(piece, begin, end)], Rule(exact=True, sequence=length), {})
-        found = rows.mix(core, query[:1, :, span], *given, weights, expand if latent else None)
-        if not torch.equal(found, expected[:1, :, span]):
-            return f"queries {begin} to {end - 1}"
-    return ""
+    # How latents are expanded is a product like others.
+    latents = (first.new_zeros(1, 1, capacity, n) for n in (mla.kv_rank, mla.rope_head_dim))
+    return _Whole(query, key, value, (next(latents), next(latents)), expand)
+
+
+def _asked_of_latents(case: _Case, capacity: int) -> _Whole:
+    mla, length, drawn = case.spec.mla, case.length, _drawn(case)
+    assert mla is not None, "of latent attention"
+    query = drawn(2, case.spec.heads, length, mla.kv_rank + mla.rope_head_dim)
+    latent, shared = drawn(2, 1, length, mla.kv_rank), drawn(2, 1, length, mla.rope_head_dim)
+    first, second = (F.pad(one[:1], (0, 0, 0, capacity - length)) for one in (latent, shared))
+    return _Whole(query, *latents_as_keys(latent, shared), (first, second), latents_as_keys)
 
 
 def _few(length: int) -> Iterator[tuple[int, int]]:

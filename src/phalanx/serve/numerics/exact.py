@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
 
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.numerics.attention import dependent_attention
 from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.head_products import (
+    HeadShape,
+    absorbing,
+    head_facts,
+    keeps_heads_divided,
+    use_head_products,
+)
 from phalanx.serve.numerics.products import (
     RowProducts,
     Shape,
@@ -29,8 +39,15 @@ class Exact:
     """How a model's rows get the bits that they have among many."""
 
     products: RowProducts
+    heads: Mapping[HeadShape, Facts]
+    """In which numbers rows go through the heads' products of absorbed latent attention."""
     rows: Facts
     """In which numbers rows go through a model besides its products."""
+
+    def use(self, model: nn.Module) -> None:
+        """Gives ``model`` the products whose rows are independent."""
+        use_products(model, self.products)
+        use_head_products(model, self.heads)
 
 
 def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: int = 1) -> Exact:
@@ -59,6 +76,7 @@ def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: i
                 f"{name}: on this machine, a {shape} has other bits when its outputs are divided among {shares} processes, so numerics cannot be "
                 "exact: serve with fewer processes in --tensor, with --pipeline, or with --numerics fast"
             )
+    heads = dict(_head_facts(model, shares))
     rows = Facts(1, 1)
     for name, facts in width_facts(spec, dtype, shares):
         if facts is None:
@@ -68,6 +86,23 @@ def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: i
         rows = Facts(max(rows.fewest, facts.fewest), max(rows.multiple, facts.multiple))
     for problem in dependent_attention(model, sequence):
         raise EngineError(f"{problem}: on this machine, queries depend on those beside them, {_INSTEAD}")
-    products = RowProducts(found)
-    use_products(model, products)
-    return Exact(products, rows)
+    exact = Exact(RowProducts(found), heads, rows)
+    exact.use(model)
+    return exact
+
+
+def _head_facts(model: Transformer, shares: int) -> Iterator[tuple[HeadShape, Facts]]:
+    """What the products of absorbed layers rely on; of ``shares`` that each layer is divided into, ``model`` is one. Raises EngineError."""
+    for shape, name in {shape: name for name, _, shape in absorbing(model)}.items():
+        facts = head_facts(shape)
+        if facts is None:
+            raise EngineError(
+                f"{name}: on this machine, rows of {shape} depend on how many there are, {_INSTEAD}"
+            )
+        whole = replace(shape, heads=shape.heads * shares)
+        if shares > 1 and not keeps_heads_divided(whole, shares):
+            raise EngineError(
+                f"{name}: on this machine, {whole} have other bits when the heads are divided among {shares} processes, so numerics cannot be exact: "
+                "serve with fewer processes in --tensor, with --pipeline, or with --numerics fast"
+            )
+        yield shape, facts

@@ -27,9 +27,10 @@ def numerics_id(
     tensor: int = 1,
     threads: int = 0,
     kept: str = "compute",
+    absorbed: bool = False,
 ) -> str:
-    """The id of numerics ``kind`` in this process, with ``threads`` (0: PyTorch's present number), for weights divided over ``tensor`` ranks and
-    keys and values that are ``kept`` in a format."""
+    """The id of numerics ``kind`` in this process, with ``threads`` (0: PyTorch's present number), for weights divided over ``tensor`` ranks,
+    keys and values that are ``kept`` in a format, and latent attention that is ``absorbed`` where numerics are exact."""
     facts: dict[str, object] = {
         "rules": _RULES,
         "kind": kind,
@@ -40,6 +41,9 @@ def numerics_id(
     }
     if kept != "compute":
         facts["kept"] = kept
+    # Fast numerics choose the form by the number of operations.
+    if absorbed and kind == "exact":
+        facts["latent"] = "absorbed"
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     kind += "" if kept == "compute" else f"-{kept}"
     return f"{kind}-{str(dtype).removeprefix('torch.')}-{digest}"

@@ -14,6 +14,7 @@ import torch
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.model.layers.linear import Affine
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
@@ -66,7 +67,13 @@ class FarPart:
         self.ready = m.Ready(
             {name: m.Digest(one.dtype, tuple(one.shape), one.sha256) for name, one in digests.items()},
             checkpoint_name(run_dir, opened.step),
-            numerics_id(served.numerics, self._dtype, sequence, kept=served.kept),
+            numerics_id(
+                served.numerics,
+                self._dtype,
+                sequence,
+                kept=served.kept,
+                absorbed=is_absorbed(self._spec),
+            ),
         )
 
     @property

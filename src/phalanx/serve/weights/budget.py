@@ -18,6 +18,7 @@ from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_
 LIBRARIES = 64 << 20
 """Bytes that a process takes later for threads' stacks, the libraries' own buffers and what its allocator does not give back."""
 _BLOCK = 512  # keys by which a text's own memory grows, as attention kernels take them
+_TOGETHER = 768  # queries of all heads that are asked together, each with a mask of its own (``phalanx.serve.engine.rows``)
 _TEXTS_SHARE = 4
 
 
@@ -39,6 +40,10 @@ class Computing:
         hidden = self.rows * (8 * spec.dim + 4 * max(inner, spec.ffn_dim) + 4 * spec.heads * heads) * 4
         masks = self.rows * self.keys * (1 + ITEMSIZE[dtype])
         expanded = 0 if mla is None else 2 * self.keys * spec.heads * heads * ITEMSIZE[dtype]
+        if mla is not None and mla.absorbed:
+            # Queries and results as wide as latents; what few queries of all heads see.
+            hidden += self.rows * 3 * spec.heads * (mla.kv_rank + mla.rope_head_dim) * 4
+            masks += _TOGETHER * self.keys * (1 + ITEMSIZE[dtype])
         return hidden + masks + expanded + self.scored_rows * spec.vocab_size * 3 * 4
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,10 @@ from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec
 GROUPED = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=40, init_std=0.3)
 MLA = MlaSpec(query_rank=20, kv_rank=12, nope_head_dim=6, rope_head_dim=8, value_head_dim=10)
 LATENT = ModelSpec(layers=2, dim=32, heads=4, vocab_size=40, init_std=0.3, mla=MLA)
-each_kind = pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped", "latent"])
+ABSORBED = replace(LATENT, mla=replace(MLA, absorbed=True))
+each_kind = pytest.mark.parametrize(
+    "spec", [GROUPED, LATENT, ABSORBED], ids=["grouped", "latent", "absorbed"]
+)
 
 
 def tokens(batch: int, seq: int) -> Tensor:

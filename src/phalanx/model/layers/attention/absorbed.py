@@ -2,14 +2,15 @@
 
 A head's score is ``q (W_k c) = (q W_k) c``, and its result ``sum_j p_j W_v c_j = W_v sum_j p_j c_j``: so the query can be multiplied with the head's rows of ``kv_up`` instead of
 each latent ``c``, and all heads then attend to the latents themselves. For few queries behind a long text that is little work, where expanding
-costs ``2 r h (nope + value)`` operations for each token of the text in every step. The roundings differ: expanded is what training computes, so
-exact numerics keep to it.
+costs ``2 r h (nope + value)`` operations for each token of the text in every step. The roundings differ, so a run says by which form it computes
+(``model.mla.absorbed``), and exact numerics keep to that.
 
-Shapes: ``h`` heads, ``q`` queries, ``n`` tokens, ``r`` the rank of the latent.
+Shapes: ``b`` batch, ``h`` heads, ``q`` queries, ``n`` tokens, ``r`` the rank of the latent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,47 @@ from torch import Tensor
 
 from phalanx.model.layers.linear import Linear
 from phalanx.run.spec import MlaSpec
+
+HeadProduct = Callable[[Tensor, Tensor], Tensor]
+"""Each head's rows ``(h, rows, i)`` times its own matrix ``(h, i, o)``: ``(h, rows, o)``, as ``torch.bmm`` does."""
+
+
+@dataclass(frozen=True)
+class AbsorbedUp:
+    """``kv_up`` as queries and results are multiplied with it, head by head; it can be differentiated."""
+
+    weight: Tensor
+    """Of each head, ``nope`` rows of its keys and then ``value`` rows: ``(h (nope + value), r)``."""
+    mla: MlaSpec
+    product: HeadProduct = torch.bmm
+
+    def asked(self, query: Tensor) -> Tensor:
+        """Queries ``(b, h, q, nope + rope)``, their last part rotated, as latents are asked: ``(b, h, q, r + rope)``."""
+        fixed, turned = torch.split(query, [self.mla.nope_head_dim, self.mla.rope_head_dim], dim=-1)
+        return torch.cat((self._by_head(fixed, self.matrices()[0]), turned), dim=-1)
+
+    def valued(self, mixed: Tensor) -> Tensor:
+        """Mixed latents ``(b, h, q, r + rope)``, whose rotated part says nothing, to mixed values ``(b, h, q, value)``."""
+        return self._by_head(mixed[..., : self.mla.kv_rank], self.matrices()[1])
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """What each head's queries are multiplied with ``(h, nope, r)``, and what its results ``(h, r, value)``."""
+        widths = [self.mla.nope_head_dim, self.mla.value_head_dim]
+        keys, values = torch.split(self.weight.view(-1, sum(widths), self.mla.kv_rank), widths, dim=1)
+        return keys, values.transpose(1, 2)
+
+    def _by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
+        # Without gaps, so that neither the number of heads nor their order in memory has a say in what the product does.
+        rows = x.transpose(0, 1).flatten(1, 2).contiguous()  # (h, b q, .)
+        found = self.product(rows, matrices)
+        return found.view(len(found), len(x), -1, found.shape[2]).transpose(0, 1)
+
+
+def latents_as_keys(latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys that all heads share, from latents ``(b, 1, n, r)`` and rotated ``(b, 1, n, rope)``: ``(b, 1, n, r + rope)``. They are values, too, since
+    kernels want both of one width."""
+    held = torch.cat((latent, shared), dim=-1)
+    return held, held
 
 
 @dataclass(frozen=True)
@@ -46,17 +88,30 @@ class LatentExpansion:
         return queries * tokens * 2 * (rank + rope) + queries * rank * head < expanded
 
     def absorbed(self, query: Tensor, latent: Tensor, shared: Tensor, mask: Tensor) -> Tensor:
-        """Attention of queries ``(1, h, q, nope + rope)`` that see ``mask`` ``(q, n)`` of the latents: ``(1, h, q, value)``."""
-        rank, widths = self.mla.kv_rank, (self.mla.nope_head_dim, self.mla.value_head_dim)
-        heads, queries = query.shape[1:3]
-        matrices = self.up.weight.view(heads, sum(widths), rank)
-        keys, values = torch.split(matrices, list(widths), dim=1)  # (h, ., r)
-        fixed, turned = torch.split(query[0], [widths[0], self.mla.rope_head_dim], dim=-1)  # (h, q, .)
-        asked = torch.cat((fixed @ keys, turned), dim=-1).flatten(0, 1)  # (h q, r + rope)
-        held = torch.cat((latent, shared), dim=-1)  # (1, 1, n, r + rope)
-        # Heads are so many queries of one head, since all see the same keys: one product instead of one for each.
-        mixed = F.scaled_dot_product_attention(
-            asked[None, None], held, held, attn_mask=mask.repeat(heads, 1), scale=self.scale
-        )
-        summed = mixed[0, 0, :, :rank].reshape(heads, queries, rank)
-        return (summed @ values.transpose(1, 2)).unsqueeze(0)
+        """Attention of queries ``(1, h, q, nope + rope)`` that see ``mask`` ``(h q, n)`` of the latents, head by head: ``(1, h, q, value)``."""
+        up = AbsorbedUp(self.up.weight, self.mla)
+
+        def softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+
+        return up.valued(attend_together(up.asked(query), *latents_as_keys(latent, shared), mask, softmax))
+
+
+def attend_together(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    softmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Attention of all heads' queries ``(1, h, q, e)`` to keys and values ``(1, 1, n, .)`` that they share: ``(1, h, q, .)``.
+
+    Heads are so many queries of one head: one product instead of one for each. ``mask`` ``(h q or more, n)`` says what each sees; for rows behind
+    the last, that is once more asked.
+    """
+    heads, queries = query.shape[1:3]
+    asked = query.flatten(1, 2).unsqueeze(1)  # (1, 1, h q, e)
+    if added := len(mask) - heads * queries:
+        asked = torch.cat((asked, asked[:, :, -1:].expand(-1, -1, added, -1)), 2)
+    mixed = softmax(asked, key, value, mask)[:, 0, : heads * queries]
+    return mixed.view(1, heads, queries, -1)

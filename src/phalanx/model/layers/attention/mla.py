@@ -10,6 +10,10 @@ published weights pair neighbors (``rope_interleave`` in their ``config.json``):
 ``rope_head_dim`` rows of ``kv_down``, the even ones come first, then the odd ones; exporting moves them back. Scores are
 sums over the elements of a head, so nothing else changes.
 
+With ``mla.absorbed`` keys and values are never expanded: ``kv_up`` is multiplied with queries and results instead, and what attention's ``core`` gets
+are queries ``r + rope`` wide and one key head, the latents (``phalanx.model.layers.attention.absorbed``). Whoever exchanges the core, divides the
+heads or the sequence finds attention with one key head, and nothing else is different.
+
 Both latents are normalized with the model's ``norm_eps``, unless there is an ``mla.norm_eps`` (in ``transformers``, always 1e-6).
 
 Shapes as in ``phalanx.model.layers.attention.attention``; ``r`` is the rank of the latent of keys and values.
@@ -23,9 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.facts.stretching import softmax_temperature
-from phalanx.model.layers.attention.absorbed import LatentExpansion
+from phalanx.model.layers.attention.absorbed import (
+    AbsorbedUp,
+    HeadProduct,
+    LatentExpansion,
+    latents_as_keys,
+)
 from phalanx.model.layers.attention.attention import CausalCore, Core
-from phalanx.model.layers.attention.cache import Cache
+from phalanx.model.layers.attention.cache import Cache, Expand
 from phalanx.model.layers.attention.documents import Documents
 from phalanx.model.layers.attention.rotary import rotate
 from phalanx.model.layers.linear import Linear
@@ -68,7 +77,12 @@ class MlaAttention(nn.Module):
         self.output = Linear(spec.heads * mla.value_head_dim, spec.dim, bias=False)
         temperature = softmax_temperature(spec.rope_scaling)
         scale = self.head_dim**-0.5 * temperature
-        self.core: Core = CausalCore(scale if temperature != 1 else None)
+        self.absorbed = mla.absorbed
+        """Whether ``kv_up`` is multiplied with queries and results instead of with latents."""
+        self.head_product: HeadProduct = torch.bmm
+        """How it then is."""
+        # What is asked of latents is wider than a head, so its width says nothing of the scale.
+        self.core: Core = CausalCore(scale if mla.absorbed or temperature != 1 else None)
         self._scale = scale
 
     def forward(
@@ -92,9 +106,13 @@ class MlaAttention(nn.Module):
         return asked, self.kv_latent_norm(latent), shared
 
     @property
-    def _expansion(self) -> LatentExpansion:
+    def _expand(self) -> Expand:
         # Of the module that is there now: ranks and lanes replace it.
-        return LatentExpansion(self.kv_up, self.mla, self._scale)
+        return latents_as_keys if self.absorbed else LatentExpansion(self.kv_up, self.mla, self._scale)
+
+    @property
+    def _absorbed_up(self) -> AbsorbedUp:
+        return AbsorbedUp(self.kv_up.weight, self.mla, self.head_product)
 
     def by_heads(
         self,
@@ -107,30 +125,35 @@ class MlaAttention(nn.Module):
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
         query, latent, shared = self._unexpanded(inputs, cos, sin)
         if cache is not None:
-            return self.result(cache.mix(self.core, query, latent, shared, None, self._expansion))
-        key, value = self._expansion(latent, shared)
+            return self.result(cache.mix(self.core, query, latent, shared, None, self._expand))
+        key, value = self._expand(latent, shared)
         return self.result(self.core(query, key, value, documents))  # (10): (b, h, s, v)
 
     def projected(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave."""
+        """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave; absorbed, queries ``(b, h, s, r + rope)``, and keys
+        and values ``(b, 1, s, r + rope)``."""
         query, latent, shared = self._unexpanded(inputs, cos, sin)
-        return query, *self._expansion(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+        return query, *self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
 
     def _unexpanded(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``(b, h, s, e)``, and what a cache keeps of keys and values: the latent ``(b, 1, s, r)``, and the rotated key that
-        all heads share ``(b, 1, s, rope)``."""
+        """Queries ``(b, h, s, e)``, of latents if absorbed, and what a cache keeps of keys and values: the latent ``(b, 1, s, r)``, and the rotated
+        key that all heads share ``(b, 1, s, rope)``."""
         asked, latent, shared = inputs
         queries = self.query_up if self.mla.query_rank else self.query
         query = queries(asked).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (7): (b, h, s, e)
         fixed = self.mla.nope_head_dim
         query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)  # (8), (9)
+        if self.absorbed:
+            query = self._absorbed_up.asked(query)
         return query, latent.unsqueeze(1), rotate(shared.unsqueeze(1), cos, sin)  # (3)
 
     def result(self, mixed: Tensor) -> Tensor:
         """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
+        if self.absorbed:
+            mixed = self._absorbed_up.valued(mixed)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
