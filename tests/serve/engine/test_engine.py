@@ -188,7 +188,7 @@ def test_each_token_names_the_weights_that_made_it_and_has_their_bits(
         served,
         requests,
         [arrival for _, arrival in courses],
-        before={swap_at: lambda: served.swap(new, "new", pages=kept)},
+        before={swap_at: lambda: served.swap(served.prepare(new), "new", pages=kept)},
     )
     of = {"old": old, "new": new}
     for request in requests:
@@ -223,7 +223,11 @@ def test_a_text_that_longrope_has_read_anew_names_the_weights_that_did() -> None
     )
     model = initialized(resolve(replace(DENSE, rope_scaling=stretched))).requires_grad_(False).eval()
     served = engine(model, numerics="fast", weights_id="old")
-    told = run(served, [asked(1, prompt(1, 8))], before={2: lambda: served.swap(model, "new", pages="mixed")})
+    told = run(
+        served,
+        [asked(1, prompt(1, 8))],
+        before={2: lambda: served.swap(served.prepare(model), "new", pages="mixed")},
+    )
     named = [one.weights for one in told["r1"] if isinstance(one, Token)]
     # The token behind the twelfth is the first whose text has other factors.
     assert named == ["old"] * 2 + ["old+new"] * 3 + ["new"] * 4
@@ -231,7 +235,7 @@ def test_a_text_that_longrope_has_read_anew_names_the_weights_that_did() -> None
 
 def test_weights_of_another_model_are_not_swapped_in() -> None:
     with pytest.raises(EngineError, match="the weights are of another model"):
-        engine(built("dense")).swap(built("latent"), "new", pages="recompute")
+        engine(built("dense")).prepare(built("latent"))
 
 
 def test_an_engine_without_paddings_is_noticed() -> None:

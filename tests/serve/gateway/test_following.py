@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from click.testing import CliRunner
 from checkpoint.saved_models import save_models
 from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.serve.engine import part
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.few_rows import FewRows
 from phalanx.serve.gateway.app import Gateway, application
 from phalanx.serve.gateway.served.following import Follower
 from phalanx.serve.gateway.served.model_text import ModelText
@@ -104,6 +107,33 @@ def test_an_answer_names_the_weights_that_made_each_part_of_it(run_dir: Path) ->
     assert said == [f"step 7 takes over (weights {new})"]
     assert b'phalanx_weights_step{model_name="run"} 7.0' in metrics
     assert b'phalanx_weights_swaps_total{model_name="run"} 1.0' in metrics
+
+
+def test_kernels_are_tried_before_weights_take_over_and_not_while_texts_wait(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_engine(ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "exact"))
+    assert isinstance(opened.engine, Engine)
+    worker = EngineWorker(opened.engine, opened.identity, step=1)
+    trying, tried = [], part.few_rows_of
+
+    def noted(*given: Any) -> FewRows | None:
+        trying.append(threading.current_thread())
+        return tried(*given)
+
+    monkeypatch.setattr(part, "few_rows_of", noted)
+    served = ServedRun(str(run_dir), None, "float32", 64, 1 << 22, 64, "exact")
+    Follower(served, opened.engine, worker, 1, "mixed", lambda _: None).look()
+
+    async def last() -> Told:
+        return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
+
+    try:
+        assert asyncio.run(asyncio.wait_for(last(), 30)) == Ended("r", "length")
+        assert (worker.load().weights_step, worker.load().swaps) == (3, 1)
+    finally:
+        worker.close()
+    assert trying == [threading.current_thread()]
 
 
 def test_each_event_of_a_stream_names_the_weights_of_its_token(run_dir: Path) -> None:

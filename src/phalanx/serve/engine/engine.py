@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -38,6 +39,14 @@ from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Toke
 
 KeptPages = Literal["recompute", "mixed"]
 """What becomes of the keys and values of texts that go on when other weights take over."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Weights that are ready to take over from others of the same model."""
+
+    part: ModelPart
+    drafter: Drafter | None
 
 
 class Engine:
@@ -218,13 +227,9 @@ class Engine:
         """Drops the pages that no running request uses."""
         self._pages.table.drop_unused()
 
-    def swap(self, model: Transformer, weights_id: str, *, pages: KeptPages) -> None:
-        """Computes with ``model``, of the same description, from the next step on; each token tells the ``weights`` that made it.
-
-        Keys and values of texts that go on are computed again by the new weights (``recompute``), so that the next tokens have the bits of a
-        text that only these weights have read; or, of texts that have a token already, are left as they are (``mixed``), which costs
-        nothing and gives what no weights give by themselves. Raises EngineError for a model of another kind.
-        """
+    def prepare(self, model: Transformer) -> Prepared:
+        """Makes ``model``, of the same description, ready to take over. From any thread, while this computes: its kernels are tried, which takes
+        as long as some steps. Raises EngineError for a model of another kind."""
         if self._far is not None:
             raise EngineError(
                 "weights of a model in several stages cannot be exchanged: start another server"
@@ -236,8 +241,16 @@ class Engine:
             )
         if self._exact is not None:
             self._exact.use(model)
-        self._part, self.weights_id = self._computing(model), weights_id
-        self._drafter = Drafter(model, self._drafts) if self._drafts else None
+        return Prepared(self._computing(model), Drafter(model, self._drafts) if self._drafts else None)
+
+    def swap(self, prepared: Prepared, weights_id: str, *, pages: KeptPages) -> None:
+        """Computes with what ``prepare`` gave from the next step on; each token tells the ``weights`` that made it.
+
+        Keys and values of texts that go on are computed again by the new weights (``recompute``), so that the next tokens have the bits of a
+        text that only these weights have read; or, of texts that have a token already, are left as they are (``mixed``), which costs
+        nothing and gives what no weights give by themselves.
+        """
+        self._part, self._drafter, self.weights_id = prepared.part, prepared.drafter, weights_id
         self._pages.made_by(weights_id, self.numerics_id)
         self._swaps += 1
         again = [held for held in self._running if pages == "recompute" or not held.has_begun]

@@ -98,7 +98,13 @@ class Follower:
             self._tell(f"step {step} is of another model than the one that is served: start another server")
             return False
         digest = weights_digest(model)
-        take_over = partial(self._engine.swap, model, digest, pages=self._pages)
+        try:
+            prepared = self._engine.prepare(model)
+        except EngineError as error:
+            self._unreadable.add(step)
+            self._tell(f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            return False
+        take_over = partial(self._engine.swap, prepared, digest, pages=self._pages)
         self._worker.swap(Swap(step, digest, take_over))
         self.step = step
         self._tell(f"step {step} takes over (weights {digest})")
