@@ -21,6 +21,7 @@ from functools import reduce
 from typing import Any, Literal, get_args
 
 from phalanx.hardware.cluster import Cluster
+from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.section_reader import field_types
 from phalanx.run.spec import ModelSpec, RunSpec
 
@@ -171,6 +172,7 @@ _MODEL_EXCEPTIONS = {
             "absorbed": _used(
                 "the widths of attention and of what is kept for backward",
                 "attention to latents is planned at the rate that was measured with expanded keys and values; where a kernel takes no heads so wide, it is slower",
+                lambda spec, _: is_absorbed(spec.model),
             ),
         },
     ),
