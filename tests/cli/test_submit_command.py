@@ -13,9 +13,10 @@ from phalanx.cli.fleet import resize_command
 from phalanx.cli.launch import cancel_command, submit_command
 from phalanx.launch.engines import slurm
 from phalanx.launch.engines.order import FOLDER
-from phalanx.launch.engines.submission import Submitted, read_record
+from phalanx.launch.engines.submission import Submitted, order_of, read_record
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import FleetSpec, RunSpec
+from phalanx_process import RUN_FILE
 
 
 def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_an_earlier_loan(
@@ -23,7 +24,7 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
 ) -> None:
     run_dir, lender = tmp_path / "urgent", tmp_path / "lender"
     folder = run_dir / FOLDER
-    lender.mkdir()
+    lends(lender, "slurm")
     (folder / "returned").mkdir(parents=True)
     earlier = Submitted("slurm", "7", "urgent", 2, 0, 0.0, str(tmp_path), taken_from=str(lender), taken=2)
     (folder / "submitted.json").write_text(json.dumps(asdict(earlier)))
@@ -46,6 +47,45 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
         submit_command._submit(spec, tmp_path, None, "", False, lender)
     cancel_command._give_back(run_dir, earlier)
     assert grown == []
+
+
+def lends(run_dir: Path, engine: str) -> None:
+    """Makes the folder of a run that was submitted."""
+    (run_dir / FOLDER).mkdir(parents=True)
+    made = Submitted(engine, "3", "lender", 4, 0, 0.0, str(run_dir.parent))
+    (run_dir / FOLDER / "submitted.json").write_text(json.dumps(asdict(made)))
+
+
+def test_nodes_that_slurm_does_not_manage_are_not_taken_from_their_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lends(tmp_path / "by-ssh", "ssh")
+    monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
+    order = order_of(
+        RunSpec(name="urgent", run_dir=str(tmp_path / "urgent"), fleet=FleetSpec(nodes=2)), tmp_path
+    )
+    with pytest.raises(EngineError, match="by-ssh: no nodes of Slurm's to give back"):
+        submit_command._borrowed(order, tmp_path / "by-ssh")
+
+
+def test_a_dry_run_prints_the_lines_that_give_borrowed_nodes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lends(tmp_path / "lender", "slurm")
+    (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data="words"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "idle_nodes", lambda _: 1)
+    words = ["tiny.toml", "--on", "slurm", "--nodes", "3", "--dry-run", "--take-from", "lender"]
+    shown = CliRunner().invoke(submit_command.command, words)
+    assert f"fleet grow {tmp_path / 'lender'} --by 2" in shown.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nodes_of_a_job_are_not_left_in_it_by_who_does_not_wait_for_them(tmp_path: Path) -> None:
+    lends(tmp_path, "slurm")
+    told = CliRunner().invoke(resize_command.shrink, [str(tmp_path), "--by", "1", "--no-wait"])
+    assert told.exit_code == 2
+    assert "without it they would stay in the job" in " ".join(told.output.split())
 
 
 @pytest.mark.parametrize("now", [(), ("--now",)], ids=["saving", "at-once"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import click
@@ -22,6 +22,16 @@ def explained(*kinds: type[Exception]) -> Iterator[None]:
         if not isinstance(error, (RunFileError, FactoryError, NotPortableError, *kinds)):
             raise
         raise click.ClickException(str(error)) from error
+
+
+def refuse_unused(options: Mapping[str, object], why: str) -> None:
+    """Raises ``click.UsageError`` naming the options that were given and would be ignored, with ``why``."""
+    if given := [
+        name
+        for name, value in options.items()
+        if value is not None and value is not False and value not in ((), "")
+    ]:
+        raise click.UsageError(f"{', '.join(given)}: {why}")
 
 
 class TroubleError(click.ClickException):

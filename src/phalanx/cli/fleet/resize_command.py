@@ -44,10 +44,17 @@ def shrink(
       phalanx fleet shrink runs/big-1f3a9c04 --by 2
       phalanx fleet shrink runs/big-1f3a9c04 --node n17 --node n18
     """
+    from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
     if (by is None) == (not nodes):
         raise click.UsageError("which nodes? --by N, or --node NAME")
+    made = read_record(run_dir)
+    if no_wait and made is not None and made.engine == "slurm":
+        raise click.UsageError(
+            "--no-wait: nodes of a Slurm job are taken out of it once they have left the run, which this command waits for; without it they would stay "
+            "in the job, idle"
+        )
     began_s = time.monotonic()
     names = asked_to_go(run_dir, by or 0, nodes, certificates)
     if no_wait:

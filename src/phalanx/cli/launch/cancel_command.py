@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, refuse_unused
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.submission import Submitted
@@ -48,6 +48,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         with explained(EngineError):
             cancel_job(str(run_dir), namespace, now=now, wait=not no_wait)
         return
+    refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
     with explained(EngineError):
         made = read_record(run_dir)
         if made is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ _LAST = 50
 @click.option(
     "--index",
     type=click.IntRange(min=0),
-    default=0,
     help="With --on kubernetes: the pod of this index; by default that which leads.",
 )
 def command(
@@ -80,7 +79,7 @@ def command(
     job: bool | None,
     engine: str | None,
     namespace: str,
-    index: int,
+    index: int | None,
 ) -> None:
     """Print what the processes of the run in RUN_DIR have said, merged in time: ranks, agents, coordinator, and libraries in them.
 
@@ -100,13 +99,33 @@ def command(
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
+    choice: dict[str, object] = {
+        "--rank": ranks,
+        "--node": nodes,
+        "--level": level,
+        "--since": since,
+        "--until": until,
+        "--grep": grep,
+        "--attempt": attempt,
+        "--grouped": grouped,
+        "--json": as_json,
+    }
     if engine is not None:
         from phalanx.cli.launch.on_kubernetes import print_log
 
+        refuse_unused(
+            {**choice, "--job": job is True, "--lines": job is False},
+            "kubectl prints the log of a pod as it is: leave it out, or kubectl exec POD -- python -m phalanx logs RUN_DIR",
+        )
         with explained(EngineError):
-            code = print_log(str(run_dir), namespace, index=index, follow=follow, last=last)
+            code = print_log(str(run_dir), namespace, index=index or 0, follow=follow, last=last)
         raise SystemExit(code)
+    refuse_unused({"--index": index, "--namespace": namespace}, "is for --on kubernetes")
     demand_folder(run_dir)
+    if job:
+        refuse_unused(
+            choice, "chooses lines, and the log of a job is printed as it is: --lines instead of --job"
+        )
     chooses = any((ranks, nodes, level, since, until, grep, attempt is not None, grouped, as_json))
     if job is None:
         job = not chooses and (run_dir / "launch").is_dir() and read_record(run_dir) is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, refuse_unused
 
 if TYPE_CHECKING:
     from phalanx.launch.placing.choose import Choice
@@ -121,6 +121,13 @@ def command(
     from phalanx.plan.search.query import RequestError
     from phalanx.run.read import read_run
 
+    if place_name != "slurm":
+        refuse_unused({"--partition": partition, "--free": free_only}, "is for --topology slurm")
+    if joins is not None:
+        refuse_unused(
+            {"--unit": unit, "--order": order, "--whole": whole},
+            "members keep their seats when nodes join a fleet (--joining): leave it out",
+        )
     with explained(TopologyError, EngineError, HardwareError, RequestError, ValueError):
         sized = [f"fleet.nodes={nodes}"] if nodes else []
         sized += [f"fleet.spares={spares}"] if spares is not None else []

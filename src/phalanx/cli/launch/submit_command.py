@@ -131,6 +131,8 @@ def command(
             raise click.UsageError("--out is for the manifests of Kubernetes")
         if engine == "slurm":
             spec = replace(spec, launch=_with_variables(spec.launch))
+        if spares and not spec.fleet.nodes and engine == "local":
+            raise click.UsageError("--spares needs a fleet: add --nodes N")
         spec = with_pod_run_dir(spec) if engine == "kubernetes" else with_run_dir(spec, working_dir)
         problems = problems_of(spec, engine)
         if problems:
@@ -146,7 +148,8 @@ def command(
                 submit_to_hosts(spec, working_dir, dry_run=dry_run, as_json=as_json)
             return
         if dry_run:
-            script = batch_script(order_of(spec, working_dir))
+            order = order_of(spec, working_dir)
+            script = batch_script(order if lender is None else _borrowing(order, lender))
             click.echo(
                 json.dumps({"script": script, "run_dir": spec.run_dir}) if as_json else script, nl=as_json
             )
@@ -197,21 +200,35 @@ def _refuse_second(order: LaunchOrder) -> None:
     slurm.refuse_second(order.run_dir, made.job if made is not None and made.engine == "slurm" else "")
 
 
+def _borrowing(order: LaunchOrder, lender: Path) -> LaunchOrder:
+    """The order, with as many nodes to be taken from ``lender`` as are missing now. Raises ``EngineError`` if it has none of Slurm's to give."""
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.tools import EngineError
+
+    made = read_record(lender)
+    if made is None or made.engine != "slurm":
+        raise EngineError(
+            f"--take-from {lender}: no nodes of Slurm's to give back: name the run directory of one that phalanx submit --on slurm has started"
+        )
+    missing = order.all_nodes - slurm.idle_nodes(order)
+    return replace(order, taken_from=lender.resolve(), taken=missing) if missing > 0 else order
+
+
 def _borrowed(order: LaunchOrder, lender: Path) -> LaunchOrder:
     """The order, once ``lender`` has given back as many nodes as are missing. Raises ``EngineError``."""
     from phalanx.cli.fleet.resize_command import asked_to_go, wait_until_gone
-    from phalanx.launch.engines import slurm
     from phalanx.launch.engines.slurm_script import RETURNED
 
-    missing = order.all_nodes - slurm.idle_nodes(order)
-    if missing <= 0:
+    order = _borrowing(order, lender)
+    if not order.taken:
         return order
-    names = asked_to_go(lender, missing, ())
+    names = asked_to_go(lender, order.taken, ())
     click.echo(f"{lender} gives back {' '.join(names)}", err=True)
     wait_until_gone(lender, names)
     with suppress(FileNotFoundError):  # of an earlier loan to this run
         (order.folder / RETURNED).rmdir()
-    return replace(order, taken_from=lender.resolve(), taken=len(names))
+    return replace(order, taken=len(names))
 
 
 def _still_lent(order: LaunchOrder) -> str:

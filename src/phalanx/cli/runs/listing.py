@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, printable, share, utilization
 from phalanx.watch.runs.index import RunIndex
@@ -84,7 +84,20 @@ def list_command(
     A state is running, finished, stopped (asked to, and saved), failed (its process is gone), silent (held by a process, but without an
     event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
     """
+    if engine != "kubernetes":
+        refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
     if engine is not None:
+        refuse_unused(
+            {
+                "FOLDERS": folders,
+                "--where": conditions,
+                "--tag": tags,
+                "--sort": sort,
+                "--columns": columns,
+                "--last": last,
+            },
+            "is about runs in folders, and --on lists the jobs of a cluster: one or the other",
+        )
         _list_jobs(engine, namespace, as_json=as_json)
         return
     places = folders or (Path("runs"),)

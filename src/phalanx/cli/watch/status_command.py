@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.text.numbers import moment
 from phalanx.cli.watch.text.run_summary import RunSummary, summarize
@@ -51,6 +51,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
         with explained(EngineError):
             tell_status(str(run_dir), namespace, last, as_json=as_json)
         return
+    refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
     demand_folder(run_dir)
     job = None if as_json else _job_line(run_dir)
     if job is not None:
