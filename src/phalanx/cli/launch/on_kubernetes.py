@@ -8,13 +8,13 @@ from dataclasses import asdict
 import click
 
 from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.kubernetes import cluster
-from phalanx.launch.kubernetes.cluster import ClusterJob
+from phalanx.launch.kubernetes import cluster, standing
+from phalanx.launch.kubernetes.standing import ClusterJob
 
 
 def list_jobs(namespace: str, *, as_json: bool) -> None:
     """Prints what the cluster does with the runs that were submitted to it."""
-    found = cluster.jobs(namespace)
+    found = standing.jobs(namespace)
     if as_json:
         click.echo(json.dumps([asdict(job) for job in found]))
         return
@@ -53,7 +53,7 @@ def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int)
 
 
 def _named(name: str, namespace: str) -> ClusterJob:
-    job = cluster.job_named(name, namespace)
+    job = standing.job_named(name, namespace)
     if job is None:
         raise EngineError(
             f"there is no job {name} in this namespace: phalanx runs --on kubernetes lists them, --namespace names another; a finished job may have been "
