@@ -18,7 +18,7 @@ import pytest
 from launch.engines.sshd_hosts import SshHosts, missing, ssh_hosts
 from phalanx.cli.launch.submit_to_hosts import hosts_in
 from phalanx.launch.engines import standing
-from phalanx.launch.engines.bare import on_host, preflight
+from phalanx.launch.engines.bare import on_host, preflight, start, started_on
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, problems_of
@@ -28,7 +28,7 @@ from phalanx_process import ENVIRONMENT, RUN_FILE, run
 from tiny_runs import make_dataset
 
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=f"no sshd can be started: {missing()}")
-PATIENCE_S = 120
+PATIENCE_S = 280
 QUICK = "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_checks = false\n"
 
 
@@ -54,7 +54,20 @@ def phalanx(folder: Path, *words: str, fails: bool = False, **environment: str) 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> str:
     """The hash of the weights of the same run on one rank."""
-    words = ["train", "tiny.toml", "--ranks", "1", "--json", "--run-dir", "plain"]
+    return _alone(folder, "plain")
+
+
+LONG = ["--set", "train.steps=200", "--set", "checkpoint.every_steps=20"]
+"""A run that does not end while somebody looks for one of its processes."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed_long(folder: Path) -> str:
+    return _alone(folder, "plain-long", *LONG)
+
+
+def _alone(folder: Path, name: str, *more: str) -> str:
+    words = ["train", "tiny.toml", "--ranks", "1", "--json", "--run-dir", name, *more]
     said = next(line for line in phalanx(folder, *words).splitlines() if line.startswith("{"))
     return str(json.loads(said)["weights_sha256"])
 
@@ -114,13 +127,13 @@ def test_a_run_on_hosts_has_the_bits_of_one_machine_and_leaves_nothing_behind(
 @needs_sshd
 @pytest.mark.slow
 def test_an_agent_that_is_killed_on_a_host_is_started_again_and_no_spare_is_needed(
-    folder: Path, hosts: SshHosts, undisturbed: str
+    folder: Path, hosts: SshHosts, undisturbed_long: str
 ) -> None:
     (folder / "hosts.txt").write_text("\n".join(hosts.file().splitlines()[:2]))
     run_dir = folder / "killed-agent"
     words = ["submit", "tiny.toml", "--on", "ssh", "--hosts", "hosts.txt", "--nodes", "2", *sets(run_dir)]
     quick = ["--set", "fleet.heartbeat_s=0.5", "--set", "fleet.lease_s=5.0", "--set", "fleet.min_nodes=2"]
-    phalanx(folder, *words, *quick, **hosts.environment)
+    phalanx(folder, *words, *quick, *LONG, **hosts.environment)
     wait_until(lambda: step_of(run_dir) >= 2, "the run does not begin", run_dir)
     (agent,) = [
         line
@@ -130,7 +143,7 @@ def test_an_agent_that_is_killed_on_a_host_is_started_again_and_no_spare_is_need
     os.kill(int(agent.split()[0]), signal.SIGKILL)
     log = run_dir / "launch" / "host-1.log"
     wait_until(lambda: "is started again" in log.read_text(), "it is not started again", run_dir)
-    assert weights(run_dir) == undisturbed
+    assert weights(run_dir) == undisturbed_long
     wait_until(lambda: not processes_of(run_dir), "processes are left", run_dir)
 
 
@@ -250,6 +263,12 @@ def test_another_host_key_is_refused_with_the_remedy(folder: Path, hosts: SshHos
     finally:
         known.write_text(before)
     assert "host-0: its host key is not the one that is known" in told
+    remedy = shlex.split(told[told.index("ssh-keygen -R") :].splitlines()[0])
+    subprocess.run([*remedy, "-f", str(known)], check=True, capture_output=True)
+    assert known.read_text() == f"{second}\n{before.splitlines()[2]}\n", (
+        "the key of this host is forgotten, of no other"
+    )
+    known.write_text(before)
 
 
 def test_a_run_in_the_background_goes_on_when_who_started_it_has_gone(folder: Path, undisturbed: str) -> None:
@@ -267,6 +286,23 @@ def test_a_run_in_the_background_goes_on_when_who_started_it_has_gone(folder: Pa
     wait_until(lambda: step_of(run_dir) >= 1, "the run does not begin", run_dir)
     assert "running on this machine" in phalanx(folder, "status", str(run_dir))
     assert weights(run_dir) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_in_the_background_is_started_again_and_its_run_goes_on(
+    folder: Path, undisturbed_long: str
+) -> None:
+    run_dir = folder / "launcher-killed"
+    phalanx(folder, "submit", "tiny.toml", "--on", "local", "--nodes", "2", *sets(run_dir), *LONG)
+    saved = run_dir / "checkpoints"
+    wait_until(lambda: any(saved.glob("step-*")), "nothing is saved", run_dir)
+    (launcher,) = [line for line in processes_of(run_dir) if " train " in line and "bash" not in line]
+    os.kill(int(launcher.split()[0]), signal.SIGKILL)
+    log = run_dir / "launch" / "this-machine.log"
+    wait_until(lambda: "is started again" in log.read_text(), "it is not started again", run_dir)
+    assert weights(run_dir) == undisturbed_long
+    assert json.loads((run_dir / "record.json").read_bytes())["attempts"] == 2
+    wait_until(lambda: not processes_of(run_dir), "processes are left", run_dir)
 
 
 @pytest.mark.slow
@@ -300,6 +336,7 @@ def test_an_agent_that_is_never_told_to_begin_ends_by_itself(tmp_path: Path) -> 
 
 def test_hosts_are_read_with_their_ports_names_and_domains() -> None:
     text = "# by rack\n\nme@one:2222 name=n1 domain=pod-1/rack-2 address=10.0.0.1\ntwo # the second\n"
+    assert len(read_hosts("one name=a\none:2222 name=b\n")) == 2, "another machine may be behind another port"
     assert read_hosts(text) == [
         Host("n1", "me@one", 2222, "10.0.0.1", ("pod-1", "rack-2")),
         Host("two", "two", 0, "two"),
@@ -310,6 +347,10 @@ def test_hosts_are_read_with_their_ports_names_and_domains() -> None:
     ("text", "message"),
     [
         ("one\none\n", "line 2 of the hosts: there is a node one already"),
+        (
+            "me@one name=a\none:22 name=b\n",
+            "line 2 of the hosts: one:22 is the host of node a, and two agents",
+        ),
         ("one rack=3\n", "line 1 of the hosts: 'rack' is not known"),
         ("a@b@c\n", "line 1 of the hosts: 'a@b@c' is no host"),
         # What ssh would take for an option of its own.
@@ -350,6 +391,17 @@ def test_what_hosts_cannot_give_is_refused_not_ignored(tmp_path: Path) -> None:
     ]
 
 
+def test_a_host_that_was_given_back_and_joins_again_is_there_once(tmp_path: Path) -> None:
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, "/bin/true", LaunchSpec())
+    order.folder.mkdir()
+    first, again = Host("first", HERE, 0, "a"), Host("again", HERE, 0, "b")
+    start(order, [first, again])
+    (_, before) = started_on(tmp_path)
+    start(order, [again], joins=True)
+    assert [one.host for one in started_on(tmp_path)] == [first, again]
+    assert before not in started_on(tmp_path)
+
+
 def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,10 +420,45 @@ def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(
         standing.wait_until_ended(tmp_path, made, 0.0)
 
 
-@pytest.mark.parametrize(("engine", "refused"), [("ssh", False), ("slurm", True), ("local", True)])
-def test_hosts_that_another_engine_would_ignore_are_refused(engine: str, refused: bool) -> None:
-    spec = RunSpec(fleet=FleetSpec(nodes=1), launch=LaunchSpec(hosts="hosts.txt"))
-    assert ("launch.hosts" in [problem.path for problem in problems_of(spec, engine)]) == refused
+@pytest.mark.parametrize(
+    ("engine", "nodes", "refused"),
+    [("ssh", 1, False), ("slurm", 1, True), ("local", 1, True), ("local", 0, True)],
+)
+def test_what_another_engine_would_ignore_is_refused(engine: str, nodes: int, refused: bool) -> None:
+    launch = LaunchSpec(hosts="hosts.txt", namespace="research")
+    spec = RunSpec(fleet=FleetSpec(nodes=nodes), launch=launch)
+    named = [problem.path for problem in problems_of(spec, engine)]
+    assert ("launch.hosts" in named) == refused
+    assert "launch.namespace" in named
+
+
+def test_a_host_that_cannot_write_into_the_run_directory_is_refused(tmp_path: Path) -> None:
+    # As on a full disk: files can be made, and nothing be written into them.
+    full = LaunchSpec(prologue=("trap '' XFSZ; ulimit -f 0",))
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, sys.executable, full)
+    (said,) = preflight(order, [Host("this-machine", HERE, 0, "127.0.0.1")])
+    assert f"cannot write into {order.folder}: its disk is full, or it is mounted read-only" in said
+    assert [path.name for path in order.folder.iterdir()] == ["nonce"]
+
+
+def test_a_dry_run_refuses_what_the_hosts_could_never_do(folder: Path) -> None:
+    (folder / "one.txt").write_text("gpu-1\n")
+    words = [
+        "submit",
+        "tiny.toml",
+        "--on",
+        "ssh",
+        "--hosts",
+        "one.txt",
+        "--nodes",
+        "2",
+        "--time",
+        "1h",
+        "--dry-run",
+    ]
+    told = phalanx(folder, *words, fails=True)
+    assert "fleet.nodes + fleet.spares = 2, and there are 1 hosts" in told
+    assert "launch.time_limit = '1h': there is no scheduler to ask" in told
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,10 @@ def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> N
         ({"prologue": ("#SBATCH --gpus=2",)}, "Slurm reads such lines at the top alone: launch.options"),
         ({"environment": ("1X=2",)}, "launch.environment: '1X=2' is not NAME=VALUE"),
         ({"environment": ("X",)}, "is not NAME=VALUE"),
+        (
+            {"container_mounts": ("/a:/b",)},
+            "launch.container_mounts: /a:/b: there is no container to see them",
+        ),
         ({"partition": 'a"b'}, "holds a line break or a quote"),
         ({"time_limit": "soon"}, "launch.time_limit: 'soon' is no time"),
     ],
@@ -385,6 +389,12 @@ def test_jobs_that_phalanx_did_not_submit_are_left_out() -> None:
         "waits for 18 nodes: Priority (jobs before it in the queue are served first); expected to start 2026-11-24T10:00:00"
     )
     assert running.sentence == "running on 2 nodes (n[3-4]), 59:00 left"
+
+
+def test_a_name_with_a_bar_is_not_taken_for_columns_of_the_queue() -> None:
+    named = replace(order(), name="a|b", run_dir=Path("/runs/a|b"))
+    (script,) = (line for line in batch_script(named).splitlines() if "--job-name" in line)
+    assert script.endswith("--job-name=phalanx-a_b")
 
 
 def test_nodes_are_usable_unless_they_are_down_drained_or_silent() -> None:

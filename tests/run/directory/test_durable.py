@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -120,3 +122,19 @@ def test_a_status_is_replaced_without_waiting_for_the_disk(
     write_atomically(path, NEW)
     assert len(synced) == 2  # the file and its folder
     assert path.read_bytes() == NEW
+
+
+def test_a_full_disk_is_told_with_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+    path, (soft, hard) = tmp_path / "status.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    write_atomically(path, OLD)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(OLD), hard))
+    try:
+        with pytest.raises(OSError, match=r"status\.json") as raised:
+            write_atomically(path, NEW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert raised.value.filename == str(path)
+    assert path.read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["status.json"]

@@ -41,6 +41,7 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
     hosts = listed[: order.all_nodes] if engine == "ssh" else listed
     scripts = {host.name: start_script(order, host, hosts[0], "WORD") for host in hosts}
     if dry_run:
+        _demand(bare.problems(order, hosts))
         shown = "\n".join(f"# on {name}\n{script}" for name, script in scripts.items())
         click.echo(
             json.dumps({"scripts": scripts, "run_dir": spec.run_dir}) if as_json else shown, nl=as_json
@@ -72,8 +73,7 @@ def _started(
     verdict, why_not = _verdict(spec, listed, hosts) if engine == "ssh" and not wrong else (None, "")
     if spec.launch.most_lost_ms and not wrong and engine == "ssh":
         wrong += filter(None, [too_slow(spec, verdict) if verdict else unpriced(spec, why_not)])
-    if wrong:
-        raise EngineError("this run cannot start:\n  " + "\n  ".join(wrong))
+    _demand(wrong)
     if verdict is not None and not spec.launch.unit:
         launch = replace(spec.launch, unit=verdict.best.unit, order=verdict.best.order)
         spec = replace(spec, launch=launch)
@@ -83,6 +83,11 @@ def _started(
     write_files(order, spec, script)
     bare.start(order, hosts)
     return verdict
+
+
+def _demand(wrong: list[str]) -> None:
+    if wrong:
+        raise EngineError("this run cannot start:\n  " + "\n  ".join(wrong))
 
 
 def _verdict(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[Verdict | None, str]:

@@ -36,10 +36,11 @@ _AT_ONCE = 32
 _CLOCKS_S = 30.0
 _HOSTS = "hosts.json"
 _WHY = {
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one that is known: is it the machine that it was? Then ssh-keygen -R HOST",
-    "Host key verification failed": "its host key is not known: connect once by hand, or ssh-keyscan HOST >> ~/.ssh/known_hosts",
-    "Permission denied": "it lets nobody in without a password: ssh-copy-id HOST",
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one that is known: is it the machine that it was? Then ssh-keygen -R {known}",
+    "Host key verification failed": "its host key is not known: connect once by hand, or ssh-keyscan{port} {host} >> ~/.ssh/known_hosts",
+    "Permission denied": "it lets nobody in without a password: ssh-copy-id{port} {login}",
 }
+"""Words of ssh -> what they mean, and the command that mends it."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,15 @@ def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
         return run_tool([*_SSH, *port, "--", host.destination, "bash -s"], stdin=script, timeout_s=timeout_s)
     except EngineError as error:
         said = str(error)
-        raise EngineError(
-            f"{host.name}: " + next((why for word, why in _WHY.items() if word in said), said)
-        ) from error
+        meant = next((_for_host(why, host) for word, why in _WHY.items() if word in said), said)
+        raise EngineError(f"{host.name}: {meant}") from error
+
+
+def _for_host(remedy: str, host: Host) -> str:
+    """A remedy with the words by which OpenSSH's tools know a host: behind another port it has a name of its own."""
+    name = host.destination.rpartition("@")[2]
+    port, known = (f" -p {host.port}", f"'[{name}]:{host.port}'") if host.port else ("", name)
+    return remedy.format(known=known, port=port, host=name, login=host.destination)
 
 
 def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], list[str]]:
@@ -87,11 +94,8 @@ def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], l
 # --- the start ------------------------------------------------------------------------------------
 
 
-def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
-    """Everything that keeps the hosts from training the run together, each with its host; empty if nothing does.
-
-    Writes a word into the run directory, which every host must see.
-    """
+def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
+    """What keeps the hosts from training the run together, as far as their list and the run file tell; empty if nothing does."""
     wrong = list(not_for_hosts(order))
     if len(hosts) < order.all_nodes and hosts[0].destination != HERE:
         wrong.append(
@@ -99,7 +103,15 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
         )
     if lost := unreachable(hosts):
         wrong.append(lost)
-    if wrong:
+    return wrong
+
+
+def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
+    """Everything that keeps the hosts from training the run together, each with its host; empty if nothing does.
+
+    Writes a word into the run directory, which every host must see.
+    """
+    if wrong := problems(order, hosts):
         return wrong
     word = secrets.token_hex(8)
     try:
@@ -149,7 +161,9 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
     Raises ``EngineError`` with every reason.
     """
     word, head = secrets.token_hex(8), None if joins else hosts[0]
-    earlier = started_on(order.run_dir) if joins else []
+    names = {host.name for host in hosts}
+    # A host that was given back and joins again is there once.
+    earlier = [one for one in started_on(order.run_dir) if one.host.name not in names] if joins else []
     go = order.folder / "go"
     go.unlink(missing_ok=True)
     pids, wrong = on_all(hosts, lambda host: _pid(host, on_host(host, start_script(order, host, head, word))))

@@ -25,7 +25,7 @@ _NAME = re.compile(r"\w[\w.-]*")
 """Logs and claims of a node bear its name."""
 _LONGEST_NAME = 128
 """As ``fleet.core.messages.NodeName``."""
-_MOST_PORT = 65_535
+_SSH_PORT, _MOST_PORT = 22, 65_535
 _GO_HALF_SECONDS = 240
 _PAUSES_S = (1, 5, 15, 60, 120)
 """Before each time that an agent which was killed is started again; one that is killed once more stays dead."""
@@ -34,6 +34,9 @@ _CHECK = (
     "print('phalanx-host', json.dumps([software(), time.time()]))"
 )
 _NOT_SHARED = "does not see {} as it was written: the run directory must lie on storage that all hosts share"
+_NOT_WRITTEN = (
+    "cannot write into {}: its disk is full, or it is mounted read-only, or belongs to another user"
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,17 @@ def read_hosts(text: str) -> list[Host]:
             )
         domain = tuple(filter(None, given.get("domain", "").split("/")))
         destination = f"{user}@{host}" if user else host
+        if same := next((one for one in found if _same_machine(one, host, int(port or 0))), None):
+            raise EngineError(
+                f"line {number} of the hosts: {words[0]} is the host of node {same.name}, and two agents would share its accelerators: one line for each"
+            )
         found.append(Host(name, destination, int(port or 0), given.get("address") or host, domain))
     return found
+
+
+def _same_machine(known: Host, host: str, port: int) -> bool:
+    """Whether a host is that of another line, by whichever user: the same name, and no other port, behind which another machine may be."""
+    return (known.destination.rpartition("@")[2], known.port or _SSH_PORT) == (host, port or _SSH_PORT)
 
 
 def _wrong_with(words: list[str], match: re.Match[str], given: dict[str, str]) -> str:
@@ -121,12 +133,15 @@ def coordinator_port(order: LaunchOrder) -> int:
 
 
 def check_script(order: LaunchOrder, word: str) -> str:
-    """Says on a host whether it sees ``word`` in the run directory, and which software and time it has."""
+    """Says on a host whether it sees ``word`` in the run directory and can write there, and which software and time it has."""
     nonce, told = shlex.quote(str(order.nonce)), shlex.quote(_NOT_SHARED.format(order.nonce))
+    unwritten = shlex.quote(_NOT_WRITTEN.format(order.folder))
     return "\n".join(
         [
             *_begin(order),
             f'[ "$(cat {nonce} 2>/dev/null)" = {word} ] || {{ echo {told} >&2; exit 65; }}',
+            f'probe={nonce}-"$(hostname)-$$"; printf %s {word} 2>/dev/null > "$probe"; written="$(cat "$probe" 2>/dev/null)"; rm -f "$probe"',
+            f'[ "$written" = {word} ] || {{ echo {unwritten} >&2; exit 67; }}',
             f"{shlex.quote(order.python)} -c {shlex.quote(_CHECK)}",
             "",
         ]

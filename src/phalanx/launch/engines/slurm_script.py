@@ -44,7 +44,7 @@ _PORTS = 20_000, 20_000
 def batch_script(order: LaunchOrder) -> str:
     """The script for ``sbatch``. Raises ``EngineError`` for options that cannot be."""
     own = {
-        "job-name": f"phalanx-{order.name}",
+        "job-name": _job_name(order),
         "nodes": str(order.all_nodes),
         "output": _log(order, "job"),
         "comment": f"{COMMENT}{order.run_dir}",
@@ -59,7 +59,7 @@ def joining_script(order: LaunchOrder, nodes: int) -> str:
     At its time limit or when preempted, its agents hear of it and leave the fleet at a step boundary. Raises ``EngineError`` as ``batch_script``.
     """
     own = {
-        "job-name": f"phalanx-{order.name}-joining",
+        "job-name": f"{_job_name(order)}-joining",
         "nodes": str(nodes),
         "output": _log(order, "joining"),
         "comment": f"{JOINING_COMMENT}{order.run_dir}",
@@ -105,6 +105,11 @@ def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
         yield f"#SBATCH {option}"
 
 
+def _job_name(order: LaunchOrder) -> str:
+    """The name of a run's job, without what parts the columns of squeue's answer."""
+    return f"phalanx-{order.name}".replace("|", "_")
+
+
 def _log(order: LaunchOrder, name: str) -> str:
     """The path of a job's log as a pattern of sbatch's, in which %% is a percent sign."""
     if "\\" in str(order.folder):
@@ -142,8 +147,12 @@ def _environment(order: LaunchOrder) -> Iterator[str]:
 
 
 def _container(order: LaunchOrder) -> str:
-    """Options of srun for a container (Pyxis), with a space before them; empty for none."""
+    """Options of srun for a container (Pyxis), with a space before them; empty for none. Raises ``EngineError`` for mounts without one."""
     image, mounts = order.launch.container_image, ",".join(order.launch.container_mounts)
+    if mounts and not image:
+        raise EngineError(
+            f"launch.container_mounts: {mounts}: there is no container to see them: launch.container_image, or take them out"
+        )
     if not image:
         return ""
     return f" --container-image={shlex.quote(image)}" + (

@@ -78,11 +78,10 @@ def default_name(spec: RunSpec) -> str:
 def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
     """What is wrong with a run that is to start on a cluster, before any engine is asked."""
     fleet = spec.fleet
-    if not fleet.nodes and engine == "local":
-        return []
-    if not fleet.nodes:
+    if not fleet.nodes and engine != "local":
         return [Problem("fleet.nodes", "0 nodes are to hold ranks", "--nodes N")]
-    found = problems_on(spec, fleet.nodes * fleet.workers_per_node)
+    # Without a fleet this machine's ranks train the run, as phalanx train does.
+    found = problems_on(spec, fleet.nodes * fleet.workers_per_node) if fleet.nodes else []
     found += [
         Problem(
             field,
@@ -99,7 +98,7 @@ def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
         ]
     if engine != "ssh" and spec.launch.hosts:
         found.append(Problem("launch.hosts", "names hosts for ssh", "take it out, or --on ssh"))
-    if fleet.min_nodes > fleet.nodes + fleet.spares:
+    if fleet.nodes and fleet.min_nodes > fleet.nodes + fleet.spares:
         found.append(
             Problem(
                 "fleet.min_nodes",

@@ -36,8 +36,10 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: 
             if durable:
                 os.fsync(file.fileno())
         os.rename(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # of a full disk the system speaks without a name
         raise
     if durable:
         sync(path.parent)
