@@ -21,6 +21,8 @@ settings.register_profile("phalanx", deadline=None, suppress_health_check=[Healt
 settings.load_profile("phalanx")
 
 TESTS = Path(__file__).parent
+SLOW_S = 1800.0
+"""After which a slow test ends that sets no time of its own: many processes at work on few processors, and no step of them under a time limit."""
 
 
 # Files that take longest, the longest first: begun last, one of them would be alone at the end.
@@ -69,9 +71,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first; ``--no-loadscope-reorder`` keeps that order."""
+    """Puts the longest files first; ``--no-loadscope-reorder`` keeps that order. Slow tests have more time."""
     turn = {TESTS / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turn.get(item.path, len(turn)))
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

@@ -24,7 +24,8 @@ from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
 from phalanx.watch.logs.blocks import Span, forward
 from phalanx.watch.logs.files import streams
 
-PATIENCE_S = 120.0
+PATIENCE_S = 280.0
+"""For what takes seconds on an idle machine; soon after it pytest ends a test of the suite, without the logs."""
 STAND_IN = str(Path(__file__).with_name("stand_in_worker.py"))
 FLEET = FleetSpec(heartbeat_s=0.2, lease_s=5.0, worker_lease_s=3.0, confirm_s=1.0, stall_s=30.0)
 

@@ -7,16 +7,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.engines.slurm_cluster import SlurmCluster
-from phalanx_process import ENVIRONMENT, RUN_FILE, last_json, run
+from launch.engines.slurm_cluster import PATIENCE_S, SlurmCluster
+from phalanx_process import ENVIRONMENT, RUN_FILE, last_json, start
 from tiny_runs import make_dataset
 
 STEPS = 100
-PATIENCE_S = 600
-"""For what takes seconds on an idle machine: a wait that fails says that something never comes, not that others had the processors."""
 
 
 def write_run_file(folder: Path) -> None:
@@ -26,11 +24,37 @@ def write_run_file(folder: Path) -> None:
     (folder / "tiny.toml").write_text(text.replace("every_steps = 6", "every_steps = 50"))
 
 
+def run(
+    words: Sequence[str], folder: Path, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``phalanx WORDS`` in ``folder`` to its end, however busy the machine is."""
+    process = start(words, folder, environment)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
 def hash_without_slurm(folder: Path) -> str:
     """The hash of the weights of the same run, on one rank of this machine."""
     sets = ["--set", f"train.steps={STEPS}", "--set", 'run_dir="plain"']
     done = run(["train", "tiny.toml", "--ranks", "1", "--json", *sets], folder)
     return str(last_json(done)["weights_sha256"])
+
+
+ENDLESS = ["--set", "train.steps=1000000", "--set", 'schedule.kind="constant"']
+"""For a run that somebody ends: no step depends on how many there were to be."""
+
+
+def undisturbed_until(folder: Path, step: int, *words: str) -> str:
+    """The hash of the weights of an endless run after a step, on one rank of this machine from its begin on."""
+    sets = [*ENDLESS, *words, "--set", f"train.steps={step}", "--set", f'run_dir="alone-{step}"']
+    done = run(["train", "tiny.toml", "--ranks", "1", "--json", *sets], folder)
+    return str(last_json(done)["weights_sha256"])
+
+
+def saved_hash(run_dir: Path) -> tuple[int, str]:
+    """The newest saved step of a run, and the hash of its weights."""
+    found = last_json(run(["hash", str(run_dir), "--json"], run_dir))
+    return int(found["step"]), str(found["weights_sha256"])
 
 
 class Phalanx:

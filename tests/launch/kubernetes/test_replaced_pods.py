@@ -22,7 +22,7 @@ from phalanx_process import ENVIRONMENT, RUN_FILE
 from tiny_runs import make_dataset
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
-PATIENCE_S = 120
+PATIENCE_S = 600
 STEPS = 60
 QUICK = (
     "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_checks = false\nport = 29400\n"
