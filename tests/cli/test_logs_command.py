@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from forked_python import Popen
+from phalanx.cli.launch import logs_command
 from phalanx.cli.launch.log_lines import moment, ranks_of
+from phalanx.fleet.control.fleet_file import write_fleet_file
+from phalanx.fleet.core.state import FleetPhase
+from phalanx.launch.engines.submission import Submitted
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.logs.read import LogQuery, read_lines, told_failure
 from phalanx_process import ENVIRONMENT, TIMEOUT_S, last_json, run
+from watch.why.watched import fleet_file
 
 MODEL = """
 import os
@@ -150,3 +157,15 @@ def test_times_and_ranks_are_read_as_people_write_them() -> None:
             moment(wrong, 0)
     with pytest.raises(click.BadParameter, match="is no rank"):
         list(ranks_of("x"))
+
+
+@pytest.mark.parametrize(("engine", "printed"), [("ssh", "host-1"), ("local", "host-0")])
+def test_the_log_is_that_of_the_host_that_leads_now(engine: str, printed: str, tmp_path: Path) -> None:
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    for name in ("host-0", "host-1"):
+        (folder / f"{name}.log").write_text(f"{name} says\n")
+    made = Submitted(engine, "2 hosts", "tiny", 2, 0, 0.0, str(tmp_path), leader="host-0")
+    (folder / "submitted.json").write_text(json.dumps(asdict(made)))
+    write_fleet_file(tmp_path, fleet_file(0.0, leader="host-1", reign=2, phase=FleetPhase.FINISHED))
+    assert CliRunner().invoke(logs_command.command, [str(tmp_path)]).output == f"{printed} says\n"

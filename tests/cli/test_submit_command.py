@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.fleet import resize_command
+from phalanx.cli.fleet import ask, resize_command
 from phalanx.cli.launch import cancel_command, submit_command
-from phalanx.launch.engines import slurm
+from phalanx.fleet.control.fleet_file import write_fleet_file
+from phalanx.fleet.core.state import FleetPhase
+from phalanx.launch.engines import bare, slurm
+from phalanx.launch.engines.hosts import HERE, Host
 from phalanx.launch.engines.order import FOLDER
 from phalanx.launch.engines.submission import Submitted, order_of, read_record
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx_process import RUN_FILE
+from watch.why.watched import fleet_file
 
 
 def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_an_earlier_loan(
@@ -119,3 +127,61 @@ def test_a_lender_that_does_not_answer_can_be_asked_once_more(
     made = Submitted("slurm", "7", "urgent", 2, 0, 0.0, str(tmp_path), taken_from=str(lender), taken=2)
     cancel_command._give_back(tmp_path, made)
     assert f"phalanx fleet grow {lender} --by 2 asks once more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("of_this_job", "changes", "answered_by"),
+    [
+        (True, {"reign": 1}, "scancel"),
+        (True, {"reign": 2}, "coordinator"),
+        (False, {"reign": 2}, "scancel"),
+        (True, {"reign": 2, "phase": FleetPhase.FINISHED}, "scancel"),
+    ],
+    ids=["the first node leads", "another leads", "it led an earlier job", "it is over"],
+)
+def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
+    of_this_job: bool,
+    changes: dict[str, Any],
+    answered_by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_dir, tools, asked = tmp_path / "run", tmp_path / "tools", []
+    lends(run_dir, "slurm")
+    write_fleet_file(run_dir, fleet_file(0.0, **changes))
+    nonce = run_dir / FOLDER / "nonce"
+    nonce.touch()
+    now_s = (run_dir / "fleet.json").stat().st_mtime
+    os.utime(nonce, (now_s, now_s - 60 if of_this_job else now_s + 60))
+    tools.mkdir()
+    line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
+    for name, does in (("squeue", f"echo '{line}'"), ("scancel", f'echo "$@" >> {tmp_path}/cancelled')):
+        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    monkeypatch.setattr(ask, "ask", lambda run, *_: asked.append(run) or "accepted")
+    told = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait"])
+    assert told.exit_code == 0, told.output
+    assert asked == ([run_dir] if answered_by == "coordinator" else [])
+    cancelled = tmp_path / "cancelled"
+    assert (cancelled.read_text() if cancelled.exists() else "") == (
+        "" if asked else "--batch --signal=TERM 3\n"
+    )
+
+
+@pytest.mark.parametrize("earlier", ["over", "killed"])
+def test_a_run_that_is_started_again_is_cancelled_before_its_fleet_has_formed(
+    earlier: str, tmp_path: Path
+) -> None:
+    lends(tmp_path, "ssh")
+    phase = FleetPhase.FAILED if earlier == "over" else FleetPhase.RUNNING
+    write_fleet_file(tmp_path, fleet_file(0.0, phase=phase))
+    then_s = (tmp_path / "fleet.json").stat().st_mtime
+    (tmp_path / FOLDER / "go").touch()
+    os.utime(tmp_path / FOLDER / "go", (then_s, then_s + 60))
+    starting = subprocess.Popen(["bash", "-c", "sleep 900; true", str(tmp_path)], start_new_session=True)
+    session = bare.Started(Host("host", HERE, 0, "127.0.0.1"), starting.pid)
+    (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(session)]))
+    told = CliRunner().invoke(cancel_command.command, [str(tmp_path)])
+    assert told.exit_code == 0, told.output
+    assert starting.wait() == -signal.SIGTERM

@@ -14,18 +14,20 @@ import pytest
 
 from launch.engines.slurm_cluster import SlurmCluster, missing, slurm_cluster
 from launch.engines.slurm_runs import (
+    ENDLESS,
     Phalanx,
     fleet_of,
     hash_without_slurm,
     members,
+    saved_hash,
     trains,
+    undisturbed_until,
     wait_until,
     weights,
     whole_pairs,
     write_run_file,
 )
 from phalanx.launch.engines.submission import read_record
-from phalanx_process import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}")
 LONG = pytest.mark.timeout(1800)
@@ -103,6 +105,28 @@ def test_the_first_node_is_lost_and_the_same_job_goes_on_under_another_head_and_
         assert json.loads((run_dir / "record.json").read_bytes())["attempts"] == 1
         # Slurm would keep the nodes until the time limit: nothing of the job is left that could end it but the agents' wrappers.
         wait_until(lambda: not cluster.tool("squeue", "-h").strip(), "the job does not end")
+    finally:
+        cluster.start_node(int(victim[1:]))
+        cluster.end_jobs()
+        cluster.wait_for_nodes()
+
+
+@pytest.mark.slow
+@LONG
+def test_a_run_that_has_lost_its_first_node_is_cancelled_with_its_step_saved(
+    phalanx: Phalanx, cluster: SlurmCluster
+) -> None:
+    long = ["--set", "train.steps=100000", "--set", "checkpoint.every_steps=100000"]
+    run_dir = phalanx.submit("headless", "--nodes", "2", *long, "--set", "fleet.succession_s=3")
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    victim = str(fleet_of(run_dir)["leader"])
+    cluster.kill_node(victim)
+    try:
+        wait_until(lambda: fleet_of(run_dir)["reign"] == 2, "nobody succeeds it", run_dir / "launch")
+        wait_until(trains(run_dir), "it does not go on", run_dir / "launch")
+        assert "is cancelled" in phalanx("cancel", str(run_dir))
+        assert list((run_dir / "checkpoints").glob("step-*"))
+        assert not cluster.tool("squeue", "-h").strip()
     finally:
         cluster.start_node(int(victim[1:]))
         cluster.end_jobs()
@@ -249,7 +273,7 @@ def test_a_job_that_could_never_start_is_refused_with_every_reason(phalanx: Phal
 def test_a_run_is_queued_once_whoever_submits_it_and_nothing_starts_before_all_nodes_are_free(
     phalanx: Phalanx, cluster: SlurmCluster
 ) -> None:
-    cluster.tool("sbatch", "-N", "6", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1000")
+    cluster.tool("sbatch", "-N", "6", "--exclusive", "-o", "/dev/null", "--wrap", "sleep infinity")
     run_dir = phalanx.folder / "once"
     words = ["submit", "tiny.toml", "--on", "slurm", "--nodes", "3", "--set", f'run_dir="{run_dir}"']
     told = sorted(
@@ -368,9 +392,8 @@ def test_a_node_that_does_not_see_the_run_directory_is_named(phalanx: Phalanx, f
 def test_a_run_lends_nodes_to_another_and_takes_them_again_without_computing_a_step_twice(
     phalanx: Phalanx, cluster: SlurmCluster, folder: Path
 ) -> None:
-    steps = 1200
-    lender = phalanx.submit("lender", "--nodes", "3", "--set", f"train.steps={steps}")
-    cluster.tool("sbatch", "-N", "5", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1000")
+    lender = phalanx.submit("lender", "--nodes", "3", *ENDLESS)
+    cluster.tool("sbatch", "-N", "5", "--exclusive", "-o", "/dev/null", "--wrap", "sleep infinity")
     wait_until(trains(lender), "the lender does not begin", lender / "launch")
     # Who borrows and is cancelled before it begins gives back what it has borrowed.
     later = ["--nodes", "2", "--take-from", str(lender), "--set", 'launch.options=["--begin=now+1hour"]']
@@ -396,18 +419,5 @@ def test_a_run_lends_nodes_to_another_and_takes_them_again_without_computing_a_s
     seen = fleet_of(lender)
     assert seen["recoveries"] == 0
     assert int(str(seen["regroups"])) >= 3
-    # On one rank from where it was saved: the same bits as one rank from the beginning.
-    words = ["train", "tiny.toml", "--ranks", "1", "--json", "--set", f"train.steps={steps}"]
-
-    def alone(name: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "phalanx", *words, "--set", f'run_dir="{name}"'],
-            cwd=folder,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return str(json.loads(done.stdout)["weights_sha256"])
-
-    assert alone("lender") == alone("never-lent")
+    step, saved = saved_hash(lender)
+    assert saved == undisturbed_until(folder, step)

@@ -11,6 +11,8 @@ import click
 from phalanx.cli.errors import explained, refuse_unused
 
 if TYPE_CHECKING:
+    from phalanx.fleet.control.fleet_file import FleetFile
+    from phalanx.launch.engines.slurm import SlurmJob
     from phalanx.launch.engines.submission import Submitted
 
 _POLL_S = 1.0
@@ -40,7 +42,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.standing import end_now, sentence, title, wait_until_ended
     from phalanx.launch.engines.submission import mark_stopped, read_record
-    from phalanx.launch.engines.tools import EngineError, run_tool
+    from phalanx.launch.engines.tools import EngineError
 
     if engine is not None:
         from phalanx.cli.launch.on_kubernetes import cancel_job
@@ -68,10 +70,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         if now or (job is not None and job.state == "PENDING"):
             end_now(run_dir, made)
         else:
-            if job is not None:
-                run_tool(["scancel", "--batch", "--signal=TERM", job.id])
-            else:
-                _ask_to_stop(run_dir)
+            _ask_to_stop(run_dir, made, job)
             click.echo(f"{title(made)} saves and ends (phalanx cancel --now ends it at once)")
         if not no_wait:
             wait_until_ended(run_dir, made, _POLL_S)
@@ -106,14 +105,35 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
     click.echo(f"{lender} takes {made.taken} nodes again: job {job}")
 
 
-def _ask_to_stop(run_dir: Path) -> None:
-    """Has the run save and end: by its coordinator, or without a fleet by the session that trains it."""
+def _fleet_of_this_start(run_dir: Path, made: Submitted) -> FleetFile | None:
+    """What the fleet says of itself that a run's last start has formed; ``None`` if it has formed none yet, or that is over."""
+    from phalanx.fleet.control.fleet_file import FleetFileError, path_in, read_fleet_file
+    from phalanx.launch.engines.order import FOLDER
+
+    # Written as a start begins: an older file of a fleet is that of an earlier start.
+    mark = run_dir / FOLDER / ("nonce" if made.engine == "slurm" else "go")
+    try:
+        seen = read_fleet_file(run_dir)
+        newer = path_in(run_dir).stat().st_mtime > mark.stat().st_mtime
+    except (FleetFileError, OSError):
+        return None
+    return seen if newer and not seen.over else None
+
+
+def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
+    """Has a run save and end: by the batch shell of its job, or by its coordinator, or before there is one by the sessions that start it.
+
+    With the first node of a job its batch shell was lost too; then another node leads.
+    """
     from phalanx.cli.fleet.ask import ask
-    from phalanx.fleet.control.fleet_file import path_in
     from phalanx.fleet.core.messages import StopRun
     from phalanx.launch.engines import bare
+    from phalanx.launch.engines.tools import run_tool
 
-    if path_in(run_dir).exists():
+    seen = _fleet_of_this_start(run_dir, made)
+    if job is not None and (seen is None or seen.reign == 1):
+        run_tool(["scancel", "--batch", "--signal=TERM", job.id])
+    elif seen is not None:
         ask(run_dir, StopRun(), None)
     else:
         bare.end(run_dir, bare.started_on(run_dir), signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,7 @@ def command(
 
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
-    from phalanx.launch.engines.standing import log_of, sentence, title
+    from phalanx.launch.engines.standing import sentence, title
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
@@ -154,7 +155,7 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; leave --job out to see what its processes said"
             )
-        path = log_of(run_dir, made)
+        path = _log(run_dir, made)
         if not path.exists():
             doing = sentence(run_dir, made)
             if doing is None:
@@ -163,6 +164,20 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
                 click.echo(f"{title(made)}: {doing}")
                 return
         _print(path, run_dir, made, last, follow=follow)
+
+
+def _log(run_dir: Path, made: Submitted) -> Path:
+    """The log of a job, or of the host that leads now: on hosts without a scheduler another may have succeeded the first."""
+    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+    from phalanx.launch.engines.order import FOLDER
+    from phalanx.launch.engines.standing import log_of
+
+    if made.engine == "ssh":
+        with suppress(FleetFileError):
+            log = run_dir / FOLDER / f"{read_fleet_file(run_dir).leader}.log"
+            if log.exists():
+                return log
+    return log_of(run_dir, made)
 
 
 def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: bool) -> None:
@@ -181,6 +196,9 @@ def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: boo
             first = False
         if ended:
             return
+        if (now := _log(run_dir, made)) != path:
+            click.echo(f"{now.stem} leads from now on: {now}", err=True)
+            path, place, first = now, 0, True
         if time.monotonic() - asked_s > _ASK_S:
             asked_s, ended = time.monotonic(), sentence(run_dir, made) is None
         else:
