@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from phalanx.launch.engines.hosts import (
     HERE,
+    SSH_PORT,
     Host,
     check_script,
     not_for_hosts,
@@ -67,7 +68,8 @@ def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
 def _for_host(remedy: str, host: Host) -> str:
     """A remedy with the words by which OpenSSH's tools know a host: behind another port it has a name of its own."""
     name = host.destination.rpartition("@")[2]
-    port, known = (f" -p {host.port}", f"'[{name}]:{host.port}'") if host.port else ("", name)
+    other = host.port and host.port != SSH_PORT
+    port, known = (f" -p {host.port}", f"'[{name}]:{host.port}'") if other else ("", name)
     return remedy.format(known=known, port=port, host=name, login=host.destination)
 
 

@@ -25,7 +25,9 @@ _NAME = re.compile(r"\w[\w.-]*")
 """Logs and claims of a node bear its name."""
 _LONGEST_NAME = 128
 """As ``fleet.core.messages.NodeName``."""
-_SSH_PORT, _MOST_PORT = 22, 65_535
+SSH_PORT = 22
+"""Of an sshd that nobody has moved."""
+_MOST_PORT = 65_535
 _GO_HALF_SECONDS = 240
 _PAUSES_S = (1, 5, 15, 60, 120)
 """Before each time that an agent which was killed is started again; one that is killed once more stays dead."""
@@ -91,7 +93,7 @@ def read_hosts(text: str) -> list[Host]:
 
 def _same_machine(known: Host, host: str, port: int) -> bool:
     """Whether a host is that of another line, by whichever user: the same name, and no other port, behind which another machine may be."""
-    return (known.destination.rpartition("@")[2], known.port or _SSH_PORT) == (host, port or _SSH_PORT)
+    return (known.destination.rpartition("@")[2], known.port or SSH_PORT) == (host, port or SSH_PORT)
 
 
 def _wrong_with(words: list[str], match: re.Match[str], given: dict[str, str]) -> str:
