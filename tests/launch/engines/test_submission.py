@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import shlex
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -13,7 +16,7 @@ from launch.engines.slurm_cluster import missing
 from phalanx.cli.train.session import how_to_go_on
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.order import LaunchOrder
-from phalanx.launch.engines.submission import Submitted, only_submission
+from phalanx.launch.engines.submission import Submitted, how_to_follow, only_submission
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import LaunchSpec
 
@@ -35,6 +38,32 @@ def test_a_second_submission_is_refused_while_the_first_prepares_and_taken_when_
         raise ZeroDivisionError
     with only_submission(order(tmp_path)), only_submission(order(tmp_path / "another")):
         pass
+
+
+def test_a_full_disk_is_said_before_anything_is_submitted(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (0, limits[1])
+    )  # files can be made, and nothing be written into them
+    try:
+        with (
+            pytest.raises(EngineError, match=r"submitting: .*; give another run_dir"),
+            only_submission(order(tmp_path)),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    with only_submission(order(tmp_path)):
+        pass
+
+
+def test_commands_that_are_told_can_be_given_to_a_shell() -> None:
+    told = how_to_follow(Path("/runs/a b's"))
+    (status, _, cancel) = (shlex.split(command) for command in told.removeprefix("follow it with").split("|"))
+    assert status == ["phalanx", "status", "/runs/a b's"]
+    assert cancel == ["phalanx", "cancel", "/runs/a b's"]
 
 
 def test_a_group_that_shares_run_directories_shares_the_lock(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -99,7 +100,7 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
         return
     except (EngineError, click.ClickException) as error:
         said = error.message if isinstance(error, click.ClickException) else str(error)
-        again = f"phalanx fleet grow {lender} --by {made.taken} asks once more"
+        again = f"phalanx fleet grow {quote(str(lender))} --by {made.taken} asks once more"
         click.echo(f"{lender} does not take its {made.taken} nodes again: {said}; {again}", err=True)
         return
     click.echo(f"{lender} takes {made.taken} nodes again: job {job}")

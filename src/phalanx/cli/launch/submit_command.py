@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -240,7 +241,7 @@ def _still_lent(order: LaunchOrder) -> str:
     with suppress(FileExistsError):  # or phalanx cancel would give them back by the record of an earlier loan
         (order.folder / RETURNED).mkdir()
     return (
-        f"; {order.taken_from} has given back {order.taken} nodes for it: phalanx fleet grow {order.taken_from} --by {order.taken} takes them "
+        f"; {order.taken_from} has given back {order.taken} nodes for it: phalanx fleet grow {quote(str(order.taken_from))} --by {order.taken} takes them "
         "again"
     )
 
@@ -250,7 +251,13 @@ def _submit(
 ) -> None:
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.slurm_script import batch_script
-    from phalanx.launch.engines.submission import only_submission, order_of, record, write_files
+    from phalanx.launch.engines.submission import (
+        how_to_follow,
+        only_submission,
+        order_of,
+        record,
+        write_files,
+    )
     from phalanx.launch.engines.tools import EngineError
 
     order = order_of(spec, working_dir)
@@ -280,9 +287,7 @@ def _submit(
     if expected:
         click.echo(f"  expected to start {expected}")
     click.echo(f"  placement: {_placement_line(best, why_not)}")
-    click.echo(
-        f"follow it with  phalanx status {order.run_dir}  |  phalanx logs {order.run_dir} --follow  |  phalanx cancel {order.run_dir}"
-    )
+    click.echo(how_to_follow(order.run_dir))
 
 
 def _placement(spec: RunSpec) -> tuple[Choice | None, str]:

@@ -14,6 +14,7 @@ from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.standing import refuse_second
 from phalanx.launch.engines.submission import (
+    how_to_follow,
     only_submission,
     order_of,
     read_record,
@@ -59,9 +60,7 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
     click.echo(f"started on {where}, and needs this terminal no more; run directory {order.run_dir}")
     if verdict is not None:
         click.echo(f"  placement: {verdict.sentence}")
-    click.echo(
-        f"follow it with  phalanx status {order.run_dir}  |  phalanx logs {order.run_dir} --follow  |  phalanx cancel {order.run_dir}"
-    )
+    click.echo(how_to_follow(order.run_dir))
 
 
 def _started(

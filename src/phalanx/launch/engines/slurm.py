@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 
 from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
@@ -191,7 +192,7 @@ def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str]) -> No
             if tried == _TRIES - 1:
                 raise EngineError(
                     f"{' '.join(gone)} have left the run, but Slurm keeps them in job {job.id}: {_ONCE}. To free them, phalanx cancel "
-                    f"{job.run_dir} and submit it again with fewer --nodes: {error}"
+                    f"{quote(job.run_dir)} and submit it again with fewer --nodes: {error}"
                 ) from error
         time.sleep(_PAUSE_S)
 
@@ -383,7 +384,8 @@ def refuse_second(run_dir: Path, last: str = "") -> None:
 
 def second(run_dir: Path, running: SlurmJob) -> EngineError:
     """The error of who submits a run that has a job."""
+    name = quote(str(run_dir))
     return EngineError(
-        f"the run in {run_dir} is job {running.id} already ({running.sentence}): follow it with phalanx status {run_dir}, or end it with "
-        f"phalanx cancel {run_dir}"
+        f"the run in {run_dir} is job {running.id} already ({running.sentence}): follow it with phalanx status {name}, or end it with "
+        f"phalanx cancel {name}"
     )

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from shlex import quote
 
 from phalanx.launch.engines import bare, slurm
 from phalanx.launch.engines.order import FOLDER
@@ -78,8 +79,9 @@ def refuse_second(run_dir: Path, made: Submitted | None) -> None:
             raise slurm.second(run_dir, job)
         return
     if (doing := bare.sentence(run_dir)) is not None:
+        name = quote(str(run_dir))
         raise EngineError(
-            f"the run in {run_dir} is {doing} already: follow it with phalanx status {run_dir}, or end it with phalanx cancel {run_dir}"
+            f"the run in {run_dir} is {doing} already: follow it with phalanx status {name}, or end it with phalanx cancel {name}"
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 import tomli_w
 
@@ -144,12 +145,15 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
         except BlockingIOError as error:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             raise EngineError(
-                f"the run in {order.run_dir} is being submitted by {holder}: wait for it, then phalanx status {order.run_dir}"
+                f"the run in {order.run_dir} is being submitted by {holder}: wait for it, then phalanx status {quote(str(order.run_dir))}"
             ) from error
         except OSError as error:
             raise EngineError(f"cannot lock {path}: {error.strerror}; give another run_dir") from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            raise EngineError(f"cannot write {path}: {error.strerror}; give another run_dir") from error
         yield
     finally:
         os.close(fd)
@@ -185,6 +189,12 @@ def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submi
     )
     write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
     return made
+
+
+def how_to_follow(run_dir: Path) -> str:
+    """The commands that follow a submitted run, as a shell reads them."""
+    name = quote(str(run_dir))
+    return f"follow it with  phalanx status {name}  |  phalanx logs {name} --follow  |  phalanx cancel {name}"
 
 
 def read_record(run_dir: Path) -> Submitted | None:
