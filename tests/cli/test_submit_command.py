@@ -119,6 +119,12 @@ def test_a_run_that_somebody_else_has_submitted_is_not_said_to_have_ended(
     assert not (run_dir / FOLDER / "returned").exists()
 
 
+def test_a_folder_that_is_not_there_is_not_called_a_run_that_nobody_has_submitted(tmp_path: Path) -> None:
+    told = CliRunner().invoke(cancel_command.command, [str(tmp_path / "nowhere")])
+    assert told.exit_code == 1
+    assert f"there is no folder {tmp_path / 'nowhere'}" in told.output
+
+
 def test_a_lender_that_does_not_answer_can_be_asked_once_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained, refuse_unused
+from phalanx.cli.run_folder import demand_folder
 
 if TYPE_CHECKING:
     from phalanx.fleet.control.fleet_file import FleetFile
@@ -52,6 +53,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             cancel_job(str(run_dir), namespace, now=now, wait=not no_wait)
         return
     refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
+    demand_folder(run_dir)
     with explained(EngineError):
         made = read_record(run_dir)
         if made is None:
