@@ -1,4 +1,4 @@
-"""What ``phalanx status`` says of a run that waits for its data."""
+"""What ``phalanx status`` says of a run that waits for its data, or for its disk."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import pytest
 import tomli_w
 from click.testing import CliRunner
 
+from phalanx.cli import run_folder
 from phalanx.cli.watch.status_command import command
+from phalanx.fleet.control.fleet_file import write_fleet_file
+from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Step
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, RunSpec, TrainSpec
+from watch.why.watched import fleet_file
 
 STEP = Step(
     step=10,
@@ -57,3 +61,13 @@ def test_a_run_that_does_not_wait_says_nothing_of_it(run_dir: Path) -> None:
 
 def test_how_far_a_run_is_that_has_saved_nothing_yet_is_its_newest_step(run_dir: Path) -> None:
     assert told(run_dir, STEP).splitlines()[0] == "waiting: step 10 of 20, no checkpoint yet"
+
+
+@pytest.mark.parametrize(("phase", "said"), [(FleetPhase.RUNNING, True), (FleetPhase.FINISHED, False)])
+def test_a_fleet_that_stands_still_because_the_disk_is_full_says_so(
+    phase: FleetPhase, said: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_fleet_file(run_dir, fleet_file(0.0, phase=phase))
+    assert "is full" not in told(run_dir, STEP)
+    monkeypatch.setattr(run_folder, "_LEAST_FREE", 2**80)
+    assert (f"the disk of {run_dir} is full" in " ".join(told(run_dir, STEP).split())) == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import click
@@ -11,6 +12,8 @@ _FILES = ("events.jsonl", "record.json", "run.toml")
 """A folder with one of these is a run directory."""
 _MOST = 3
 _MOST_LOOKED_AT = 10_000
+_LEAST_FREE = 64 * 1024
+"""Bytes below which neither the coordinator's journal nor a checkpoint can be written."""
 
 
 def demand_folder(run_dir: Path, error: type[click.ClickException] = click.ClickException) -> None:
@@ -25,6 +28,17 @@ def demand_folder(run_dir: Path, error: type[click.ClickException] = click.Click
     raise error(
         f"{what}, and no run beside it or in runs/; phalanx train RUN_FILE starts one and says where it lies"
     )
+
+
+def full_disk(run_dir: Path) -> str:
+    """What to do about the disk of a run directory on which nothing more can be written; empty if there is room."""
+    try:
+        free = shutil.disk_usage(run_dir).free
+    except OSError:
+        return ""
+    if free >= _LEAST_FREE:
+        return ""
+    return f"the disk of {run_dir} is full: the coordinator decides nothing and no step is saved until there is space"
 
 
 def newest_runs(folder: Path) -> list[Path]:

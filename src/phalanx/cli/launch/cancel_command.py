@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained, refuse_unused
-from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.run_folder import demand_folder, full_disk
 
 if TYPE_CHECKING:
     from phalanx.fleet.control.fleet_file import FleetFile
@@ -75,6 +75,8 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         else:
             _ask_to_stop(run_dir, made, job)
             click.echo(f"{title(made)} saves and ends (phalanx cancel --now ends it at once)")
+            if full := full_disk(run_dir):
+                click.echo(full, err=True)
         if not no_wait:
             wait_until_ended(run_dir, made, _POLL_S)
             if made.engine == "slurm":

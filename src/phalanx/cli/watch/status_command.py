@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from phalanx.cli.errors import explained, refuse_unused
-from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.run_folder import demand_folder, full_disk
 from phalanx.cli.watch.text.numbers import moment
 from phalanx.cli.watch.text.run_summary import RunSummary, summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
@@ -75,6 +75,8 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
         if (line := _data_bound(RunDirectory(run_dir))) is not None:
             click.echo(line)
     if seen is not None:
+        if not seen.over and (full := full_disk(run_dir)):
+            click.echo(f"  {full}")
         _print(seen, last)
 
 
