@@ -162,10 +162,11 @@ class SlurmCluster:
     def kill_node(self, name: str) -> None:
         """Kills everything of a node, as a power cut does: its slurmd, its steps' daemons, its tasks and all that they started.
 
-        All are stopped first, so that none of them tells the controller of another's death.
+        All are stopped first, so that none of them tells the controller of another's death. srun dies first: to a stopped process group whose parent
+        dies the kernel sends SIGHUP and SIGCONT, at which srun, if it is given the time, would end the step on all nodes.
         """
-        found = self.processes_of(name)
-        doomed = [self.daemons[f"slurmd-{name}"].pid, *{_step_daemon_of(pid) for pid in found} - {0}, *found]
+        found = sorted(self.processes_of(name), key=lambda pid: _command_of(pid) != "srun")
+        doomed = [*found, *{_step_daemon_of(pid) for pid in found} - {0}, self.daemons[f"slurmd-{name}"].pid]
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in doomed:
                 with suppress(ProcessLookupError):
@@ -193,6 +194,8 @@ class SlurmCluster:
             states = self.tool("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split()
             if states and all(state == "idle" for state in states):
                 return
+            if self.daemons["slurmctld"].poll() is not None:
+                raise RuntimeError((self.folder / "slurmctld.log").read_text()[-1000:])
             time.sleep(0.1)
         raise TimeoutError(f"nodes are {self.tool('sinfo', '-h', '-N', '-o', '%N %T %E', check=False)}")
 
@@ -212,6 +215,13 @@ class SlurmCluster:
         deadline_s = time.monotonic() + PATIENCE_S
         while self.tool("squeue", "-h", check=False).strip() and time.monotonic() < deadline_s:
             time.sleep(0.1)
+
+
+def _command_of(pid: int) -> str:
+    """The name of a process's program; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def _step_daemon_of(pid: int) -> int:
