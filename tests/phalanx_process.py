@@ -86,9 +86,15 @@ def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 def run(
-    arguments: Sequence[str], folder: Path, environment: dict[str, str] = ENVIRONMENT
+    arguments: Sequence[str],
+    folder: Path,
+    environment: dict[str, str] = ENVIRONMENT,
+    progress: Callable[[], object] = lambda: None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end; it and what it starts are forked: most of a short command is imports."""
+    """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end; it and what it starts are forked: most of a short command is imports.
+
+    Its time is up when ``progress`` has given the same answer for ``TIMEOUT_S``: a busy machine makes a long command longer, not stuck.
+    """
     command = [sys.executable, "-m", "phalanx", *arguments]
     with tempfile.TemporaryDirectory() as place:
         files = Path(place) / "out", Path(place) / "err"
@@ -97,13 +103,26 @@ def run(
                 command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
             )
         try:
-            code = process.wait(TIMEOUT_S)
+            code = _code_of(process, progress)
         except subprocess.TimeoutExpired as error:
             process.kill()
             raise TimeoutError(
                 "\n".join([" ".join(command), *(file.read_text() for file in files)])
             ) from error
         return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
+
+
+def _code_of(process: subprocess.Popen[Any], progress: Callable[[], object]) -> int:
+    """The exit code of ``process``; raises ``subprocess.TimeoutExpired`` once ``progress`` has stood still for ``TIMEOUT_S``."""
+    seen, since_s = progress(), time.monotonic()
+    while True:
+        try:
+            return process.wait(min(1.0, TIMEOUT_S))
+        except subprocess.TimeoutExpired:
+            if (now := progress()) != seen:
+                seen, since_s = now, time.monotonic()
+            elif time.monotonic() - since_s > TIMEOUT_S:
+                raise
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

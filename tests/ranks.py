@@ -5,6 +5,7 @@ Forming a gloo group takes milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 180.0
+"""How long a rank may be waited for while no rank of its job computes: on a busy machine a job takes longer, but computes now and then."""
+COMPUTES_S = 1.0
+"""Processor time, of all ranks of a job together, that counts as computing; the threads of ranks that wait for each other use less in ``TIMEOUT_S``."""
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["phalanx.train.lifecycle.loop"])
 """What ranks are forked from: Python's own server, not the template of programs (``forked_python``), whose forks the C library does not know of."""
@@ -82,17 +86,33 @@ class Ranks:
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         process, connection = self._workers[rank]
-        if not connection.poll(self._timeout_s):
-            for worker, _ in self._workers:
-                os.kill(worker.pid, signal.SIGUSR1)  # prints where it is
-                time.sleep(0.5)
-            raise TimeoutError(f"rank {rank} did not answer within {self._timeout_s} s")
+        used_s, since_s = self._processor_s(), time.monotonic()
+        while not connection.poll(min(1.0, self._timeout_s)):
+            if (now_s := self._processor_s()) > used_s + COMPUTES_S:
+                used_s, since_s = now_s, time.monotonic()
+            elif time.monotonic() - since_s > self._timeout_s:
+                for worker, _ in self._workers:
+                    os.kill(worker.pid, signal.SIGUSR1)  # prints where it is
+                    time.sleep(0.5)
+                raise TimeoutError(
+                    f"rank {rank} did not answer, and no rank computed, for {self._timeout_s} s"
+                )
         try:
             good, value = connection.recv()
         except (EOFError, ConnectionResetError):
             process.join(1.0)
             raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
         return bool(good), value
+
+    def _processor_s(self) -> float:
+        """Processor time that all ranks have used, in seconds; 0 for one that is dead."""
+        total = 0.0
+        for process, _ in self._workers:
+            with contextlib.suppress(OSError):
+                # After the name in parentheses: state, then 10 fields, then user and system time (proc(5)).
+                fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return total
 
     def _start_one(self) -> None:
         ours, theirs = FORKS.Pipe()

@@ -19,7 +19,7 @@ from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.layout import Layout
 from phalanx.watch.ranks.slowest import newest_windows, slowest, values_of
-from phalanx_process import last_json, run
+from phalanx_process import last_json, run, steps_done
 from tiny_runs import make_dataset
 
 
@@ -38,7 +38,9 @@ def fleet_run(run_file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
         str(folder / "run"),
         "--json",
     ]
-    return last_json(run([*command, *settings, *arguments], folder))
+    return last_json(
+        run([*command, *settings, *arguments], folder, progress=lambda: steps_done(folder / "run"))
+    )
 
 
 def with_faults(*faults: str) -> list[str]:
@@ -180,6 +182,7 @@ two that may fall, the planner has said which falls first."""
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)  # a fleet whose steps stand still is given up by ``run``
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("axis", AXES)
 def test_random_faults_that_change_the_degree_of_any_axis_change_no_bit(

@@ -1,0 +1,43 @@
+"""What tests wait for is given up when it stands still, not when it takes long: how long is the machine's business."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+
+import phalanx_process
+import ranks as ranks_module
+from ranks import Ranks
+
+
+def test_a_command_that_gets_on_is_waited_for_and_one_that_stands_still_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(phalanx_process, "TIMEOUT_S", 0.05)
+    with subprocess.Popen(["sleep", "0.5"]) as slow:
+        assert phalanx_process._code_of(slow, progress=time.monotonic) == 0
+    with subprocess.Popen(["sleep", "60"]) as stuck:
+        with pytest.raises(subprocess.TimeoutExpired):
+            phalanx_process._code_of(stuck, progress=lambda: "step 3")
+        stuck.kill()
+
+
+def computes(seconds: float) -> float:
+    """Uses so much processor time."""
+    since_s = time.process_time()
+    while time.process_time() - since_s < seconds:
+        pass
+    return seconds
+
+
+def test_a_rank_that_computes_is_waited_for_and_one_that_waits_is_given_up(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.run(1, computes, 0.0)  # starts it
+    monkeypatch.setattr(ranks_module, "COMPUTES_S", 0.0)
+    monkeypatch.setattr(ranks, "_timeout_s", 0.3)
+    assert ranks.run(1, computes, 0.5) == [0.5]
+    with pytest.raises(TimeoutError, match="no rank computed"):
+        ranks.run(1, time.sleep, 60.0)
