@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from phalanx.model.layers.experts.expert_groups import groups_of_one_slot
+from phalanx.model.layers.experts.expert_groups import groups_of_one_slot, groups_of_slots
 from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.layers.linear import Linear
 from phalanx.model.narrow import dequantize, quantize
@@ -204,6 +204,20 @@ def test_an_experts_result_does_not_depend_on_the_experts_beside_it(name: str) -
     together = product(rows, matrices, groups_of_one_slot(counts))
     alone = product(rows[32:], matrices[1:], groups_of_one_slot(counts[1:]))
     assert torch.equal(together[32:], alone)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_experts_that_no_token_chose_have_no_results_and_a_gradient_of_zeros(name: str, slots: int) -> None:
+    # As those of a rank may be, which has few of them: all ranks must come to the exchange that follows.
+    counts = torch.zeros(2, slots, dtype=torch.int64)
+    groups = groups_of_slots(counts, (0, 0), apart=True)
+    rows, matrices = torch.zeros(0, 64), random(2, 48, 64)
+    result, *gradients = products(
+        lambda r, m: NarrowGroupedProduct(name)(r, m, groups), rows, matrices, torch.zeros(0, 48)
+    )
+    assert (result.shape, gradients[0].shape) == ((0, 48), (0, 64))
+    assert torch.equal(gradients[1], torch.zeros_like(matrices))
 
 
 # --- models ---------------------------------------------------------------------------------------
