@@ -40,8 +40,9 @@ def with_another_loss(path: Path, step: int) -> None:
 
 
 def test_equal_runs_differ_in_nothing_that_was_computed(run: Path, copy: Path) -> None:
-    done = diff(run, copy)
+    done = diff(run, copy, "--replay")
     assert done.exit_code == 0, done.output
+    assert "nothing is replayed: no step and no checkpoint differs" in done.stderr
     assert "the numbers of all 6 common steps are equal" in done.output
     assert "checkpoints of the same steps: 3, 6 (equal)" in done.output
 

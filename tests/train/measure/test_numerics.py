@@ -98,6 +98,22 @@ def test_probes_are_the_same_again_and_are_the_shapes_and_format_of_the_run(
     assert "product 24x64x32" in differing(found, narrow)
 
 
+def test_probes_have_the_shapes_of_a_lane_and_a_tile_where_the_run_computes_by_these(
+    dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")  # width 32, inner width 64, micro-batches of 24 tokens
+    cut = replace_at(replace_at(spec, "model.lanes", 4), "model.context_tiles", 2)
+    names = probe(cut, CPU).probes.keys()
+    assert {"product 12x32x16", "product 12x16x32"} <= names, "up and down of a lane's inner elements"
+    assert not any(name.startswith("product 24x") or "64" in name for name in names)
+
+
+def test_only_probes_that_both_machines_computed_are_compared() -> None:
+    older = Numerics("one", {"exp": "00", "product 24x64x32": "02"})
+    assert differing(older, Numerics("one", {"exp": "00", "product 24x16x32": "03"})) == []
+    assert differing(older, Numerics("two", {"exp": "01"})) == ["exp"]
+
+
 def test_probes_of_a_large_model_are_cut_down(dataset: Path, tmp_path: Path) -> None:
     spec = tiny_run(dataset, tmp_path / "run")
     model = dataclasses.replace(spec.model, dim=16384, heads=128, kv_heads=8, head_dim=128, ffn_dim=53248)

@@ -70,7 +70,9 @@ def command(
         if not as_json:
             for line in comparison_lines(found, run_a, run_b):
                 click.echo(line)
-        if replay and not found.equal:
+        if replay and found.equal:
+            click.echo("nothing is replayed: no step and no checkpoint differs", err=True)
+        elif replay:
             steps, logs = (
                 steps_to_replay(found, from_start=from_start),
                 (read_logged(RunDirectory(run_a)), read_logged(RunDirectory(run_b))),

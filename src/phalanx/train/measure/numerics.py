@@ -2,8 +2,8 @@
 
 Another processor, GPU, library or instruction set may choose other kernels, which round differently, and a run whose ranks differ in that has
 bits that depend on who computed what. So every rank computes the same probes, from inputs made in integers: products of the
-run's own shapes in its format, forward and both backward, and the functions that a transformer is made of. Ranks whose results differ in a bit are
-named, with the probes. Equal probes are evidence, not proof: shapes of large models are cut down, so that all probes take a tenth of a second.
+run's own shapes in its format (of a lane and a context tile, where the run computes by these), forward and both backward, and the functions that a transformer
+is made of. Ranks whose results differ in a bit are named, with the probes. Equal probes are evidence, not proof: shapes of large models are cut down, so that all probes take a tenth of a second.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from phalanx.model.layers.norm import RMSNorm
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.directory.durable import create_once
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import RunSpec
 from phalanx.train.assembly.model_facts import compute_dtype
 
@@ -60,9 +61,8 @@ def probe(spec: RunSpec, device: torch.device) -> Numerics:
 
 
 def differing(one: Numerics, other: Numerics) -> list[str]:
-    """The names of the probes whose results differ."""
-    names = dict.fromkeys([*one.probes, *other.probes])
-    return [name for name in names if one.probes.get(name) != other.probes.get(name)]
+    """The names of the probes whose results differ, of those that both have: another release may have others."""
+    return [name for name, value in one.probes.items() if other.probes.get(name, value) != value]
 
 
 def require_equal(mine: Numerics, device: torch.device) -> None:
@@ -138,7 +138,8 @@ def _numbers(*shape: int, salt: int, dtype: torch.dtype) -> Tensor:
 def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]:
     """The probes by name, each a function that gives its results."""
     sequences = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
-    rows = min(sequences * spec.train.seq_len, _MOST_ROWS)
+    tile = spec.train.seq_len // (spec.model.context_tiles or 1)
+    rows = min(sequences * tile, _MOST_ROWS)
     for outputs, inputs in _shapes(spec):
         yield (
             f"product {rows}x{inputs}x{outputs}",
@@ -172,13 +173,21 @@ def _shapes(spec: RunSpec) -> list[tuple[int, int]]:
         return [(min(model.dim, _MOST_OUTPUTS), min(model.dim, _MOST_INPUTS))]
     shapes: dict[tuple[int, int], None] = {}
     for parameter, _ in numbered_parameters(model):
-        shape = parameter.shape[1:] if parameter.stacked else parameter.shape
+        shape = parameter.shape[1:] if parameter.stacked else _of_lane(parameter, model.lanes)
         if len(shape) == 2 and parameter.kind != "gate":
             shapes[min(shape[0], _MOST_OUTPUTS), min(shape[1], _MOST_INPUTS)] = None
     # Inputs are what a product sums over: one shape for each number of them first.
     by_inputs = {inputs: (outputs, inputs) for outputs, inputs in shapes}
     chosen = dict.fromkeys([*by_inputs.values(), *shapes])
     return list(chosen)[:_MOST_PRODUCTS]
+
+
+def _of_lane(parameter: Parameter, lanes: int) -> tuple[int, ...]:
+    """The shape of what the first of ``lanes`` has of a parameter; 0: of all of it."""
+    shape = list(parameter.shape)
+    if lanes and parameter.tensor_dim is not None:
+        shape[parameter.tensor_dim] = -(-shape[parameter.tensor_dim] // parameter.parts_over(lanes))
+    return tuple(shape)
 
 
 def _product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

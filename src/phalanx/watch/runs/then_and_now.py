@@ -121,7 +121,7 @@ def _data(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
 def _probes(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
     if not was.probes or not here.probes:
         return
-    names = [name for name in was.probes if was.probes[name] != here.probes.get(name)]
+    names = [name for name, value in was.probes.items() if here.probes.get(name, value) != value]
     if names:
         text = ", ".join(names)
         yield Changed(
