@@ -77,7 +77,7 @@ def cases() -> Iterator[Case]:
 
 def several(specs: Sequence[RunSpec]) -> list[Outcome]:
     """A step of each of several runs, one after the other, as one rank of the process group."""
-    return [steps_on_this_rank(spec, 1) for spec in specs]
+    return [steps_on_this_rank(spec, 1, piece_bytes=1 << 20) for spec in specs]
 
 
 def bits(pool: Ranks, cases: Sequence[Case]) -> list[str]:

@@ -104,8 +104,11 @@ class Outcome:
     """This rank's shares of the weights: where they lie, True on the rank that writes them to a checkpoint, and their bytes."""
 
 
-def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
-    """Trains ``steps`` steps on random tokens that depend on the slot alone, as one rank of the process group."""
+def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -> Outcome:
+    """Trains ``steps`` steps on random tokens that depend on the slot alone, as one rank of the process group.
+
+    The weights' hash is put together of ``piece_bytes`` at a time: so few that a tensor has several.
+    """
     import time
 
     import torch.distributed as dist
@@ -140,7 +143,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
         tuple(report.loss for report in reports),
         tuple(report.grad_norm for report in reports),
         gradients_here,
-        weights_sha256(built.model.parts, built.placement, piece_bytes=8000),
+        weights_sha256(built.model.parts, built.placement, piece_bytes=piece_bytes),
         tuple(
             (shard.box, shard.copies.index == 0, shard.tensor.numpy().tobytes())
             for shard in weight_shards(built.model.parts, built.placement)

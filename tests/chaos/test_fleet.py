@@ -22,6 +22,9 @@ from phalanx.watch.ranks.slowest import newest_windows, slowest, values_of
 from phalanx_process import last_json, run, steps_done
 from tiny_runs import make_dataset
 
+pytestmark = pytest.mark.timeout(0)
+"""No limit but that of ``run``: a fleet is given up when its steps stand still."""
+
 
 def fleet_run(run_file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     """The result of a fleet of three nodes and a spare, which are not checked before they are offered: that takes as long as ten steps."""
@@ -182,7 +185,6 @@ two that may fall, the planner has said which falls first."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(0)  # a fleet whose steps stand still is given up by ``run``
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("axis", AXES)
 def test_random_faults_that_change_the_degree_of_any_axis_change_no_bit(
