@@ -22,7 +22,7 @@ from typing import Literal
 
 NODES, LEAF, GPUS = 8, 4, 2
 GRACE_S = 300
-"""Of a preempted job: no test waits for its end, and a run saves in it on a machine with much else to do."""
+"""The grace of a preempted job: no test waits for its end, and a run saves in it on a machine with much else to do."""
 PATIENCE_S = 900
 """For what takes seconds on an idle machine: a wait that fails says that something never comes, not that others had the processors."""
 _FIRST_PORT = 23_000

@@ -26,7 +26,7 @@ _NAME = re.compile(r"\w[\w.-]*")
 _LONGEST_NAME = 128
 """As ``fleet.core.messages.NodeName``."""
 SSH_PORT = 22
-"""Of an sshd that nobody has moved."""
+"""The port of an sshd that nobody has moved."""
 _MOST_PORT = 65_535
 _GO_HALF_SECONDS = 240
 _PAUSES_S = (1, 5, 15, 60, 120)

@@ -29,7 +29,7 @@ class AbsorbedUp:
     """``kv_up`` as queries and results are multiplied with it, head by head; it can be differentiated."""
 
     weight: Tensor
-    """Of each head, ``nope`` rows of its keys and then ``value`` rows: ``(h (nope + value), r)``."""
+    """For each head, ``nope`` rows of its keys and then ``value`` rows: ``(h (nope + value), r)``."""
     mla: MlaSpec
     product: HeadProduct = torch.bmm
 
