@@ -152,7 +152,13 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run_dir, tools, asked = tmp_path / "run", tmp_path / "tools", []
+    run_dir, tools = tmp_path / "run", tmp_path / "tools"
+    asked: list[Path] = []
+
+    def answered(run: Path, *_: object) -> str:
+        asked.append(run)
+        return "accepted"
+
     lends(run_dir, "slurm")
     write_fleet_file(run_dir, fleet_file(0.0, **changes))
     nonce = run_dir / FOLDER / "nonce"
@@ -165,7 +171,7 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
         (tools / name).write_text(f"#!/bin/sh\n{does}\n")
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
-    monkeypatch.setattr(ask, "ask", lambda run, *_: asked.append(run) or "accepted")
+    monkeypatch.setattr(ask, "ask", answered)
     told = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait"])
     assert told.exit_code == 0, told.output
     assert asked == ([run_dir] if answered_by == "coordinator" else [])
