@@ -59,5 +59,5 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """Converts back, exactly, to ``dtype``, which is fp32 or bf16."""
     values, scale = quantized
     # Each scale belongs to as many neighbors as there are columns for it. (A view would not know how many if there are no rows.)
-    parts = values.to(dtype).unflatten(-1, (scale.shape[-1], -1))
+    parts = values.to(dtype).reshape(*scale.shape, values.shape[-1] // scale.shape[-1])
     return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)

@@ -9,7 +9,7 @@ FLOP conventions, since published figures differ:
   ``3 * heads * (query width + value width) * seq`` per token and layer; ``full`` counts the whole square, twice that, as
   PaLM (arXiv 2204.02311, appendix B) and most published MFU figures do. In layers with a sliding window both count the band
   that its mask needs, ``full`` twice. The widths are both ``head_dim``, but for latent
-  attention, whose expansion of keys and values is counted once per token, as in training; absorbed (``model.mla.absorbed``), queries are as wide
+  attention, whose expansion of keys and values is counted once per token, as in training; where it is absorbed, queries are as wide
   as what is kept of a token, and values as its latent.
 
 *Active* parameters are all that a token meets on its way through the main model, embedding and output projection
