@@ -34,7 +34,8 @@ def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
 
     An element that is not finite makes all elements that share its scale not finite (int8 has no such numbers: refuse them before).
     """
-    grouped = x.unflatten(-1, (-1, SHARING)) if scaling == "block" else x
+    # Every size is said: of a tensor without rows, a view cannot find one by itself.
+    grouped = x.view(*x.shape[:-1], x.shape[-1] // SHARING, SHARING) if scaling == "block" else x
     largest = grouped.abs().amax(dim=(-2, -1) if scaling == "tensor" else -1, keepdim=True)
     # -128 is left out: a range that is not symmetric would move the mean.
     limit = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -58,6 +59,7 @@ def _scale(largest: Tensor, limit: float) -> Tensor:
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """Converts back, exactly, to ``dtype``, which is fp32 or bf16."""
     values, scale = quantized
-    # Each scale belongs to as many neighbors as there are columns for it. (A view would not know how many if there are no rows.)
-    parts = values.to(dtype).reshape(*scale.shape, values.shape[-1] // scale.shape[-1])
+    # Each scale belongs to as many neighbors as there are columns for it.
+    groups = scale.shape[-1]
+    parts = values.to(dtype).view(*values.shape[:-1], groups, values.shape[-1] // groups)
     return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)
