@@ -20,7 +20,7 @@ from phalanx.serve.engine.rows import LayerRows, Rule
 from phalanx.serve.numerics import attention, exact, facts, widths
 from phalanx.serve.numerics.attention import dependent_attention
 from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.facts import Facts, facts_path, recalled
+from phalanx.serve.numerics.facts import Facts, facts_path, machine, recalled
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.numerics.widths import width_facts
 
@@ -162,3 +162,11 @@ def test_without_a_home_for_a_cache_facts_are_found_and_not_kept(monkeypatch: py
     monkeypatch.setattr(Path, "home", homeless)
     found = Facts(4, 4)
     assert recalled("a product", lambda: found, lambda _: True) == found
+
+
+def test_how_threads_wait_is_no_part_of_how_a_server_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = machine()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert machine() == before
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert machine() != before

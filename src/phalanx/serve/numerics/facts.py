@@ -26,6 +26,8 @@ _VERSION = 2
 """The version of the probes: others have tried other things."""
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_")
 """Beginnings of environment variables by which kernels and threads are chosen."""
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Those that only say how threads wait for each other."""
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +61,9 @@ def machine(threads: int = 0) -> dict[str, str]:
         "torch": torch.__version__,
         "build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
         "environment": " ".join(
-            f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_STEERING)
+            f"{name}={value}"
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_STEERING) and name not in _WAITING
         ),
         "threads": str(threads or torch.get_num_threads()),
     }
