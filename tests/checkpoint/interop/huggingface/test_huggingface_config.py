@@ -21,7 +21,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
 from phalanx.checkpoint.interop.huggingface.families.known import MISSING_LAYERS
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import MlaSpec, ModelSpec
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,13 @@ def test_names_and_configurations_do_without_torch() -> None:
 def test_neither_lanes_nor_context_tiles_keep_a_model_from_being_exported(pieces: dict[str, int]) -> None:
     spec = resolve(ModelSpec(layers=2, dim=32, heads=4, ffn_dim=64, vocab_size=64, **pieces))  # type: ignore[arg-type]
     assert not unsayable(spec, family_for(spec))
+
+
+def test_a_model_that_attends_to_latents_is_exported_as_one_that_expands_them() -> None:
+    mla = MlaSpec(kv_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=8)
+    spec = resolve(ModelSpec(layers=2, dim=32, heads=4, ffn_dim=64, vocab_size=64, mla=mla))
+    absorbed = dataclasses.replace(spec, mla=dataclasses.replace(mla, absorbed=True))
+    assert hf_config_of(absorbed) == hf_config_of(spec)
 
 
 @pytest.mark.parametrize("model_type", MISSING_LAYERS)

@@ -17,6 +17,8 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 _SAID_FOR_ALL = frozenset(
     {
         *("preset", "factory", "factory_sha256", "mla", "moe", "rope_scaling", "rope_theta"),
+        # Another order of roundings of the same function.
+        "mla.absorbed",
         # Of training alone.
         *("lanes", "context_tiles", "mtp_loss", "init_std", "moe.bias_speed", "moe.aux_loss", "moe.z_loss"),
     }
