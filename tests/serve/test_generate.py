@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,16 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_computed(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generate(MODEL, prompt, **{"tokens": 4, **options})  # type: ignore[arg-type]
+
+
+def test_a_model_whose_latent_attention_is_absorbed_still_is_when_it_has_generated() -> None:
+    # Generating takes the form with fewer operations, and the model is the caller's, to train on or to compare.
+    assert MIXTURE.mla is not None
+    model = initialized(replace(MIXTURE, mla=replace(MIXTURE.mla, absorbed=True))).requires_grad_(False)
+    tokens = torch.arange(40)[None]
+    before = model(tokens)
+    assert len(list(generate(model, [1, 2, 3], tokens=2))) == 2
+    assert torch.equal(model(tokens), before)
 
 
 def test_a_text_may_fill_its_context_exactly() -> None:

@@ -24,7 +24,6 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.few_rows import FewRows, few_rows
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
-from phalanx.serve.numerics.head_products import absorbing
 from phalanx.serve.numerics.layers import attention_chains, keeps_bits
 from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.requests import Sampling
@@ -141,10 +140,6 @@ class ModelPart:
     ) -> None:
         """``projection`` is the product of the output projection; by default PyTorch's."""
         self._model, self._rule, self._exact, self._projection = model, rule, exact, projection
-        if exact is None:
-            # Which form takes fewer operations depends on the rows of a step and on what is behind them.
-            for _, attention, _ in absorbing(model):
-                attention.absorbed = False
         self.few = few_rows_of(model, rule, exact)
 
     @torch.no_grad()

@@ -60,6 +60,11 @@ class LayerRows:
 
     length = 0
 
+    @property
+    def takes_any_form(self) -> bool:
+        """See ``Cache``: which form takes fewer operations depends on the rows of a step and on what is behind them."""
+        return not self._rule.exact
+
     def __init__(
         self, layer: int, spans: Sequence[Span], rule: Rule, masks: dict[tuple[int, ...], Tensor]
     ) -> None:

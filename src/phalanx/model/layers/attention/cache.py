@@ -35,6 +35,11 @@ class Cache(Protocol):
         """Tokens that are held of the text; of many texts, each row's position must be given to the model."""
         ...
 
+    @property
+    def takes_any_form(self) -> bool:
+        """Whether latent attention is expanded or absorbed as takes less work, whatever the run says."""
+        ...
+
     def mix(
         self,
         core: Mixing,
@@ -50,6 +55,8 @@ class Cache(Protocol):
 
 class LayerCache:
     """Keys and values of one layer, in buffers of fixed capacity ``(batch, kv_heads, max_len, width)``."""
+
+    takes_any_form = False
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = keys, values

@@ -105,10 +105,9 @@ class MlaAttention(nn.Module):
         latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)  # (1)
         return asked, self.kv_latent_norm(latent), shared
 
-    @property
-    def _expand(self) -> Expand:
+    def _expand(self, absorbed: bool) -> Expand:
         # Of the module that is there now: ranks and lanes replace it.
-        return latents_as_keys if self.absorbed else LatentExpansion(self.kv_up, self.mla, self._scale)
+        return latents_as_keys if absorbed else LatentExpansion(self.kv_up, self.mla, self._scale)
 
     @property
     def _absorbed_up(self) -> AbsorbedUp:
@@ -123,10 +122,12 @@ class MlaAttention(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
-        query, latent, shared = self._unexpanded(inputs, cos, sin)
         if cache is not None:
-            return self.result(cache.mix(self.core, query, latent, shared, None, self._expand))
-        key, value = self._expand(latent, shared)
+            absorbed = self.absorbed and not cache.takes_any_form
+            query, latent, shared = self._unexpanded(inputs, cos, sin, absorbed)
+            mixed = cache.mix(self.core, query, latent, shared, None, self._expand(absorbed))
+            return self._result(mixed, absorbed)
+        query, key, value = self.projected(inputs, cos, sin)
         return self.result(self.core(query, key, value, documents))  # (10): (b, h, s, v)
 
     def projected(
@@ -134,11 +135,13 @@ class MlaAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave; absorbed, queries ``(b, h, s, r + rope)``, and keys
         and values ``(b, 1, s, r + rope)``."""
-        query, latent, shared = self._unexpanded(inputs, cos, sin)
-        return query, *self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+        query, latent, shared = self._unexpanded(inputs, cos, sin, self.absorbed)
+        return query, *self._expand(self.absorbed)(
+            latent, shared
+        )  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
 
     def _unexpanded(
-        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
+        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, absorbed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(b, h, s, e)``, of latents if absorbed, and what a cache keeps of keys and values: the latent ``(b, 1, s, r)``, and the rotated
         key that all heads share ``(b, 1, s, rope)``."""
@@ -147,13 +150,16 @@ class MlaAttention(nn.Module):
         query = queries(asked).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (7): (b, h, s, e)
         fixed = self.mla.nope_head_dim
         query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)  # (8), (9)
-        if self.absorbed:
+        if absorbed:
             query = self._absorbed_up.asked(query)
         return query, latent.unsqueeze(1), rotate(shared.unsqueeze(1), cos, sin)  # (3)
 
     def result(self, mixed: Tensor) -> Tensor:
         """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
-        if self.absorbed:
+        return self._result(mixed, self.absorbed)
+
+    def _result(self, mixed: Tensor, absorbed: bool) -> Tensor:
+        if absorbed:
             mixed = self._absorbed_up.valued(mixed)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
