@@ -11,12 +11,16 @@ from torch import Tensor
 
 from model.initialized import initialized
 from phalanx.hardware.portable import operations
+from phalanx.model.layers.attention.absorbed import latents_as_keys
+from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules.portable import ENVIRONMENT
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.rows import LayerRows, Rule
+from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
 from phalanx.serve.numerics import attention, exact, facts, widths
 from phalanx.serve.numerics.attention import dependent_attention
 from phalanx.serve.numerics.exact import exact_numerics
@@ -44,6 +48,41 @@ def built(kind: str = "grouped", dtype: torch.dtype = torch.float32) -> Transfor
 @pytest.mark.parametrize("sequence", [0, 192])
 def test_the_engines_attention_holds_on_this_machine(kind: str, dtype: torch.dtype, sequence: int) -> None:
     assert list(dependent_attention(built(kind, dtype), sequence)) == []
+
+
+def test_as_many_heads_are_tried_together_as_a_share_of_a_layer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: set[int] = set()
+    mix = LayerRows.mix
+
+    def noted(self: LayerRows, *given: Tensor) -> Tensor:
+        _, query, *_ = given
+        tried.add(query.shape[1])
+        # What a kernel takes apart by heads needs no more of them, which would take as much memory as a model's step.
+        assert (query.shape[1] - 1) * query.shape[2] < TOGETHER
+        return mix(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LayerRows, "mix", noted)
+    model = built("absorbed")
+    for block in model.blocks.values():
+        attended = block.attention
+        assert isinstance(attended, MlaAttention)
+        attended.kv_up.weight = torch.nn.Parameter(attended.kv_up.weight.chunk(2)[0], requires_grad=False)
+    attention._first_difference.cache_clear()
+    assert list(dependent_attention(model, 640)) == []
+    attention._first_difference.cache_clear()
+    assert max(tried) == 2
+
+
+def test_a_step_keeps_no_mask_of_every_head() -> None:
+    # Of all its texts, they would take more than their latents.
+    model, masks = built("absorbed"), dict[tuple[int, ...], Tensor]()
+    piece = Piece(model.spec, torch.float32)
+    piece.grow(64)
+    rows = LayerRows(0, [Span(piece, 40, 43)], Rule(True, 64), masks)
+    latent, shared = torch.zeros(1, 1, 3, 32), torch.zeros(1, 1, 3, 8)
+    mixed = rows.mix(CausalCore(1.0), torch.zeros(1, 4, 3, 40), latent, shared, None, latents_as_keys)
+    assert mixed.shape == (1, 4, 3, 40)
+    assert sum(mask.numel() for mask in masks.values()) == 3 * 64
 
 
 @pytest.mark.parametrize("kind", ["grouped", "latent", "absorbed"])

@@ -24,7 +24,7 @@ from phalanx.model.layers.experts.independent_rows import ROWS
 from phalanx.serve.engine.kept import KeptFormat
 from phalanx.serve.engine.page_memory import BLOCK, Piece
 
-_TOGETHER = 768
+TOGETHER = 768
 """Queries of all heads from which on a kernel takes them in its largest pieces, head by head."""
 
 
@@ -126,7 +126,7 @@ class LayerRows:
             keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in held)
             asked = query[:, :, begin - span.begin : end - span.begin]
             heads = query.shape[1]
-            if expand is latents_as_keys and heads * (end - begin) < _TOGETHER:
+            if expand is latents_as_keys and heads * (end - begin) < TOGETHER:
                 mask = self._mask_of_heads(heads, begin, end, last)
                 parts.append(attend_together(asked, *expand(keys, values), mask, core.softmax(None)))
                 continue
@@ -148,13 +148,13 @@ class LayerRows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _mask_of_heads(self, heads: int, begin: int, end: int, last: int) -> Tensor:
-        """Which of the first ``last`` keys the queries ``begin`` to ``end`` of each head see, the very last of them repeated: ``(rows, n)``."""
-        name = (heads, begin, end, last)
-        if name not in self._masks:
-            mask = self._mask(begin, end, 0, 0, last, 0).repeat(heads, 1)
-            padding = -len(mask) % ROWS if self._rule.exact else 0
-            self._masks[name] = torch.cat((mask, mask[-1:].expand(padding, -1)))
-        return self._masks[name]
+        """Which of the first ``last`` keys the queries ``begin`` to ``end`` of each head see, the very last of them repeated: ``(rows, n)``.
+
+        Made anew in each layer: those of all texts of a step, of each head, would take more memory than their keys.
+        """
+        mask = self._mask(begin, end, 0, 0, last, 0).repeat(heads, 1)
+        padding = -len(mask) % ROWS if self._rule.exact else 0
+        return torch.cat((mask, mask[-1:].expand(padding, -1))) if padding else mask
 
     def _mask(self, begin: int, end: int, padding: int, first: int, last: int, window: int) -> Tensor:
         """Which of the keys ``first`` to ``last`` the queries ``begin`` to ``end`` see, the last of them repeated: ``(q, n)``."""

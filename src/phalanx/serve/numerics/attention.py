@@ -23,8 +23,9 @@ from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.page_memory import BLOCK, Piece
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
 from phalanx.serve.numerics.facts import Facts, recalled
+from phalanx.serve.numerics.head_products import heads_of
 
 _LONGEST = 4096
 """Tokens of the longest sequence that is tried; kernels have long settled on their largest tiles then."""
@@ -44,7 +45,8 @@ def dependent_attention(model: Transformer, sequence: int) -> Iterator[str]:
         case = _Case(
             _two_heads(model.spec),
             latent,
-            model.spec.heads if latent and attention.absorbed else 0,
+            # Of a share of a layer, those that this process has.
+            heads_of(attention) if isinstance(attention, MlaAttention) and attention.absorbed else 0,
             core.window,
             core.score.scale,
             attention.sinks is not None,
@@ -115,17 +117,20 @@ def _difference(case: _Case, tried: Iterable[tuple[int, int]]) -> str:
     whole = (_asked_of_latents if case.absorbed else _asked_of_keys)(case, piece.capacity)
     core = CausalCore(case.scale, case.window)
     expected = core(whole.query, whole.key, whole.value, None, whole.sinks)[:1]
-    query, repeated = whole.query[:1], -(-case.absorbed // whole.query.shape[1])
-    if case.absorbed:  # as many heads as the model has, some of them alike
-        query, expected = (one.repeat(1, repeated, 1, 1)[:, : case.absorbed] for one in (query, expected))
     for tensor, held in zip(piece.layers[0], whole.held, strict=True):
         tensor.copy_(held[0])
     for begin, end in tried:
         span = slice(begin, end)
         first, second = (held[:, :, span] for held in whole.held)
         rows = LayerRows(0, [Span(piece, begin, end)], Rule(exact=True, sequence=case.length), {})
-        found = rows.mix(core, query[:, :, span], first, second, whole.sinks, whole.expand)
-        if not torch.equal(found, expected[:, :, span]):
+        query, wanted = whole.query[:1, :, span], expected[:, :, span]
+        if case.absorbed:
+            # As many heads as are asked together, or just too many for that; some of them alike.
+            heads = min(case.absorbed, -(-TOGETHER // (end - begin)))
+            alike = -(-heads // query.shape[1])
+            query, wanted = (one.repeat(1, alike, 1, 1)[:, :heads] for one in (query, wanted))
+        found = rows.mix(core, query, first, second, whole.sinks, whole.expand)
+        if not torch.equal(found, wanted):
             return f"queries {begin} to {end - 1}"
     return ""
 

@@ -137,9 +137,12 @@ def absorbing(model: nn.Module) -> Iterator[tuple[str, MlaAttention, HeadShape]]
     any bits."""
     for name, part in model.named_modules():
         if isinstance(part, MlaAttention) and part.absorbed and not name.startswith("mtp."):
-            rows, mla = len(part.kv_up.weight), part.mla
-            heads = rows // (mla.nope_head_dim + mla.value_head_dim)
-            yield name, part, HeadShape.of(heads, mla, part.kv_up.weight.dtype)
+            yield name, part, HeadShape.of(heads_of(part), part.mla, part.kv_up.weight.dtype)
+
+
+def heads_of(part: MlaAttention) -> int:
+    """The heads whose weights ``part`` has."""
+    return len(part.kv_up.weight) // (part.mla.nope_head_dim + part.mla.value_head_dim)
 
 
 def use_head_products(model: nn.Module, facts: Mapping[HeadShape, Facts]) -> None:
