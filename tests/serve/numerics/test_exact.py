@@ -21,12 +21,14 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.page_memory import Piece
 from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
-from phalanx.serve.numerics import attention, exact, facts, widths
+from phalanx.serve.numerics import attention, exact, facts, head_products, widths
 from phalanx.serve.numerics.attention import dependent_attention
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.facts import Facts, facts_path, machine, recalled
+from phalanx.serve.numerics.head_products import HeadShape
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.numerics.widths import width_facts
+from phalanx.serve.weights.budget import head_probe_bytes
 
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160)
 KINDS = {
@@ -83,6 +85,16 @@ def test_a_step_keeps_no_mask_of_every_head() -> None:
     mixed = rows.mix(CausalCore(1.0), torch.zeros(1, 4, 3, 40), latent, shared, None, latents_as_keys)
     assert mixed.shape == (1, 4, 3, 40)
     assert sum(mask.numel() for mask in masks.values()) == 3 * 64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_trying_the_products_of_heads_takes_is_reckoned_with(dtype: str) -> None:
+    spec = built("absorbed").spec
+    assert spec.mla is not None
+    tried = list(head_products._products(HeadShape.of(spec.heads, spec.mla, getattr(torch, dtype)), 1024))
+    at_once = [tensor.nbytes for rows, matrices in tried for tensor in (rows, matrices, rows @ matrices)]
+    assert sum(at_once) < head_probe_bytes(spec, dtype) < 4 * sum(at_once)
+    assert head_probe_bytes(built("latent").spec, dtype) == 0
 
 
 @pytest.mark.parametrize("kind", ["grouped", "latent", "absorbed"])

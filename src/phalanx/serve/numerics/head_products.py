@@ -106,7 +106,8 @@ def _products(shape: HeadShape, many: int, shares: int = 1) -> Iterator[tuple[Te
     generator = torch.Generator().manual_seed(0)
 
     def drawn(width: int) -> Tensor:
-        scale = torch.randint(-3, 4, (shape.heads, many, width), generator=generator).float().exp2()
+        # Alike in all heads, of which there are many: they take as much memory as the rows.
+        scale = torch.randint(-3, 4, (many, width), generator=generator).float().exp2()
         numbers = torch.randn(shape.heads, many, width, generator=generator)
         return numbers.mul_(scale).to(shape.dtype)
 

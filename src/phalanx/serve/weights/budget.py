@@ -88,6 +88,19 @@ def probe_bytes(shapes: Iterable[tuple[int, int]], dtype: str) -> int:
     )
 
 
+def head_probe_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Bytes that trying the heads' products of absorbed latent attention takes at its most (``phalanx.serve.numerics.head_products``); 0 for other
+    attention."""
+    mla, item = spec.mla, ITEMSIZE[dtype]
+    if mla is None or not mla.absorbed:
+        return 0
+    matrices = (mla.nope_head_dim + mla.value_head_dim) * mla.kv_rank
+    # Drawn in fp32; beside all rows and results some rows once more, with theirs.
+    drawn, results = 1024 * (mla.nope_head_dim + mla.kv_rank), 1024 * (mla.kv_rank + mla.value_head_dim)
+    again = 520 * (mla.kv_rank + max(mla.nope_head_dim, mla.value_head_dim))
+    return spec.heads * ((4 + item) * (drawn + matrices) + item * (matrices + results + again))
+
+
 def divide_budget(
     index: PackIndex,
     dtype: str,

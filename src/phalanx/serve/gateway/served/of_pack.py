@@ -31,6 +31,7 @@ from phalanx.serve.weights.budget import (
     Budget,
     Computing,
     divide_budget,
+    head_probe_bytes,
     probe_bytes,
     text_bytes,
 )
@@ -109,7 +110,8 @@ def _try_numerics(model: Transformer | Chain, spec: ModelSpec, served: ServedRun
         return
     require_supported(model, exact=True, drafts=0, kept=served.kept)
     shapes = {(shape.outputs, shape.inputs) for _, shape in shapes_of(model)} | {(spec.vocab_size, spec.dim)}
-    needed = taken() + LIBRARIES + probe_bytes(shapes, served.dtype)
+    tried = max(probe_bytes(shapes, served.dtype), head_probe_bytes(spec, served.dtype))
+    needed = taken() + LIBRARIES + tried
     if served.memory_bytes and needed > served.memory_bytes:
         raise TooLargeError(
             f"trying this machine's kernels for exact numerics takes {needed:,} bytes of memory with the process, and {served.memory_bytes:,} "
