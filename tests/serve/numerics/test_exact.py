@@ -161,6 +161,18 @@ def test_a_product_or_a_width_without_any_number_of_rows_is_refused_by_name(
         exact_numerics(model, model.spec, 96)
 
 
+def test_a_product_that_is_never_computed_keeps_no_model_from_being_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The matrix that would expand latents, which heads multiply with one by one.
+    model = built("absorbed")
+    tried: list[int] = []
+    monkeypatch.setattr(exact, "product_facts", lambda shape: tried.append(shape.inputs) or Facts(1, 1))
+    exact_numerics(model, model.spec, 96)
+    assert model.spec.mla is not None
+    assert model.spec.mla.kv_rank not in tried
+
+
 def test_a_width_that_leaves_elements_over_needs_more_rows_than_one_that_does_not() -> None:
     # One gate for each row: sigmoid computes what is behind whole vectors by other code.
     moe = MoeSpec(experts=8, per_token=2, ffn_dim=32, shared=1, shared_gate=True)

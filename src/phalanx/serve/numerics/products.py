@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
+from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.experts.expert_groups import Groups
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.linear import Linear
@@ -214,8 +215,14 @@ class RowProducts:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All parts but the predictions ahead, whose guesses may have any bits."""
-    return ((name, part) for name, part in model.named_modules() if not name.startswith("mtp."))
+    """All parts but the predictions ahead, whose guesses may have any bits, and the matrices of absorbed latent attention, which heads multiply with
+    (``phalanx.serve.numerics.head_products``)."""
+    by_head = {part.kv_up for part in model.modules() if isinstance(part, MlaAttention) and part.absorbed}
+    return (
+        (name, part)
+        for name, part in model.named_modules()
+        if not name.startswith("mtp.") and part not in by_head
+    )
 
 
 def shapes_of(model: nn.Module) -> Iterator[tuple[str, Shape]]:
