@@ -11,9 +11,10 @@ from torch import Tensor
 
 from model.initialized import initialized
 from phalanx.hardware.portable import operations
-from phalanx.model.layers.attention.absorbed import latents_as_keys
+from phalanx.model.layers.attention.absorbed import LatentExpansion, latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.mla import MlaAttention
+from phalanx.model.layers.linear import Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules.portable import ENVIRONMENT
@@ -85,6 +86,34 @@ def test_a_step_keeps_no_mask_of_every_head() -> None:
     mixed = rows.mix(CausalCore(1.0), torch.zeros(1, 4, 3, 40), latent, shared, None, latents_as_keys)
     assert mixed.shape == (1, 4, 3, 40)
     assert sum(mask.numel() for mask in masks.values()) == 3 * 64
+
+
+def test_fast_numerics_make_no_mask_of_every_head_for_many_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    attended = LatentExpansion.absorbed
+
+    def noted(self: LatentExpansion, *given: Tensor) -> Tensor:
+        sizes.append(len(given[3]))
+        return attended(self, *given)
+
+    monkeypatch.setattr(LatentExpansion, "absorbed", noted)
+    mla = MlaSpec(kv_rank=512, nope_head_dim=64, rope_head_dim=8, value_head_dim=64)
+    form = LatentExpansion(Linear(512, 16 * 128, bias=False).requires_grad_(False), mla, 1.0)
+    model = resolve(replace(DENSE, heads=16, kv_heads=0, head_dim=0, mla=mla))
+    piece = Piece(model, torch.float32)
+    piece.grow(512)
+    for begin in (464, 511):
+        rows = LayerRows(0, [Span(piece, begin, 512)], Rule(False, 0), {})
+        count = 512 - begin
+        rows.mix(
+            CausalCore(1.0),
+            torch.zeros(1, 16, count, 72),
+            torch.zeros(1, 1, count, 512),
+            torch.zeros(1, 1, count, 8),
+            None,
+            form,
+        )
+    assert sizes == [48, 16]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

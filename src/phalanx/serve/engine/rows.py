@@ -138,7 +138,12 @@ class LayerRows:
                 and not rule.exact
                 and expand.absorbs(end - begin, last - first)
             ):
-                mask = self._mask_of_heads(heads, begin, end, last)
+                together = heads * (end - begin) < TOGETHER
+                mask = (
+                    self._mask_of_heads(heads, begin, end, last)
+                    if together
+                    else self._mask(begin, end, 0, first, last, 0)
+                )
                 parts.append(expand.absorbed(asked, keys, values, mask))
                 continue
             if expand is not None:

@@ -51,9 +51,9 @@ def test_both_forms_are_one_function(
     mask = torch.ones(queries, tokens, dtype=torch.bool).tril(before)
     key, content = form(latent, shared)
     scores = (query @ key.transpose(2, 3) * form.scale).masked_fill(~mask, -torch.inf)
-    torch.testing.assert_close(
-        form.absorbed(query, latent, shared, mask.repeat(heads, 1)), scores.softmax(3) @ content
-    )
+    expected = scores.softmax(3) @ content
+    torch.testing.assert_close(form.absorbed(query, latent, shared, mask.repeat(heads, 1)), expected)
+    torch.testing.assert_close(form.absorbed(query, latent, shared, mask), expected)
 
 
 def test_a_long_prompt_is_expanded_and_one_token_behind_it_is_not() -> None:

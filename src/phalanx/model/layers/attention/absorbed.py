@@ -88,13 +88,22 @@ class LatentExpansion:
         return queries * tokens * 2 * (rank + rope) + queries * rank * head < expanded
 
     def absorbed(self, query: Tensor, latent: Tensor, shared: Tensor, mask: Tensor) -> Tensor:
-        """Attention of queries ``(1, h, q, nope + rope)`` that see ``mask`` ``(h q, n)`` of the latents, head by head: ``(1, h, q, value)``."""
+        """Attention of queries ``(1, h, q, nope + rope)`` to the latents of which they see ``mask``: ``(1, h, q, value)``.
+
+        The mask is ``(h q, n)``, head by head, where all heads are to be asked together, and ``(q, n)`` where each is by itself: for many queries
+        that is as much work, and less memory.
+        """
         up = AbsorbedUp(self.up.weight, self.mla)
+        asked, key, value = up.asked(query), *latents_as_keys(latent, shared)
 
         def softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=query.shape[1] > 1
+            )
 
-        return up.valued(attend_together(up.asked(query), *latents_as_keys(latent, shared), mask, softmax))
+        if len(mask) == query.shape[2]:
+            return up.valued(softmax(asked, key, value, mask))
+        return up.valued(attend_together(asked, key, value, mask, softmax))
 
 
 def attend_together(
