@@ -115,6 +115,7 @@ def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[Told]]:
     [
         ("tied", 3),
         ("latent mixture", 2),
+        ("absorbed", 2),
         pytest.param("dense", 2, marks=pytest.mark.slow),
         pytest.param("window", 5, marks=pytest.mark.slow),
     ],
@@ -199,6 +200,7 @@ def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(
     [
         ("tied", 2),
         ("latent mixture", 2),
+        ("absorbed", 2),
         pytest.param("dense", 2, marks=pytest.mark.slow),
         pytest.param("window", 2, marks=pytest.mark.slow),
     ],
