@@ -14,7 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
+from layouts import (
+    DENSE,
+    LATENT,
+    MIXTURE,
+    Whole,
+    legal_layouts,
+    merged,
+    steps_on_this_rank,
+    tiny,
+    worst_error,
+)
 from one_hash import (
     ROUNDING,
     Flaw,
@@ -51,6 +61,10 @@ MODELS = {
         lanes=LANES,
     ),
     "mixture": dataclasses.replace(MIXTURE, layers=2, lanes=LANES),
+    # Whose heads multiply with their own rows of a matrix.
+    "absorbed": dataclasses.replace(
+        MIXTURE, layers=2, mla=dataclasses.replace(LATENT, absorbed=True), lanes=LANES
+    ),
     "ahead": ModelSpec(
         layers=1,
         dim=32,
