@@ -29,7 +29,7 @@ from phalanx.serve.numerics.facts import Facts, facts_path, machine, recalled
 from phalanx.serve.numerics.head_products import HeadShape
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.numerics.widths import width_facts
-from phalanx.serve.weights.budget import head_probe_bytes
+from phalanx.serve.weights.budget import Computing, head_probe_bytes
 
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160)
 KINDS = {
@@ -124,6 +124,9 @@ def test_what_trying_the_products_of_heads_takes_is_reckoned_with(dtype: str) ->
     at_once = [tensor.nbytes for rows, matrices in tried for tensor in (rows, matrices, rows @ matrices)]
     assert sum(at_once) < head_probe_bytes(spec, dtype) < 4 * sum(at_once)
     assert head_probe_bytes(built("latent").spec, dtype) == 0
+    # A pass with fast numerics takes either form.
+    passes = {Computing(32, 4, 512).nbytes(built(kind).spec, dtype) for kind in ("latent", "absorbed")}
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("kind", ["grouped", "latent", "absorbed"])
