@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -159,8 +160,13 @@ def test_times_and_ranks_are_read_as_people_write_them() -> None:
         list(ranks_of("x"))
 
 
-@pytest.mark.parametrize(("engine", "printed"), [("ssh", "host-1"), ("local", "host-0")])
-def test_the_log_is_that_of_the_host_that_leads_now(engine: str, printed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "of_this_start", "printed"),
+    [("ssh", True, "host-1"), ("ssh", False, "host-0"), ("local", True, "host-0")],
+)
+def test_the_log_is_that_of_the_host_that_leads_now(
+    engine: str, of_this_start: bool, printed: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "launch"
     folder.mkdir()
     for name in ("host-0", "host-1"):
@@ -168,4 +174,7 @@ def test_the_log_is_that_of_the_host_that_leads_now(engine: str, printed: str, t
     made = Submitted(engine, "2 hosts", "tiny", 2, 0, 0.0, str(tmp_path), leader="host-0")
     (folder / "submitted.json").write_text(json.dumps(asdict(made)))
     write_fleet_file(tmp_path, fleet_file(0.0, leader="host-1", reign=2, phase=FleetPhase.FINISHED))
+    (folder / "job.sh").touch()
+    then_s = (tmp_path / "fleet.json").stat().st_mtime
+    os.utime(folder / "job.sh", (then_s, then_s - 60 if of_this_start else then_s + 60))
     assert CliRunner().invoke(logs_command.command, [str(tmp_path)]).output == f"{printed} says\n"

@@ -142,8 +142,17 @@ def test_a_lender_that_does_not_answer_can_be_asked_once_more(
         (True, {"reign": 2}, "coordinator"),
         (False, {"reign": 2}, "scancel"),
         (True, {"reign": 2, "phase": FleetPhase.FINISHED}, "scancel"),
+        (True, {"reign": 1, "stopping": True}, "nobody"),
+        (True, {"reign": 2, "stopping": True}, "nobody"),
     ],
-    ids=["the first node leads", "another leads", "it led an earlier job", "it is over"],
+    ids=[
+        "the first node leads",
+        "another leads",
+        "it led an earlier job",
+        "it is over",
+        "it saves already",
+        "it saves already under another",
+    ],
 )
 def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     of_this_job: bool,
@@ -177,7 +186,7 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     assert asked == ([run_dir] if answered_by == "coordinator" else [])
     cancelled = tmp_path / "cancelled"
     assert (cancelled.read_text() if cancelled.exists() else "") == (
-        "" if asked else "--batch --signal=TERM 3\n"
+        "--batch --signal=TERM 3\n" if answered_by == "scancel" else ""
     )
 
 
@@ -189,11 +198,31 @@ def test_a_run_that_is_started_again_is_cancelled_before_its_fleet_has_formed(
     phase = FleetPhase.FAILED if earlier == "over" else FleetPhase.RUNNING
     write_fleet_file(tmp_path, fleet_file(0.0, phase=phase))
     then_s = (tmp_path / "fleet.json").stat().st_mtime
-    (tmp_path / FOLDER / "go").touch()
-    os.utime(tmp_path / FOLDER / "go", (then_s, then_s + 60))
+    (tmp_path / FOLDER / "job.sh").touch()
+    os.utime(tmp_path / FOLDER / "job.sh", (then_s, then_s + 60))
     starting = subprocess.Popen(["bash", "-c", "sleep 900; true", str(tmp_path)], start_new_session=True)
     session = bare.Started(Host("host", HERE, 0, "127.0.0.1"), starting.pid)
     (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(session)]))
     told = CliRunner().invoke(cancel_command.command, [str(tmp_path)])
     assert told.exit_code == 0, told.output
     assert starting.wait() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_run_is_cancelled_by_its_coordinator_also_after_hosts_were_to_join_it(
+    joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lends(tmp_path, "ssh")
+    write_fleet_file(tmp_path, fleet_file(0.0, reign=2))
+    then_s = (tmp_path / "fleet.json").stat().st_mtime
+    (tmp_path / FOLDER / "job.sh").touch()
+    os.utime(tmp_path / FOLDER / "job.sh", (then_s, then_s - 60))
+    if joined:  # a moment ago; where they could not, nothing told them to go
+        (tmp_path / FOLDER / "go").touch()
+        os.utime(tmp_path / FOLDER / "go", (then_s, then_s + 60))
+    asked: list[Path] = []
+    monkeypatch.setattr(ask, "ask", lambda run, *_: asked.append(run) or "accepted")
+    monkeypatch.setattr(bare, "sentence", lambda _: "running on 2 of 2 hosts")
+    told = CliRunner().invoke(cancel_command.command, [str(tmp_path), "--no-wait"])
+    assert told.exit_code == 0, told.output
+    assert asked == [tmp_path]

@@ -13,7 +13,6 @@ from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder, full_disk
 
 if TYPE_CHECKING:
-    from phalanx.fleet.control.fleet_file import FleetFile
     from phalanx.launch.engines.slurm import SlurmJob
     from phalanx.launch.engines.submission import Submitted
 
@@ -110,32 +109,22 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
     click.echo(f"{lender} takes {made.taken} nodes again: job {job}")
 
 
-def _fleet_of_this_start(run_dir: Path, made: Submitted) -> FleetFile | None:
-    """What the fleet says of itself that a run's last start has formed; ``None`` if it has formed none yet, or that is over."""
-    from phalanx.fleet.control.fleet_file import FleetFileError, path_in, read_fleet_file
-    from phalanx.launch.engines.order import FOLDER
-
-    # Written as a start begins: an older file of a fleet is that of an earlier start.
-    mark = run_dir / FOLDER / ("nonce" if made.engine == "slurm" else "go")
-    try:
-        seen = read_fleet_file(run_dir)
-        newer = path_in(run_dir).stat().st_mtime > mark.stat().st_mtime
-    except (FleetFileError, OSError):
-        return None
-    return seen if newer and not seen.over else None
-
-
 def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
     """Has a run save and end: by the batch shell of its job, or by its coordinator, or before there is one by the sessions that start it.
 
-    With the first node of a job its batch shell was lost too; then another node leads.
+    With the first node of a job its batch shell was lost too; then another node leads. A fleet that saves already is not asked: asked twice,
+    it would end at once.
     """
     from phalanx.cli.fleet.ask import ask
+    from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
     from phalanx.launch.engines import bare
     from phalanx.launch.engines.tools import run_tool
 
-    seen = _fleet_of_this_start(run_dir, made)
+    seen = formed_fleet(run_dir, made)
+    seen = None if seen is None or seen.over else seen
+    if seen is not None and seen.stopping:
+        return
     if job is not None and (seen is None or seen.reign == 1):
         run_tool(["scancel", "--batch", "--signal=TERM", job.id])
     elif seen is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,16 +167,14 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
 
 def _log(run_dir: Path, made: Submitted) -> Path:
     """The log of a job, or of the host that leads now: on hosts without a scheduler another may have succeeded the first."""
-    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-    from phalanx.launch.engines.order import FOLDER
+    from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.launch.engines.standing import log_of
 
-    if made.engine == "ssh":
-        with suppress(FleetFileError):
-            log = run_dir / FOLDER / f"{read_fleet_file(run_dir).leader}.log"
-            if log.exists():
-                return log
-    return log_of(run_dir, made)
+    first = log_of(run_dir, made)
+    if made.engine == "ssh" and (fleet := formed_fleet(run_dir, made)) is not None:
+        log = first.with_name(f"{fleet.leader}.log")
+        return log if log.exists() else first
+    return first
 
 
 def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: bool) -> None:
