@@ -18,7 +18,7 @@ import pytest
 from launch.engines.sshd_hosts import SshHosts, missing, ssh_hosts
 from phalanx.cli.launch.submit_to_hosts import hosts_in
 from phalanx.launch.engines import standing
-from phalanx.launch.engines.bare import on_host, preflight, start, started_on
+from phalanx.launch.engines.bare import end, on_host, preflight, start, started_on
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, problems_of
@@ -395,11 +395,14 @@ def test_a_host_that_was_given_back_and_joins_again_is_there_once(tmp_path: Path
     order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, "/bin/true", LaunchSpec())
     order.folder.mkdir()
     first, again = Host("first", HERE, 0, "a"), Host("again", HERE, 0, "b")
-    start(order, [first, again])
-    (_, before) = started_on(tmp_path)
-    start(order, [again], joins=True)
-    assert [one.host for one in started_on(tmp_path)] == [first, again]
-    assert before not in started_on(tmp_path)
+    started = start(order, [first, again])
+    end(
+        tmp_path, started, signal.SIGKILL
+    )  # or those that have not been told yet would wait on for two minutes
+    joined = start(order, [again], joins=True)
+    end(tmp_path, joined, signal.SIGKILL)
+    assert started_on(tmp_path) == [started[0], *joined]
+    assert started[1] != joined[0]
 
 
 def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(
@@ -432,9 +435,12 @@ def test_what_another_engine_would_ignore_is_refused(engine: str, nodes: int, re
     assert "launch.namespace" in named
 
 
-def test_a_host_that_cannot_write_into_the_run_directory_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strict", [(), ("set -eu",)], ids=["as it is", "in a strict shell"])
+def test_a_host_that_cannot_write_into_the_run_directory_is_refused(
+    strict: tuple[str, ...], tmp_path: Path
+) -> None:
     # As on a full disk: files can be made, and nothing be written into them.
-    full = LaunchSpec(prologue=("trap '' XFSZ; ulimit -f 0",))
+    full = LaunchSpec(prologue=("trap '' XFSZ; ulimit -f 0", *strict))
     order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, sys.executable, full)
     (said,) = preflight(order, [Host("this-machine", HERE, 0, "127.0.0.1")])
     assert f"cannot write into {order.folder}: its disk is full, or it is mounted read-only" in said
