@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
@@ -71,3 +72,8 @@ def test_a_fleet_that_stands_still_because_the_disk_is_full_says_so(
     assert "is full" not in told(run_dir, STEP)
     monkeypatch.setattr(run_folder, "_LEAST_FREE", 2**80)
     assert (f"the disk of {run_dir} is full" in " ".join(told(run_dir, STEP).split())) == said
+
+
+def test_a_disk_that_does_not_say_how_large_it_is_is_not_called_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
+    assert run_folder.full_disk(Path()) == ""

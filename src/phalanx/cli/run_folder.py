@@ -33,10 +33,12 @@ def demand_folder(run_dir: Path, error: type[click.ClickException] = click.Click
 def full_disk(run_dir: Path) -> str:
     """What to do about the disk of a run directory on which nothing more can be written; empty if there is room."""
     try:
-        free = shutil.disk_usage(run_dir).free
+        disk = shutil.disk_usage(run_dir)
     except OSError:
         return ""
-    if free >= _LEAST_FREE:
+    if (
+        disk.free >= _LEAST_FREE or not disk.total
+    ):  # some file systems of networks do not say how large they are
         return ""
     return f"the disk of {run_dir} is full: the coordinator decides nothing and no step is saved until there is space"
 
