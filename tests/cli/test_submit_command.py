@@ -135,6 +135,18 @@ def test_a_lender_that_does_not_answer_can_be_asked_once_more(
     assert f"phalanx fleet grow {lender} --by 2 asks once more" in capsys.readouterr().err
 
 
+def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The runs whose coordinators are asked from now on; all accept."""
+    asked: list[Path] = []
+
+    def answered(run: Path, *_: object) -> str:
+        asked.append(run)
+        return "accepted"
+
+    monkeypatch.setattr(ask, "ask", answered)
+    return asked
+
+
 @pytest.mark.parametrize(
     ("of_this_job", "changes", "answered_by"),
     [
@@ -161,13 +173,7 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run_dir, tools = tmp_path / "run", tmp_path / "tools"
-    asked: list[Path] = []
-
-    def answered(run: Path, *_: object) -> str:
-        asked.append(run)
-        return "accepted"
-
+    run_dir, tools, asked = tmp_path / "run", tmp_path / "tools", asked_in(monkeypatch)
     lends(run_dir, "slurm")
     write_fleet_file(run_dir, fleet_file(0.0, **changes))
     nonce = run_dir / FOLDER / "nonce"
@@ -180,7 +186,6 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
         (tools / name).write_text(f"#!/bin/sh\n{does}\n")
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
-    monkeypatch.setattr(ask, "ask", answered)
     told = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait"])
     assert told.exit_code == 0, told.output
     assert asked == ([run_dir] if answered_by == "coordinator" else [])
@@ -220,8 +225,7 @@ def test_a_run_is_cancelled_by_its_coordinator_also_after_hosts_were_to_join_it(
     if joined:  # a moment ago; where they could not, nothing told them to go
         (tmp_path / FOLDER / "go").touch()
         os.utime(tmp_path / FOLDER / "go", (then_s, then_s + 60))
-    asked: list[Path] = []
-    monkeypatch.setattr(ask, "ask", lambda run, *_: asked.append(run) or "accepted")
+    asked = asked_in(monkeypatch)
     monkeypatch.setattr(bare, "sentence", lambda _: "running on 2 of 2 hosts")
     told = CliRunner().invoke(cancel_command.command, [str(tmp_path), "--no-wait"])
     assert told.exit_code == 0, told.output
