@@ -11,21 +11,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from launch.engines.sshd_hosts import SshHosts, missing, ssh_hosts
+from phalanx.cli.fleet.join_from_hosts import verified_hosts
 from phalanx.cli.launch.submit_to_hosts import hosts_in
+from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.launch.engines import standing
-from phalanx.launch.engines.bare import end, on_host, preflight, start, started_on
+from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, problems_of
 from phalanx.launch.engines.tools import EngineError
+from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import ENVIRONMENT, RUN_FILE, run
 from tiny_runs import make_dataset
+from watch.why.watched import fleet_file
 
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=f"no sshd can be started: {missing()}")
 PATIENCE_S = 280
@@ -403,6 +409,20 @@ def test_a_host_that_was_given_back_and_joins_again_is_there_once(tmp_path: Path
     end(tmp_path, joined, signal.SIGKILL)
     assert started_on(tmp_path) == [started[0], *joined]
     assert started[1] != joined[0]
+
+
+def test_a_host_whose_node_is_in_the_fleet_does_not_join_it_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(to_table(RunSpec())))
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, "/bin/true", LaunchSpec())
+    order.folder.mkdir()
+    fleet = fleet_file(0.0)
+    there = [asdict(Started(Host(one.name, f"me@{one.name}", 0, "a"), 1)) for one in fleet.members]
+    (order.folder / "hosts.json").write_text(json.dumps(there))
+    write_fleet_file(tmp_path, fleet)
+    (tmp_path / "more.txt").write_text(f"you@{fleet.members[0].name}:22 name=other\n")
+    made = Submitted("ssh", "2 hosts", "tiny", 2, 0, 0.0, str(tmp_path))
+    with pytest.raises(EngineError, match="names 0 hosts that are not in the fleet, and 1 are to join"):
+        verified_hosts(tmp_path, made, tmp_path / "more.txt", 1)
 
 
 def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(

@@ -35,8 +35,9 @@ def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple
     seen = read_fleet_file(run_dir)
     members = members_of(seen)
     listed = hosts_in(order, str(path.resolve()))
-    taken = {host.name for host in started if host.name in members} | set(members)
-    hosts = [host for host in listed if host.name not in taken][:by]
+    # Under another name a host would give its accelerators to two agents.
+    taken = {host.machine for host in started if host.name in members}
+    hosts = [host for host in listed if host.name not in members and host.machine not in taken][:by]
     if len(hosts) < by:
         raise EngineError(f"{path} names {len(hosts)} hosts that are not in the fleet, and {by} are to join")
     wrong = bare.preflight(replace(order, nodes=by, spares=0), hosts)

@@ -55,6 +55,11 @@ class Host:
     """At which the other nodes reach it."""
     domain: tuple[str, ...] = ()
 
+    @property
+    def machine(self) -> tuple[str, int]:
+        """Its name for ssh, by whichever user, and its port, since another machine may be behind another one."""
+        return self.destination.rpartition("@")[2], self.port or SSH_PORT
+
 
 def read_hosts(text: str) -> list[Host]:
     """The hosts in a file: one a line, ``[user@]host[:port] [name=N] [address=A] [domain=pod-1/rack-2]``; # begins a comment.
@@ -83,17 +88,13 @@ def read_hosts(text: str) -> list[Host]:
             )
         domain = tuple(filter(None, given.get("domain", "").split("/")))
         destination = f"{user}@{host}" if user else host
-        if same := next((one for one in found if _same_machine(one, host, int(port or 0))), None):
+        read = Host(name, destination, int(port or 0), given.get("address") or host, domain)
+        if same := next((one for one in found if one.machine == read.machine), None):
             raise EngineError(
                 f"line {number} of the hosts: {words[0]} is the host of node {same.name}, and two agents would share its accelerators: one line for each"
             )
-        found.append(Host(name, destination, int(port or 0), given.get("address") or host, domain))
+        found.append(read)
     return found
-
-
-def _same_machine(known: Host, host: str, port: int) -> bool:
-    """Whether a host is that of another line, by whichever user: the same name, and no other port, behind which another machine may be."""
-    return (known.destination.rpartition("@")[2], known.port or SSH_PORT) == (host, port or SSH_PORT)
 
 
 def _wrong_with(words: list[str], match: re.Match[str], given: dict[str, str]) -> str:
