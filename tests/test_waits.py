@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import time
 
@@ -33,11 +34,23 @@ def computes(seconds: float) -> float:
 
 
 def test_a_rank_that_computes_is_waited_for_and_one_that_waits_is_given_up(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ranks.run(1, computes, 0.0)  # starts it
-    monkeypatch.setattr(ranks_module, "COMPUTES_S", 0.0)
-    monkeypatch.setattr(ranks, "_timeout_s", 0.3)
-    assert ranks.run(1, computes, 0.5) == [0.5]
+    pool = Ranks(timeout_s=0.05)
+    used_s = itertools.count(step=2 * ranks_module.COMPUTES_S)
+    monkeypatch.setattr(pool, "_processor_s", lambda: next(used_s))
+    assert pool.run(1, time.sleep, 0.3) == [None]
+    monkeypatch.setattr(pool, "_processor_s", lambda: 7.0)
     with pytest.raises(TimeoutError, match="no rank computed"):
-        ranks.run(1, time.sleep, 60.0)
+        pool.run(1, time.sleep, 60.0)
+
+
+def test_what_ranks_compute_is_seen_from_outside() -> None:
+    pool = Ranks()
+    try:
+        pool.run(1, computes, 0.0)  # starts it
+        before_s = pool._processor_s()
+        assert pool.run(1, computes, 0.2) == [0.2]
+        assert pool._processor_s() >= before_s + 0.1
+    finally:
+        pool.close()
