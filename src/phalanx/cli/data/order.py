@@ -179,7 +179,9 @@ def where_command(
 
 
 def where_lines(found: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """A line for each record that steps train on, and one for each stretch of records that none does."""
+    """A line for each record that steps train on, and one for each stretch of records that none does; one for no records at all."""
+    if not found:
+        yield "no record: it lies behind the last whole sequence of its dataset, where no step reads"
     for trained, stretch in groupby(found, key=lambda one: bool(found[one])):
         records = list(stretch)
         if not trained:
