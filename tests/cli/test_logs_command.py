@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from forked_python import Popen
 from phalanx.cli.launch import logs_command
 from phalanx.cli.launch.log_lines import moment, ranks_of
+from phalanx.cli.watch import status_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines.submission import Submitted
@@ -178,3 +179,5 @@ def test_the_log_is_that_of_the_host_that_leads_now(
     then_s = (tmp_path / "fleet.json").stat().st_mtime
     os.utime(folder / "job.sh", (then_s, then_s - 60 if of_this_start else then_s + 60))
     assert CliRunner().invoke(logs_command.command, [str(tmp_path)]).output == f"{printed} says\n"
+    told = CliRunner().invoke(status_command.command, [str(tmp_path)])
+    assert f"its log is {folder / printed}.log" in told.output

@@ -144,6 +144,7 @@ def command(
 
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
+    from phalanx.cli.launch.formed_fleet import leading_log
     from phalanx.launch.engines.standing import sentence, title
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
@@ -154,7 +155,7 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; leave --job out to see what its processes said"
             )
-        path = _log(run_dir, made)
+        path = leading_log(run_dir, made)
         if not path.exists():
             doing = sentence(run_dir, made)
             if doing is None:
@@ -165,19 +166,8 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
         _print(path, run_dir, made, last, follow=follow)
 
 
-def _log(run_dir: Path, made: Submitted) -> Path:
-    """The log of a job, or of the host that leads now: on hosts without a scheduler another may have succeeded the first."""
-    from phalanx.cli.launch.formed_fleet import formed_fleet
-    from phalanx.launch.engines.standing import log_of
-
-    first = log_of(run_dir, made)
-    if made.engine == "ssh" and (fleet := formed_fleet(run_dir, made)) is not None:
-        log = first.with_name(f"{fleet.leader}.log")
-        return log if log.exists() else first
-    return first
-
-
 def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: bool) -> None:
+    from phalanx.cli.launch.formed_fleet import leading_log
     from phalanx.launch.engines.standing import sentence
 
     place, asked_s, ended = 0, 0.0, not follow
@@ -193,7 +183,7 @@ def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: boo
             first = False
         if ended:
             return
-        if (now := _log(run_dir, made)) != path:
+        if (now := leading_log(run_dir, made)) != path:
             click.echo(f"{now.stem} leads from now on: {now}", err=True)
             path, place, first = now, 0, True
         if time.monotonic() - asked_s > _ASK_S:

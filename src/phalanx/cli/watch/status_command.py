@@ -92,7 +92,8 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 
 def _job_line(run_dir: Path) -> str | None:
     """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
-    from phalanx.launch.engines.standing import log_of, sentence, title
+    from phalanx.cli.launch.formed_fleet import leading_log
+    from phalanx.launch.engines.standing import sentence, title
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
@@ -103,7 +104,7 @@ def _job_line(run_dir: Path) -> str | None:
         doing = sentence(run_dir, made)
     except EngineError as error:
         return f"{title(made)}: not known here ({error})"
-    log = log_of(run_dir, made)
+    log = leading_log(run_dir, made)
     ended = f"ended; its log is {log}" if log.exists() else "ended without a word, or before it began"
     return f"{title(made)}: {doing or ended}{_given(run_dir)}"
 
