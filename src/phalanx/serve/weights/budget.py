@@ -31,6 +31,8 @@ class Computing:
     """Rows whose distribution over the vocabulary is computed at a time."""
     keys: int
     """The most keys that a row attends to."""
+    any_form: bool = False
+    """Whether latent attention may be expanded or absorbed whatever the run says, as with fast numerics."""
 
     def nbytes(self, spec: ModelSpec, dtype: str) -> int:
         """Bytes of a pass of a resolved model at their most: hidden states and products in fp32, masks, scores, and expanded latents."""
@@ -40,8 +42,8 @@ class Computing:
         hidden = self.rows * (8 * spec.dim + 4 * max(inner, spec.ffn_dim) + 4 * spec.heads * heads) * 4
         masks = self.rows * self.keys * (1 + ITEMSIZE[dtype])
         expanded = 0 if mla is None else 2 * self.keys * spec.heads * heads * ITEMSIZE[dtype]
-        if mla is not None:
-            # Absorbed, as fast numerics may be whatever the run says: queries and results as wide as latents; what few queries of all heads see.
+        if mla is not None and (mla.absorbed or self.any_form):
+            # Queries and results as wide as latents; what few queries of all heads see.
             hidden += self.rows * 3 * spec.heads * (mla.kv_rank + mla.rope_head_dim) * 4
             masks += _TOGETHER * self.keys * (1 + ITEMSIZE[dtype])
         return hidden + masks + expanded + self.scored_rows * spec.vocab_size * 3 * 4

@@ -132,7 +132,7 @@ def _budget(
         served.dtype,
         served.memory_bytes or taken() + free_to_use() * 4 // 5,
         process=process,
-        computing=Computing(rows, rows, context).nbytes(spec, served.dtype),
+        computing=Computing(rows, rows, context, served.numerics == "fast").nbytes(spec, served.dtype),
         of_text=text_bytes(spec, served.dtype, context) if keeps else 0,
         most_texts=served.texts,
     )
