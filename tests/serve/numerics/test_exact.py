@@ -28,6 +28,7 @@ from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.facts import Facts, facts_path, machine, recalled
 from phalanx.serve.numerics.head_products import HeadShape
 from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics.products import Shape
 from phalanx.serve.numerics.widths import width_facts
 from phalanx.serve.weights.budget import Computing, head_probe_bytes
 
@@ -204,7 +205,12 @@ def test_a_product_that_is_never_computed_keeps_no_model_from_being_served(
     # The matrix that would expand latents, which heads multiply with one by one.
     model = built("absorbed")
     tried: list[int] = []
-    monkeypatch.setattr(exact, "product_facts", lambda shape: tried.append(shape.inputs) or Facts(1, 1))
+
+    def noted(shape: Shape) -> Facts:
+        tried.append(shape.inputs)
+        return Facts(1, 1)
+
+    monkeypatch.setattr(exact, "product_facts", noted)
     exact_numerics(model, model.spec, 96)
     assert model.spec.mla is not None
     assert model.spec.mla.kv_rank not in tried
