@@ -78,7 +78,7 @@ class MlaAttention(nn.Module):
         temperature = softmax_temperature(spec.rope_scaling)
         scale = self.head_dim**-0.5 * temperature
         self.absorbed = mla.absorbed
-        """Whether ``kv_up`` is multiplied with queries and results instead of with latents."""
+        """Whether ``kv_up`` is multiplied with queries and results instead of with latents; a cache may take either form."""
         self.head_product: HeadProduct = torch.bmm
         """How it then is."""
         # What is asked of latents is wider than a head, so its width says nothing of the scale.
