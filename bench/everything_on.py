@@ -195,10 +195,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--most", type=float, default=200.0, help="seconds after which no unit is begun")
+    parser.add_argument("--most", type=float, default=250.0, help="seconds after which no unit is begun")
     parser.add_argument("--within", type=float, default=0.004, help="half of the interval, at which it ends")
     parser.add_argument(
-        "--block", type=int, default=60, help="steps of a block, of which the first is not measured"
+        "--block", type=int, default=6, help="steps of a block, of which the first is not measured"
     )
     parser.add_argument("--viewers", type=int, default=50)
     parser.add_argument("--dim", type=int, default=96)

@@ -1,4 +1,4 @@
-"""What it costs that threads wait for each other with their processors held, alone on a machine and beside other work.
+"""The cost of threads that hold their processors while they wait for each other, alone on a machine and beside other work.
 
 A step of decoding and a step of training, each in processes of their own with GNU's default, 300,000 rounds of waiting before a thread sleeps (libgomp's manual,
 "GOMP_SPINCOUNT"), and with fewer, in turns; first by themselves, then beside one process that computes on one thread all the time. Told is

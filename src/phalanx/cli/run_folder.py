@@ -31,14 +31,13 @@ def demand_folder(run_dir: Path, error: type[click.ClickException] = click.Click
 
 
 def full_disk(run_dir: Path) -> str:
-    """What to do about the disk of a run directory on which nothing more can be written; empty if there is room."""
+    """A sentence on the disk of a run directory, if nothing more can be written there; empty if there is room."""
     try:
         disk = shutil.disk_usage(run_dir)
     except OSError:
         return ""
-    if (
-        disk.free >= _LEAST_FREE or not disk.total
-    ):  # some file systems of networks do not say how large they are
+    # Some file systems of networks do not say how large they are.
+    if not disk.total or disk.free >= _LEAST_FREE:
         return ""
     return f"the disk of {run_dir} is full: the coordinator decides nothing and no step is saved until there is space"
 

@@ -11,7 +11,7 @@ from phalanx.launch.engines.submission import Submitted
 
 
 def formed_fleet(run_dir: Path, made: Submitted) -> FleetFile | None:
-    """What the fleet of a run's last start says of itself; ``None`` if that start has formed none yet."""
+    """Reads the fleet file of a run's last start; ``None`` if that start has formed no fleet yet."""
     # Written as a start begins, by nothing that happens to its fleet later: an older file of a fleet is that of an earlier start.
     mark = run_dir / FOLDER / ("nonce" if made.engine == "slurm" else "job.sh")
     try:

@@ -159,7 +159,7 @@ class Mask:
     email: str = "email@example.com"
     """Empty leaves them."""
     ip: str = "192.0.2.1"
-    """What replaces addresses, by default one of RFC 5737; empty leaves them."""
+    """The address that replaces all others, by default one of RFC 5737; empty leaves them."""
 
     def __call__(self, document: Document) -> Document | Dropped:
         text = document.text

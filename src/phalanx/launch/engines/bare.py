@@ -97,7 +97,7 @@ def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], l
 
 
 def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
-    """What keeps the hosts from training the run together, as far as their list and the run file tell; empty if nothing does."""
+    """Names the problems of a list of hosts with a run, as far as the list and the run file tell; empty if there are none."""
     wrong = list(not_for_hosts(order))
     if len(hosts) < order.all_nodes and hosts[0].destination != HERE:
         wrong.append(

@@ -35,7 +35,7 @@ class MissingKindError(EngineError):
 
 
 def kubectl(*words: str, namespace: str = "", stdin: str | None = None, timeout_s: float = ANSWER_S) -> str:
-    """What kubectl printed. Raises ``EngineError`` with its words and what to do."""
+    """Runs kubectl and returns what it printed. Raises ``EngineError`` with its words and what to do."""
     where = ["--namespace", namespace] if namespace else []
     try:
         return run_tool(["kubectl", *where, *words], stdin=stdin, timeout_s=timeout_s)

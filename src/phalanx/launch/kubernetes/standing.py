@@ -47,7 +47,7 @@ class ClusterJob:
 
     @property
     def sentence(self) -> str:
-        """What the job does, in words."""
+        """The state of the job in words."""
         doing = {"waiting": f"waits for {self.pods} pods", "running": f"running, {self.pods} pods"}
         return doing.get(self.state, self.state) + (f": {self.reason}" if self.reason else "")
 

@@ -20,7 +20,7 @@ from phalanx.run.spec import MlaSpec
 from phalanx.serve.numerics.facts import Facts, recalled
 from phalanx.serve.numerics.products import fewest_rows
 
-_MANY = 1024
+MANY = 1024
 """Rows of a micro-batch, in the trainer."""
 
 
@@ -55,7 +55,7 @@ def _facts_of(shape: HeadShape, threads: int) -> Facts | None:  # noqa: ARG001  
 
 @torch.no_grad()
 def _search(shape: HeadShape) -> Facts | None:
-    products = list(_products(shape, _MANY))
+    products = list(_products(shape, MANY))
     expected = [torch.bmm(rows, matrices) for rows, matrices in products]
 
     def kept(number: int, begin: int) -> bool:
@@ -64,7 +64,7 @@ def _search(shape: HeadShape) -> Facts | None:
             for (rows, matrices), whole in zip(products, expected, strict=True)
         )  # fmt: skip
 
-    return fewest_rows(kept, _MANY)
+    return fewest_rows(kept, MANY)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def _divided_facts(shape: HeadShape, shares: int, threads: int) -> Facts | None:
         )
 
     return recalled(
-        f"{shape} of {shares}", lambda: Facts(1, 1) if equal(_MANY) else None, lambda _: equal(256)
+        f"{shape} of {shares}", lambda: Facts(1, 1) if equal(MANY) else None, lambda _: equal(256)
     )
 
 

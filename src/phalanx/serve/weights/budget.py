@@ -13,12 +13,13 @@ from phalanx.checkpoint.format.boxes import ITEMSIZE
 from phalanx.checkpoint.pack.index import PackIndex
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.page_memory import BLOCK
+from phalanx.serve.engine.rows import TOGETHER
+from phalanx.serve.numerics.head_products import MANY
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
 
 LIBRARIES = 64 << 20
 """Bytes that a process takes later for threads' stacks, the libraries' own buffers and what its allocator does not give back."""
-_BLOCK = 512  # keys by which a text's own memory grows, as attention kernels take them
-_TOGETHER = 768  # queries of all heads that are asked together, each with a mask of its own (``phalanx.serve.engine.rows``)
 _TEXTS_SHARE = 4
 
 
@@ -45,7 +46,7 @@ class Computing:
         if mla is not None and (mla.absorbed or self.any_form):
             # Queries and results as wide as latents; what few queries of all heads see.
             hidden += self.rows * 3 * spec.heads * (mla.kv_rank + mla.rope_head_dim) * 4
-            masks += _TOGETHER * self.keys * (1 + ITEMSIZE[dtype])
+            masks += TOGETHER * self.keys * (1 + ITEMSIZE[dtype])
         return hidden + masks + expanded + self.scored_rows * spec.vocab_size * 3 * 4
 
 
@@ -72,13 +73,13 @@ class Budget:
 def text_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
     """Bytes of a text of ``context`` tokens in an engine: its pages, and its keys and values in one piece, which grows by doubling."""
     heads, key, value = attention_kind(spec).cache_row(spec)
-    most = max(_BLOCK, 2 * context)
+    most = max(BLOCK, 2 * context)
     return (
         spec.layers
         * heads
         * (key + value)
         * ITEMSIZE[dtype]
-        * (context + -context % 64 + most + -most % _BLOCK)
+        * (context + -context % 64 + most + -most % BLOCK)
     )
 
 
@@ -98,7 +99,7 @@ def head_probe_bytes(spec: ModelSpec, dtype: str) -> int:
         return 0
     matrices = (mla.nope_head_dim + mla.value_head_dim) * mla.kv_rank
     # Drawn in fp32; beside all rows and results some rows once more, with theirs.
-    drawn, results = 1024 * (mla.nope_head_dim + mla.kv_rank), 1024 * (mla.kv_rank + mla.value_head_dim)
+    drawn, results = MANY * (mla.nope_head_dim + mla.kv_rank), MANY * (mla.kv_rank + mla.value_head_dim)
     again = 520 * (mla.kv_rank + max(mla.nope_head_dim, mla.value_head_dim))
     return spec.heads * ((4 + item) * (drawn + matrices) + item * (matrices + results + again))
 

@@ -43,7 +43,7 @@ class AbsorbedUp:
         return self._by_head(mixed[..., : self.mla.kv_rank], self.matrices()[1])
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """What each head's queries are multiplied with ``(h, nope, r)``, and what its results ``(h, r, value)``."""
+        """The matrices of each head for its queries ``(h, nope, r)`` and for its results ``(h, r, value)``."""
         widths = [self.mla.nope_head_dim, self.mla.value_head_dim]
         keys, values = torch.split(self.weight.view(-1, sum(widths), self.mla.kv_rank), widths, dim=1)
         return keys, values.transpose(1, 2)

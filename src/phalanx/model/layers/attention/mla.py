@@ -136,9 +136,8 @@ class MlaAttention(nn.Module):
         """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave; absorbed, queries ``(b, h, s, r + rope)``, and keys
         and values ``(b, 1, s, r + rope)``."""
         query, latent, shared = self._unexpanded(inputs, cos, sin, self.absorbed)
-        return query, *self._expand(self.absorbed)(
-            latent, shared
-        )  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+        key, value = self._expand(self.absorbed)(latent, shared)  # (2), (4), (5)
+        return query, key, value
 
     def _unexpanded(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, absorbed: bool
