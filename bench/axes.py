@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +38,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.started_ranks import on_ranks
 from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
@@ -215,24 +218,6 @@ def rank_main(rank: int, ranks: int, point: str, arguments: argparse.Namespace, 
     leave()
 
 
-def on_ranks(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """The measurements of ``ranks`` ranks, by name."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        point = (Path(folder) / "store").as_uri()
-        workers = [
-            context.Process(target=rank_main, args=(rank, ranks, point, arguments, results))
-            for rank in range(ranks)
-        ]
-        for worker in workers:
-            worker.start()
-        found: dict[str, float] = results.get(timeout=3600)
-        for worker in workers:
-            worker.join()
-    return found
-
-
 def summary(one: dict[str, float], two: dict[str, float], arguments: argparse.Namespace) -> dict[str, float]:
     """Efficiencies, bubbles and ratios to PyTorch."""
     found = {}
@@ -265,7 +250,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    one, two = on_ranks(1, arguments), on_ranks(2, arguments)
+    one, two = on_ranks(rank_main, 1, arguments), on_ranks(rank_main, 2, arguments)
     found = summary(one, two, arguments)
     if arguments.json:
         print(json.dumps({"one rank": one, "two ranks": two, "summary": found}))

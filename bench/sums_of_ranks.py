@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.started_ranks import on_ranks
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.slots import rounds_of
@@ -82,24 +85,6 @@ def _rank(rank: int, ranks: int, point: str, arguments: argparse.Namespace, resu
     leave()
 
 
-def measured(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of each way."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        point = (Path(folder) / "store").as_uri()
-        processes = [
-            context.Process(target=_rank, args=(rank, ranks, point, arguments, results))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        found: dict[str, float] = results.get(timeout=600)
-        for process in processes:
-            process.join()
-    return found
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(
@@ -110,7 +95,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    found = {ranks: measured(ranks, arguments) for ranks in arguments.ranks}
+    found = {ranks: on_ranks(_rank, ranks, arguments) for ranks in arguments.ranks}
     if arguments.json:
         print(json.dumps(found))
         return

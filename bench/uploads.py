@@ -4,7 +4,7 @@ One run saves every few steps to the disk, and copies every second of these chec
 save whose checkpoint is copied lie between steps after saves whose checkpoints are not, in one process: whatever else makes processes differ, as the
 place of their memory or the machine's other work, makes both slower alike. The run computes with one thread: of two cores the other is left for the server,
 which in a cluster is elsewhere. Told is the median, over all such stretches, of the time of a stretch with a copy over the mean of its two neighbors, and which part of the
-stretch the copy took. A run without copies must end with the same weights.
+stretch the copy took, and what sending, and reading and checking, cost the rank itself in processor time. A run without copies must end with the same weights.
 
     python bench/uploads.py [--runs 3] [--steps 240] [--every 10] [--mib-s 0]
 """
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.pop(0)  # this folder, whose ``store`` is not the tests'
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from bench.small_run import SmallRun, steps_and_weights
+from phalanx.checkpoint.format.manifest import checksum
 from phalanx.store.open_store import open_store
 from store.servers import ministack
 from tiny_runs import make_dataset
@@ -60,6 +62,7 @@ def main() -> None:
             shares.append(copied_s / (args.every * statistics.median(step["logged_s"] for step in steps)))
         weights.add(steps_and_weights(trained(args, data, "", Path(folder) / "alone"))[1])
         uploaded_mib = stored_mib(url)
+        own_cost = own_cost_ms_per_mib(server.url(secrets.token_hex(4)), Path(folder) / "read")
     assert len(weights) == 1, "copying changes no bit"
     quarters = statistics.quantiles(ratios, n=4)
     report = {
@@ -68,6 +71,7 @@ def main() -> None:
         "stretches": len(ratios),
         "part_of_a_stretch_that_a_copy_takes": statistics.median(shares),
         "uploaded_mib": uploaded_mib,
+        **own_cost,
         "load": os.getloadavg()[0],
     }
     print(json.dumps(report, indent=1))
@@ -118,6 +122,28 @@ def copies_s(run: Path) -> list[float]:
     """The seconds that each copy of a checkpoint took."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [event["seconds"] for event in events if event["kind"] == "CheckpointCopied"]
+
+
+def own_cost_ms_per_mib(url: str, file: Path, mib: int = 40, rounds: int = 5) -> dict[str, float]:
+    """The processor time of this process alone, for each MiB that it sends, and that it reads from a disk and checks; medians."""
+    content = secrets.token_bytes(mib << 20)
+    file.write_bytes(content)
+    blocks = [memoryview(content)[at : at + (8 << 20)] for at in range(0, len(content), 8 << 20)]
+    store = open_store(url)
+    sending, reading = [], []
+    for number in range(rounds):
+        begin_s = time.process_time()
+        store.put_blocks(str(number), blocks, len(content))
+        sent_s = time.process_time()
+        with file.open("rb") as opened:
+            while block := opened.read(8 << 20):
+                checksum(block)
+        sending.append(sent_s - begin_s)
+        reading.append(time.process_time() - sent_s)
+    return {
+        "sending_ms_per_mib": statistics.median(sending) * 1e3 / mib,
+        "reading_ms_per_mib": statistics.median(reading) * 1e3 / mib,
+    }
 
 
 def stored_mib(url: str) -> float:
