@@ -196,6 +196,17 @@ def test_deleting_takes_what_is_named_and_does_not_mind_what_is_not_there(store:
 
 
 @pytest.mark.usefixtures("conditions_and_parts")
+def test_puts_and_deletes_in_one_folder_at_once_do_not_disturb_each_other(store: Store) -> None:
+    def put_and_delete(writer: int) -> None:
+        for _ in range(20):
+            store.put(f"a/b/c/{writer}", b"x")
+            store.delete([f"a/b/c/{writer}"])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put_and_delete, range(4)))
+    assert keys(store) == []
+
+
 def test_a_large_object_goes_up_in_parts_and_comes_back_whole(store: Store) -> None:
     blocks = [bytes([number]) * (6 * MIB) for number in range(4)]
     store.put_blocks("streamed", (memoryview(block) for block in blocks), 24 * MIB)

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from phalanx.store.keys import require_key, require_prefix
 from phalanx.store.store import MOST_CREATED_BYTES, Info
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.writing")
+_MOST_RACES = 1_000  # with deletes that remove the folder that an object is to be written to
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -141,9 +142,8 @@ class LocalFolder:
             except OSError:
                 break  # not empty, or a writer has just begun
             folder = folder.parent
-        if folder.is_dir():
-            with self._errors("", "delete"):
-                sync(folder)
+        with self._errors("", "delete"), suppress(FileNotFoundError):  # another delete emptied it further
+            sync(folder)
 
     @contextmanager
     def _written(
@@ -160,20 +160,25 @@ class LocalFolder:
                     file.flush()
                     os.fsync(file.fileno())
                 yield temporary, path
-                sync(path.parent)
+                with suppress(FileNotFoundError):  # others have deleted the object, and its empty folder
+                    sync(path.parent)
             finally:
                 temporary.unlink(missing_ok=True)
 
     def _new_file(self, path: Path) -> tuple[int, Path]:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.writing")
-        while True:
-            _make_durable(path.parent)
+        for last in (False,) * _MOST_RACES + (True,):
             try:
+                _make_durable(path.parent)
                 return os.open(
                     temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
                 ), temporary
-            except FileNotFoundError:
-                continue  # the empty folder was removed by a delete between the two calls
+            except (FileNotFoundError, FileExistsError):
+                # A delete removed the empty folder between two system calls; if it is always so, the working folder is gone, or a
+                # file stands where a folder should be.
+                if last:
+                    raise
+        raise AssertionError
 
     def _path(self, key: str) -> Path:
         require_key(key, self._url)

@@ -23,6 +23,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, store_errors
 from phalanx.checkpoint.tiers.tier import Draft, never
 from phalanx.run.directory.durable import sync
+from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
@@ -80,7 +81,7 @@ class DiskDraft:
         self._folder = tier.draft_folder(Draft(step, int.from_bytes(secrets.token_bytes(6))))
 
     def sizes(self) -> dict[str, int]:
-        files = [path for path in self._folder.rglob("*") if path.is_file()]
+        files = files_below(self._folder)
         return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in files}
 
     def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
@@ -97,8 +98,8 @@ class DiskDraft:
     def commit(self) -> bool:
         self.write_record(CHECKPOINT_INDEX, self._index)
         with storage_errors(self._folder, 1):
-            for folder in {path.parent for path in self._folder.rglob("*")}:
-                sync(folder)
+            for folder, _, _ in os.walk(self._folder):
+                sync(Path(folder))
             try:
                 os.rename(self._folder, self._tier.folder(self._step))
             except OSError:

@@ -40,6 +40,7 @@ from phalanx.checkpoint.pack.layout import (
 from phalanx.checkpoint.pack.narrowing import RoundingMeter
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.durable import sync
+from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.regular_file import read_small
 
@@ -116,7 +117,7 @@ def _small_files(run: RunDirectory) -> dict[str, bytes]:
     files = {run.run_file.name: read_small(run.run_file)}
     for folder in (run.tokenizer, run.published):
         if folder.is_dir():
-            for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+            for path in sorted(one for one in files_below(folder) if one.is_file()):
                 files[str(path.relative_to(run.path))] = read_small(path)
     return files
 

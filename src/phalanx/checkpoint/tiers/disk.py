@@ -53,6 +53,7 @@ from phalanx.checkpoint.tiers.collect import (
 )
 from phalanx.checkpoint.tiers.tier import Draft, Record, never
 from phalanx.run.directory.durable import sync
+from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
 
 _PARTIAL = re.compile(r"\.partial-step-(\d{8,})-(\d+)")
@@ -228,7 +229,7 @@ class DiskTier:
         """Bytes of all files of a step."""
         folder = self.folder(step)
         with storage_errors(folder):
-            return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            return sum(file.stat().st_size for file in files_below(folder))
 
     def require_files(self, step: int) -> None:
         """Raises a CheckpointError unless every file of a committed step is there in its size; reads no tensor."""

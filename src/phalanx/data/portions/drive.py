@@ -93,10 +93,7 @@ def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *
         index = sealed_index(place)
         if index is None:
             raise PreparationError(f"{place.url}/{INDEX_KEY} is gone since it was written")
-    sweep(
-        place,
-        [stage.name for stage in stages_of(place.plan) if stage.name not in ("tokenizer", "write", SEAL)],
-    )
+    _sweep(place)
     counts = total(place.manifests(Stage("write", len(place.plan.portions))))
     return PreparedDataset(place.url, index, counts, reused)
 
@@ -161,10 +158,12 @@ def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnSt
             if outcome.lost:
                 losses[outcome.task] += 1
                 if losses[outcome.task] >= _MOST_LOSSES:
-                    raise PreparationError(
+                    _require_sealed(
+                        place,
                         f"worker lost {_MOST_LOSSES} times on {_named(stage, outcome.task)} ({outcome.lost}): fewer --workers, "
-                        "or a smaller output.portion_bytes with another --out"
+                        "or a smaller output.portion_bytes with another --out",
                     )
+                    return
             else:
                 count += 1
                 on_stage(stage.name, min(count, stage.tasks), stage.tasks)
@@ -172,9 +171,11 @@ def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnSt
         if done == before and not losses:
             losses.update(missing)
             if max(losses.values()) >= _MOST_LOSSES:
-                raise PreparationError(
-                    f"{_named(stage, missing[0])} was reported as done and is not; look at the executor's workers"
+                _require_sealed(
+                    place,
+                    f"{_named(stage, missing[0])} was reported as done and is not; look at the executor's workers",
                 )
+                return
 
 
 def _named(stage: Stage, task: int) -> str:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from phalanx.data.errors import CorpusError
 from phalanx.data.formats.document import Document
+from phalanx.run.directory.files_below import files_below
 
 # Tests and other people's bundled packages vary with how a Python was installed; what is left is the library itself.
 _NOT_LIBRARY = frozenset(
@@ -27,12 +28,14 @@ def python_stdlib() -> list[Document]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
+    sources = (path.relative_to(root) for path in files_below(root) if path.suffix == ".py")
+    for relative in sorted(sources, key=Path.as_posix):
         if _NOT_LIBRARY & set(relative.parts) or relative.name.startswith("_sysconfigdata"):
             continue
         try:
-            documents.append(Document(f"python_stdlib/{relative.as_posix()}", path.read_bytes().decode()))
+            documents.append(
+                Document(f"python_stdlib/{relative.as_posix()}", (root / relative).read_bytes().decode())
+            )
         except UnicodeDecodeError:
             continue
     return documents

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
+from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 LEARNING_RATE, SEQ_LEN = 1e-5, 1024
@@ -61,7 +62,7 @@ def _text_of(data: Path, model: RunDirectory, name: str) -> Iterator[tuple[str, 
             "that was prepared with the model's"
         )
     # Another text, or another model, is another folder; files that were added or written again are another text.
-    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    files = sorted(path for path in files_below(data) if path.is_file()) if data.is_dir() else [data]
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     mark = hashlib.sha256(f"{data.resolve()}\n{model.path.resolve()}\n{stamps}".encode()).hexdigest()[:8]
     yield "data.path", f".cache/data/{data.resolve().stem}-for-{name}-{mark}"

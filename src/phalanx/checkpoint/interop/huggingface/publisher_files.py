@@ -18,6 +18,7 @@ from phalanx.checkpoint.interop.huggingface.folders import CONFIG, GENERATION_CO
 from phalanx.checkpoint.interop.huggingface.notes import TOKEN_FIELDS
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, same_tokens
+from phalanx.run.directory.files_below import files_below
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
@@ -114,7 +115,7 @@ def kept_by_export(
     notes += [said] if said else []
     if folder is None:
         return Kept(config=config, notes=tuple(notes))
-    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = sorted(path.relative_to(folder).as_posix() for path in files_below(folder) if path.is_file())
     of_the_tokenizer = [name for name in files if _is_like(name, (*_OF_THE_TOKENIZER, GENERATION_CONFIG))]
     wanted = [name for name in files if _is_like(name, _TERMS)]
     keeps = keeps_tokenizer(folder, tokenizer)

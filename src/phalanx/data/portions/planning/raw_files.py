@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.planning.recipe import RawSource
+from phalanx.run.directory.files_below import files_below
 from phalanx.store.errors import MissingObjectError
 from phalanx.store.open_store import is_remote, is_url, open_store
 from phalanx.store.store import Store
@@ -66,7 +67,7 @@ def _local_files(url: str, number: int, folder: Path) -> Iterable[RawFile]:
     if path.is_file():
         named = [(path.name, path)]
     elif path.is_dir():
-        named = [(file.relative_to(path).as_posix(), file) for file in path.rglob("*")]
+        named = [(file.relative_to(path).as_posix(), file) for file in files_below(path)]
     else:
         parts = path.parts
         first = next((i for i, part in enumerate(parts) if _WILDCARD.search(part)), len(parts))

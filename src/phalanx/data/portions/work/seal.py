@@ -23,6 +23,7 @@ from phalanx.data.stored.index import (
     Split,
     digest_of_shards,
 )
+from phalanx.run.directory.files_below import files_below
 from phalanx.store.errors import ExistsError
 from phalanx.store.store import MOST_CREATED_BYTES
 
@@ -106,6 +107,6 @@ def sweep(place: Workplace, stages: Sequence[str]) -> None:
     for stage in stages:
         below = f"{PREPARATION}/{stage}"
         place.store.delete([info.key for info in place.store.list(below)])
-    folder = Path(place.url)
-    for left in folder.glob("**/.*.writing") if folder.is_dir() else ():
-        left.unlink(missing_ok=True)
+    for left in files_below(Path(place.url)):
+        if left.name.startswith(".") and left.name.endswith(".writing"):
+            left.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.index import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
+from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, step_folder
 from phalanx.run.directory.regular_file import open_regular
 from phalanx.watch.page.answer import Parameters
@@ -104,7 +105,7 @@ def _shortfall(folder: Path, index: Index) -> str:
             return f"{folder / ref.file} is missing"
     if index.world_size > _MOST_FILES:
         return ""
-    found = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    found = sum(path.stat().st_size for path in files_below(folder) if path.suffix == ".safetensors")
     wanted = sum(ref.data_bytes for ref in index.catalogs)
     return (
         ""

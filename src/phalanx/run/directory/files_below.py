@@ -1,0 +1,22 @@
+"""The files below a folder that other processes may change while it is walked.
+
+``Path.rglob`` raises ``FileNotFoundError`` if a folder goes away between its listing and its opening (CPython up to 3.12,
+``pathlib._RecursiveWildcardSelector``), so two preparations into one place, or a look at a checkpoint that is being pruned, would
+end with a traceback of nobody's fault. ``os.walk`` passes over what has gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yields the path of every file in ``folder`` and its folders, in no order; a folder that is missing or unreadable holds none.
+
+    A symbolic link to a file counts as a file; one to a folder is not followed. A file may have gone when its path is used.
+    """
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            yield Path(parent, name)

@@ -1,0 +1,38 @@
+"""Walking a folder that others change."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.run.directory.files_below import files_below
+
+names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
+
+
+@settings(max_examples=25)
+@given(names=st.sets(names))
+def test_every_file_is_found_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str]
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    for name in names:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / "file").touch()
+    assert sorted(files_below(root)) == sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def test_a_folder_that_goes_while_it_is_walked_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "first").touch()
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "stays").mkdir()
+    (tmp_path / "stays" / "second").touch()
+    walk = files_below(tmp_path)
+    assert next(walk) == tmp_path / "first"
+    (tmp_path / "gone").rmdir()
+    assert list(walk) == [tmp_path / "stays" / "second"]
+
+
+def test_a_folder_that_is_not_there_holds_no_files(tmp_path: Path) -> None:
+    assert list(files_below(tmp_path / "missing")) == []
