@@ -259,8 +259,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         if isinstance(asked.code, str):
             print(asked.code, file=sys.stderr)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        _exit(-signal.SIGINT)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     _exit(code)
@@ -293,7 +293,7 @@ def _duplicate(descriptor: int, least: int) -> int:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends as an interpreter does, but for the taking apart of everything that was imported."""
+    """Ends as an interpreter does, but for the taking apart of everything that was imported; a negative code is a signal to end by."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -301,6 +301,9 @@ def _exit(code: int) -> NoReturn:
             stream.flush()
     except BaseException:
         traceback.print_exc()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)
 
 

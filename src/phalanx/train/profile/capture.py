@@ -7,6 +7,7 @@ every rank's time. Allocations come from its event tree, the only place that has
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ _VIEWS = frozenset(
 """Operations that move nothing."""
 _PICKS = frozenset(f"aten::{name}" for name in ("gather", "index", "index_select", "take", "embedding"))
 """Operations that read parts of their largest argument."""
+_RUNTIME_CALL = re.compile(r"(?:cuda|cu|hip)[A-Z]\w*$")
 
 
 def make_profiler(device: torch.device) -> profile:
@@ -132,10 +134,23 @@ def _longest(events: NDArray[np.void]) -> NDArray[np.void]:
     return ordered
 
 
+def activity_of_name(name: str, on_device: bool) -> str:
+    """The kind of an event in Kineto's words, as far as it is of interest here, for PyTorch before 2.13, whose events do not tell it.
+
+    Kineto calls copies and fills on a device "Memcpy ..." and "Memset ...", and calls of a runtime by their functions (libkineto's
+    CuptiActivity.cpp and cupti_strings.cpp); PyTorch puts the names of its instants in brackets (torch/csrc/profiler/util.h).
+    """
+    if on_device:
+        return "gpu_memcpy" if name.startswith(("Memcpy", "Memset")) else "kernel"
+    if _RUNTIME_CALL.match(name):
+        return "cuda_runtime"
+    return "cpu_instant_event" if name.startswith("[") else "cpu_op"
+
+
 def _row(event: _KinetoEvent, base_ns: int, names: dict[str, int]) -> tuple[object, ...] | None:
     name = event.name()
     on_device = event.device_type().name != "CPU"
-    activity = event.activity_type()
+    activity = event.activity_type() if hasattr(event, "activity_type") else activity_of_name(name, on_device)
     mark = -1
     if name.startswith(PREFIX):
         if on_device:

@@ -62,7 +62,7 @@ def latents_as_keys(latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     return held, held
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # Dynamo of PyTorch 2.11 hashes an object whose fields it has not set yet
 class LatentExpansion:
     """What becomes of a text's latents; as a call, keys and values of all heads."""
 
