@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.fleet import ask, resize_command
+from phalanx.cli.fleet import ask, fleet_command, resize_command
 from phalanx.cli.launch import cancel_command, submit_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
+from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines import bare, slurm
 from phalanx.launch.engines.hosts import HERE, Host
@@ -136,10 +137,11 @@ def test_a_lender_that_does_not_answer_can_be_asked_once_more(
 
 
 def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The runs whose coordinators are asked from now on; all accept."""
+    """The runs whose coordinators are asked from now on to save, however often somebody asks; all accept."""
     asked: list[Path] = []
 
-    def answered(run: Path, *_: object) -> str:
+    def answered(run: Path, request: object, *_: object) -> str:
+        assert request == StopRun(never_at_once=True)
         asked.append(run)
         return "accepted"
 
@@ -193,6 +195,16 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     assert (cancelled.read_text() if cancelled.exists() else "") == (
         "--batch --signal=TERM 3\n" if answered_by == "scancel" else ""
     )
+
+
+def test_the_script_of_a_job_asks_its_run_to_save_however_often_it_is_told_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asked_in(monkeypatch)
+    for _ in range(2):
+        told = CliRunner().invoke(fleet_command.command, ["stop", "--for-now", str(tmp_path)])
+        assert told.output == "accepted\n"
+    assert asked == [tmp_path] * 2
 
 
 @pytest.mark.parametrize("earlier", ["over", "killed"])

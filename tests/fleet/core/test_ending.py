@@ -340,3 +340,12 @@ def test_asked_twice_a_fleet_that_waits_for_agents_that_still_dial_ends_at_once(
     fleet = forming_anew()
     fleet.hear(m.StopRun(), m.StopRun())
     assert fleet.state.phase is FleetPhase.FINISHED
+
+
+def test_who_only_wants_a_run_saved_may_ask_as_often_as_he_likes() -> None:
+    fleet = forming_anew()
+    fleet.hear(*[m.StopRun(never_at_once=True)] * 3)
+    assert fleet.state.stopping
+    assert fleet.state.phase is not FleetPhase.FINISHED
+    fleet.hear(m.StopRun())
+    assert fleet.state.phase is FleetPhase.FINISHED

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import tomli_w
+from click.testing import CliRunner
 
-from launch.engines.bare_runs import wait_until
+from launch.engines.bare_runs import processes_of, wait_until
 from phalanx.cli.fleet.join_from_hosts import verified_hosts
+from phalanx.cli.launch import submit_command
 from phalanx.cli.launch.submit_to_hosts import hosts_in
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
-from phalanx.launch.engines.submission import Submitted, problems_of
+from phalanx.launch.engines.submission import Submitted, problems_of, read_record
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
+from phalanx_process import RUN_FILE
 from watch.why.watched import fleet_file
 
 
@@ -36,6 +40,57 @@ def test_an_agent_that_is_never_told_to_begin_ends_by_itself(tmp_path: Path) -> 
     log = order.folder / "one.log"
     wait_until(lambda: "not all hosts could be started" in log.read_text(), "it does not end", tmp_path)
     wait_until(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "it does not end", tmp_path)
+
+
+def test_a_session_that_is_asked_to_end_more_than_once_hears_of_it_once(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    heard = tmp_path / "heard"
+    saves = (
+        f"trap 'echo heard >> {heard}' TERM; touch {tmp_path}/ready; while :; do read -t 0.05 < <(:); done"
+    )
+    session = subprocess.Popen(["bash", "-c", saves, str(tmp_path)], start_new_session=True)
+    started = [Started(Host("one", HERE, 0, "127.0.0.1"), session.pid)]
+    wait_until((tmp_path / "ready").exists, "it does not begin", tmp_path)
+    for _ in range(3):
+        assert end(tmp_path, started, signal.SIGTERM) == (started, [])
+    wait_until(heard.exists, "it has not heard", tmp_path)
+    assert end(tmp_path, started, None) == (started, [])
+    end(tmp_path, started, signal.SIGKILL)
+    session.wait()
+    assert heard.read_text() == "heard\n"
+    assert end(tmp_path, started, signal.SIGTERM) == ([], [])
+
+
+def test_an_agent_is_not_started_again_after_its_session_was_asked_to_end_between_two_starts(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "dies"
+    program.write_text("#!/bin/bash\necho start >> starts\nkill -9 $$\n")
+    program.chmod(0o755)
+    order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, str(program), LaunchSpec())
+    order.folder.mkdir()
+    started = start(order, [Host("one", HERE, 0, "127.0.0.1")])
+    log = order.folder / "one.log"
+    wait_until(lambda: "is started again in 1 s" in log.read_text(), "it does not die", tmp_path)
+    end(tmp_path, started, signal.SIGTERM)
+    wait_until(lambda: not end(tmp_path, started, None)[0], "its session does not end", tmp_path)
+    assert (tmp_path / "starts").read_text() == "start\n"
+
+
+@pytest.mark.parametrize("unwritable", ["submitted.json", "hosts.json", "go"])
+def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
+    unwritable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a disk that fills up meanwhile: a file cannot be put where a folder is.
+    (tmp_path / "run" / "launch" / unwritable).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data="words"))
+    words = ["tiny.toml", "--on", "local", "--set", f'run_dir="{tmp_path}/run"']
+    told = CliRunner().invoke(submit_command.command, words)
+    assert told.exit_code == 1
+    assert "cannot write" in told.output, told.exception
+    assert not processes_of(tmp_path / "run")
+    assert read_record(tmp_path / "run") is None
 
 
 def test_hosts_are_read_with_their_ports_names_and_domains() -> None:

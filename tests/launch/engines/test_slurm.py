@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -288,8 +289,12 @@ def test_a_run_is_queued_once_whoever_submits_it_and_nothing_starts_before_all_n
     assert "already (waits for 3 nodes" in phalanx(*words, fails=True)
     assert cluster.tool("squeue", "-h", "-o", "%T", "-j", job).split() == ["PENDING"]
     assert not (run_dir / "launch" / f"job-{job}.log").exists()
-    # Who cancels it also cancels the job whose nodes were to join it, and its lender is asked to take its nodes again.
+    # Whoever submitted it did not live to note it: the queue knows it.
     record = run_dir / "launch" / "submitted.json"
+    record.rename(run_dir / "noted")
+    assert f"job {job} (slurm): waits for 3 nodes" in phalanx("status", str(run_dir))
+    (run_dir / "noted").rename(record)
+    # Who cancels it also cancels the job whose nodes were to join it, and its lender is asked to take its nodes again.
     lent = {"taken_from": str(phalanx.folder / "no-lender"), "taken": 2}
     record.write_text(json.dumps({**json.loads(record.read_bytes()), **lent}))
     joins = [f"--comment=phalanx-joining:{run_dir}", "-o", "/dev/null", "--hold", "--wrap", "true"]
@@ -302,6 +307,18 @@ def test_a_run_is_queued_once_whoever_submits_it_and_nothing_starts_before_all_n
     number = cluster.tool("sbatch", "--hold", *other, "--wrap", "true").strip()
     record.write_text(json.dumps({**json.loads(record.read_bytes()), "job": number}))
     assert f"is job {number} already (waits for 1 nodes: JobHeldUser" in phalanx(*words, fails=True)
+
+
+def test_a_job_that_could_not_be_noted_is_taken_back(phalanx: Phalanx, cluster: SlurmCluster) -> None:
+    run_dir = phalanx.folder / "not-noted"
+    (run_dir / "launch" / "submitted.json").mkdir(parents=True)  # as on a disk that fills up meanwhile
+    told = phalanx(
+        *("submit", "tiny.toml", "--on", "slurm", "--nodes", "1", "--set", f'run_dir="{run_dir}"'),
+        *("--set", 'launch.options=["--begin=now+1hour"]'),
+        fails=True,
+    )
+    assert re.search(rf"job \d+ is taken back: cannot write {run_dir}/launch: Is a directory", told), told
+    assert not cluster.tool("squeue", "-h").strip()
 
 
 def test_what_the_run_file_exports_reaches_the_agents_where_sbatch_is_told_to_export_nothing(

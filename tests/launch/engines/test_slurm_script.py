@@ -139,6 +139,18 @@ def test_a_lender_with_any_name_is_given_back_to_by_a_wrapper_too() -> None:
     assert f"fleet grow {lender} --by 2 || true" in shown.stdout
 
 
+def test_a_job_that_is_told_of_its_end_twice_and_cannot_reach_its_fleet_ends_its_step_once() -> None:
+    script = batch_script(replace(order(), python="/bin/false"))
+    told = script[script.index("told=") : script.index("trap save_and_end")]
+    heard = subprocess.run(
+        ["bash", "-c", f"kill() {{ echo kill $*; }}\n{told}\nstep=7; save_and_end; save_and_end"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert heard.stdout.count("kill -TERM 7") == 1
+
+
 def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> None:
     assert f'lead-exit 2>/dev/null)" = {EXIT_STOPPED} ]' in batch_script(order())
 

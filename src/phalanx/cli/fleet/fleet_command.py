@@ -63,7 +63,11 @@ def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> N
 
 @command.command("stop")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--for-now", is_flag=True, help="A submitted run: let its job queue itself again.")
+@click.option(
+    "--for-now",
+    is_flag=True,
+    help="A submitted run: let its job queue itself again. Asked twice, it still saves.",
+)
 @operation_options
 def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool) -> None:
     """Save and end the run; asked twice, end it at once. The job of a submitted run does not queue itself again.
@@ -76,7 +80,7 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
 
     if not for_now:
         mark_stopped(run_dir)
-    ask_and_print(run_dir, StopRun(), certificates, as_json)
+    ask_and_print(run_dir, StopRun(never_at_once=for_now), certificates, as_json)
 
 
 @command.command("rotate-tokens")

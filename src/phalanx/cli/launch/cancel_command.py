@@ -41,8 +41,8 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
       phalanx cancel big-1f3a9c04 --on kubernetes
     """
     from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.standing import end_now, sentence, title, wait_until_ended
-    from phalanx.launch.engines.submission import mark_stopped, read_record
+    from phalanx.launch.engines.standing import end_now, sentence, submission_of, title, wait_until_ended
+    from phalanx.launch.engines.submission import mark_stopped
     from phalanx.launch.engines.tools import EngineError
 
     if engine is not None:
@@ -54,7 +54,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
     refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
     demand_folder(run_dir)
     with explained(EngineError):
-        made = read_record(run_dir)
+        made = submission_of(run_dir)
         if made is None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
@@ -112,8 +112,7 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
 def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
     """Has a run save and end: by the batch shell of its job, or by its coordinator, or before there is one by the sessions that start it.
 
-    With the first node of a job its batch shell was lost too; then another node leads. A fleet that saves already is not asked: asked twice,
-    it would end at once.
+    With the first node of a job its batch shell was lost too; then another node leads. Whichever is asked saves, however often it is asked.
     """
     from phalanx.cli.fleet.ask import ask
     from phalanx.cli.launch.formed_fleet import formed_fleet
@@ -128,6 +127,6 @@ def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
     if job is not None and (seen is None or seen.reign == 1):
         run_tool(["scancel", "--batch", "--signal=TERM", job.id])
     elif seen is not None:
-        ask(run_dir, StopRun(), None)
+        ask(run_dir, StopRun(never_at_once=True), None)
     else:
         bare.end(run_dir, bare.started_on(run_dir), signal.SIGTERM)

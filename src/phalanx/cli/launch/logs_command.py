@@ -145,12 +145,11 @@ def command(
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
     from phalanx.cli.launch.formed_fleet import leading_log
-    from phalanx.launch.engines.standing import sentence, title
-    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.standing import sentence, submission_of, title
     from phalanx.launch.engines.tools import EngineError
 
     with explained(EngineError):
-        made = read_record(run_dir)
+        made = submission_of(run_dir)
         if made is None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; leave --job out to see what its processes said"

@@ -273,7 +273,11 @@ def _submit(
             job = slurm.submit(path)
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error
-        made = record(order, "slurm", job)
+        try:
+            made = record(order, "slurm", job)
+        except EngineError as error:  # nobody would find it, and it could not write a line
+            slurm.cancel(job)
+            raise EngineError(f"job {job} is taken back: {error}{_still_lent(order)}") from error
     if as_json:
         price = (
             None if best is None else {"slowest_s": best.price.slowest_s, "certified": best.price.certified}

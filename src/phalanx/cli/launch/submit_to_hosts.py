@@ -18,7 +18,7 @@ from phalanx.launch.engines.submission import (
     only_submission,
     order_of,
     read_record,
-    record,
+    recorded,
     refuse_finished,
     write_files,
 )
@@ -51,8 +51,10 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
     where = "this machine" if engine == "local" else f"{len(hosts)} hosts"
     refuse_finished(order)
     with only_submission(order):
-        verdict = _started(order, spec, engine, listed, hosts, scripts[hosts[0].name])
-        made = record(order, engine, where, hosts[0].name)
+        spec, verdict = _verified(order, spec, engine, listed, hosts)
+        write_files(order, spec, scripts[hosts[0].name])
+        with recorded(order, engine, where, hosts[0].name) as made:
+            bare.start(order, hosts)
     if as_json:
         lost = {} if verdict is None else {"lost_s": verdict.lost_s, "good": verdict.good}
         click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir), **lost}))
@@ -63,10 +65,13 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
     click.echo(how_to_follow(order.run_dir))
 
 
-def _started(
-    order: LaunchOrder, spec: RunSpec, engine: str, listed: list[Host], hosts: list[Host], script: str
-) -> Verdict | None:
-    """Starts a run on the first ``hosts`` of those that are ``listed``; what they are worth to it, where that is known. Raises ``EngineError``."""
+def _verified(
+    order: LaunchOrder, spec: RunSpec, engine: str, listed: list[Host], hosts: list[Host]
+) -> tuple[RunSpec, Verdict | None]:
+    """A run that can start on the first ``hosts`` of those that are ``listed``, with what they are worth to it, where that is known.
+
+    Raises ``EngineError`` with everything that keeps it from starting.
+    """
     refuse_second(order.run_dir, read_record(order.run_dir))
     wrong = bare.preflight(order, hosts)
     verdict, why_not = _verdict(spec, listed, hosts) if engine == "ssh" and not wrong else (None, "")
@@ -78,10 +83,13 @@ def _started(
         spec = replace(spec, launch=launch)
     if engine == "ssh":
         told = verdict.sentence if verdict else f"not verified: {why_not}"
-        write_atomically(order.given, f"{told}\n".encode())
-    write_files(order, spec, script)
-    bare.start(order, hosts)
-    return verdict
+        try:
+            write_atomically(order.given, f"{told}\n".encode())
+        except OSError as error:
+            raise EngineError(
+                f"cannot write {order.given}: {error.strerror}; give another run_dir"
+            ) from error
+    return spec, verdict
 
 
 def _demand(wrong: list[str]) -> None:

@@ -93,11 +93,13 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 def _job_line(run_dir: Path) -> str | None:
     """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
     from phalanx.cli.launch.formed_fleet import leading_log
-    from phalanx.launch.engines.standing import sentence, title
-    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.standing import sentence, submission_of, title
     from phalanx.launch.engines.tools import EngineError
 
-    made = read_record(run_dir)
+    try:
+        made = submission_of(run_dir)
+    except EngineError as error:
+        return f"whether Slurm has a job of it is not known here ({error})"
     if made is None:
         return None
     try:

@@ -225,8 +225,7 @@ class Coordinator:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
     def _ask_to_stop(self) -> None:
-        if not self._is_asked_to_stop():
-            self._inbox.add(m.StopRun())
+        self._inbox.add(m.StopRun(never_at_once=True))
 
     def _ask_to_end_at_once(self) -> None:
         # A second request to stop says so, and the first may not have come yet.

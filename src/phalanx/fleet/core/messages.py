@@ -270,7 +270,10 @@ class Admit(WireMessage, frozen=True):
 
 
 class StopRun(WireMessage, frozen=True):
-    """Save and end."""
+    """Save and end; asked again, end at once."""
+
+    never_at_once: bool = False
+    """Whoever asks only wants the run saved: of a run that saves already, it asks nothing more."""
 
 
 class Shrink(WireMessage, frozen=True):

@@ -41,10 +41,11 @@ def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # no
     change(state, node, eligibility=Eligibility.GOOD, why="", strikes=())
 
 
-def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # noqa: ARG001
-    """Saves and ends the run; asked twice, ends it at once."""
+def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:
+    """Saves and ends the run; asked twice, ends it at once, if whoever asks may mean that."""
     if state.stopping:
-        end(state, orders, FleetPhase.FINISHED, "stopped at once")
+        if not event.never_at_once:
+            end(state, orders, FleetPhase.FINISHED, "stopped at once")
         return
     state.stopping = True
     if state.phase is FleetPhase.RUNNING:

@@ -12,11 +12,13 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from phalanx.launch.engines.hosts import (
+    ASKED,
     HERE,
     SSH_PORT,
     Host,
@@ -167,17 +169,33 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
     # A host that was given back and joins again is there once.
     earlier = [one for one in started_on(order.run_dir) if one.host.name not in names] if joins else []
     go = order.folder / "go"
-    go.unlink(missing_ok=True)
+    try:
+        go.unlink(missing_ok=True)
+        if not joins:
+            _forget_who_was_asked(order)
+    except OSError as error:
+        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     pids, wrong = on_all(hosts, lambda host: _pid(host, on_host(host, start_script(order, host, head, word))))
     started = [Started(host, pids[host.name]) for host in hosts if host.name in pids]
-    _note(order, [*earlier, *started])
+    try:
+        _note(order, [*earlier, *started])
+        if not wrong:
+            write_atomically(go, word.encode())
+    except OSError as error:
+        wrong.append(f"cannot write {order.folder}: {error.strerror}; give another run_dir")
     if wrong:
         end(order.run_dir, started, signal.SIGKILL)
         if joins:
-            _note(order, earlier)
+            with suppress(OSError):  # a full disk has kept them
+                _note(order, earlier)
         raise EngineError("nothing was started:\n  " + "\n  ".join(wrong))
-    write_atomically(go, word.encode())
     return started
+
+
+def _forget_who_was_asked(order: LaunchOrder) -> None:
+    for asked in order.folder.glob(f"{ASKED}-*"):
+        with suppress(FileNotFoundError):
+            asked.rmdir()
 
 
 def _note(order: LaunchOrder, started: list[Started]) -> None:

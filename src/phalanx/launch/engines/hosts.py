@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.tools import EngineError
 
+ASKED = "asked-to-end"
+"""Begins the names of the folders that say which sessions have got SIGTERM."""
 HERE = ""
 """The destination of this machine, which needs no ssh."""
 _PORTS = 20_000, 20_000
@@ -158,7 +161,7 @@ _REVIVES = (
     f'for pause_s in {" ".join(map(str, _PAUSES_S))} ""; do '
     '"$@"; code=$?; '
     '[ "$code" -gt 128 ] && [ -z "$asked" ] && [ -n "$pause_s" ] || exit "$code"; '
-    'echo "the agent was killed (exit code $code) and is started again in $pause_s s" >&2; sleep "$pause_s"; done'
+    'echo "the agent was killed (exit code $code) and is started again in $pause_s s" >&2; sleep "$pause_s"; [ -z "$asked" ] || exit "$code"; done'
 )
 """Shell that runs the words after it, again and again if they are killed."""
 
@@ -194,15 +197,30 @@ def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
     return words
 
 
-def signal_script(order_folder: str, pids: list[int], number: int) -> str:
-    """Sends a signal to the sessions of a run on a host, or with 0 asks which of them are there; prints those that are."""
-    there = f'[ -r /proc/$pid/cmdline ] && tr "\\0" " " < /proc/$pid/cmdline | grep -qF -- {shlex.quote(order_folder)}'
+def signal_script(run_dir: str, pids: list[int], number: int) -> str:
+    """Sends a signal to the sessions of a run on a host, or with 0 asks which of them are there; prints those that are.
+
+    A session gets SIGTERM once, whoever asks and how often: a second one would end a run that saves. That it was sent is a folder of the run, named after
+    the session with the time of its start, which only one of several that ask at the same time can make.
+    """
+    there = (
+        f'[ -r /proc/$pid/cmdline ] && tr "\\0" " " < /proc/$pid/cmdline | grep -qF -- {shlex.quote(run_dir)}'
+    )
+    does = [f"kill -{number} -- -$pid"] if number else [":"]
+    if number == signal.SIGTERM:
+        mark = f'{shlex.quote(f"{run_dir}/{FOLDER}/{ASKED}")}-"$HOSTNAME-$pid-$begun"'
+        does = [
+            "begun=$(sed 's/.*) //' /proc/$pid/stat | cut -d ' ' -f 20)",
+            f"asked={mark}",
+            # Where it cannot be made, as on a full disk, nobody can say whether the signal was sent.
+            f'if mkdir "$asked" 2>/dev/null || [ ! -d "$asked" ]; then {does[0]}; fi',
+        ]
     return "\n".join(
         [
             f"for pid in {' '.join(map(str, pids))}; do",
             f"  if {there}; then",
             '    echo "phalanx-alive $pid"',
-            f"    {f'kill -{number} -- -$pid' if number else ':'}",
+            *(f"    {line}" for line in does),
             "  fi",
             "done",
             "",

@@ -302,9 +302,10 @@ def _concluded(order: LaunchOrder) -> Iterator[str]:
 
 def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
     """What the batch shell does when the end is near, and what each node does before its agent starts."""
+    yield "told="  # a second signal would end at once agents that save because of the first
     yield "save_and_end() {"
     yield f'  echo "the job ends soon (time limit, preemption or phalanx cancel; launch.grace_s = {order.launch.grace_s:g}): the run saves"'
-    yield f'  {phalanx} fleet stop --for-now {run_dir} || {{ echo "there is no fleet to be saved (yet): the job ends"; kill -TERM "$step"; }}'
+    yield f'  {phalanx} fleet stop --for-now {run_dir} || {{ echo "there is no fleet to be saved (yet): the job ends"; [ -n "$told" ] || {{ kill -TERM "$step" && told=1; }}; }}'
     yield "}"
     yield "trap save_and_end TERM"
     yield "on_node='"

@@ -10,11 +10,25 @@ from shlex import quote
 
 from phalanx.launch.engines import bare, slurm
 from phalanx.launch.engines.order import FOLDER
-from phalanx.launch.engines.submission import Submitted
+from phalanx.launch.engines.submission import Submitted, read_record
 from phalanx.launch.engines.tools import EngineError
 
 _SILENT_S = 30.0
 """For so long it is waited for hosts that do not answer, when no others are."""
+
+
+def submission_of(run_dir: Path) -> Submitted | None:
+    """The last submission of a run, by its record; by Slurm's queue if whoever submitted it did not live to write one.
+
+    Raises ``EngineError``.
+    """
+    made = read_record(run_dir)
+    if made is not None or not (run_dir / FOLDER).is_dir() or shutil.which("squeue") is None:
+        return made
+    job = slurm.job_of(run_dir)
+    if job is None:
+        return None
+    return Submitted("slurm", job.id, job.name.removeprefix("phalanx-"), job.nodes, 0, 0.0, "")
 
 
 def sentence(run_dir: Path, made: Submitted) -> str | None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -181,14 +181,37 @@ def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
 
 
 def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submitted:
-    """Notes what was submitted."""
+    """Notes what was submitted. Raises ``EngineError``."""
     lender = "" if order.taken_from is None else str(order.taken_from)
     made = Submitted(
         *(engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir), leader),
         *(lender, order.taken),
     )
-    write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
+    try:
+        write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
+    except OSError as error:
+        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     return made
+
+
+@contextmanager
+def recorded(order: LaunchOrder, engine: str, job: str, leader: str) -> Iterator[Submitted]:
+    """Notes a submission before what is inside starts it, so that what runs is known whatever becomes of who has started it.
+
+    If it was not started (``EngineError``), the record is again what it was.
+    """
+    path = order.folder / _RECORD
+    try:
+        before = path.read_bytes()
+    except OSError:
+        before = None
+    made = record(order, engine, job, leader)
+    try:
+        yield made
+    except EngineError:
+        with suppress(OSError):  # on a full disk it stays, of a run that has ended
+            path.unlink() if before is None else write_atomically(path, before)
+        raise
 
 
 def how_to_follow(run_dir: Path) -> str:

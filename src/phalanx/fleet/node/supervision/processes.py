@@ -228,7 +228,8 @@ class Processes:
         certificates = lead.certificates if lead else None
         try:
             shown = credentials_of(run.directory.path, run.spec, run.attempt, certificates, ("operate",))
-            asyncio.run(operate(seen.coordinator, shown, StopRun()))
+            # A first request may have come there although its answer did not come here, and is made again.
+            asyncio.run(operate(seen.coordinator, shown, StopRun(never_at_once=asked == 0)))
         except (SecurityError, TransportError) as error:
             if self.orders.made > 1:
                 self.orders.tell(
