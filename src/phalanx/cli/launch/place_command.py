@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,64 +111,102 @@ def command(
     from phalanx.hardware.errors import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
     from phalanx.launch.engines.tools import EngineError
-    from phalanx.launch.given_nodes import with_rates_of
-    from phalanx.launch.placing.choose import choices
     from phalanx.launch.placing.host_list import expanded
     from phalanx.launch.placing.topology import TopologyError
-    from phalanx.launch.placing.verify import verify
-    from phalanx.launch.run_traffic import traffic_of
     from phalanx.model.facts.presets import PRESETS
     from phalanx.plan.search.query import RequestError
     from phalanx.run.read import read_run
 
+    wanted = _Wanted(
+        unit or 0, None if order is None else "pipeline" if order == "pipeline" else "data", whole
+    )
     if place_name != "slurm":
         refuse_unused({"--partition": partition, "--free": free_only}, "is for --topology slurm")
+    if not allocation:
+        about_given = {"--joining": joins, "--most-lost-ms": most_lost_ms}
+        refuse_unused(about_given, "is about nodes that were given: --allocation HOSTS")
     if joins is not None:
         refuse_unused(
             {"--unit": unit, "--order": order, "--whole": whole},
             "members keep their seats when nodes join a fleet (--joining): leave it out",
         )
     with explained(TopologyError, EngineError, HardwareError, RequestError, ValueError):
-        sized = [f"fleet.nodes={nodes}"] if nodes else []
-        sized += [f"fleet.spares={spares}"] if spares is not None else []
-        sized += [f"launch.cluster={json.dumps(cluster_name)}"] if cluster_name else []
-        sized += [f"launch.shares={json.dumps(shares)}"] if shares else []
+        sized = _sized(nodes, spares, cluster_name, shares)
         spec = read_run(run_file, PRESETS, [*overrides, *sized])
         topology = load_topology(place_name, partition, free_only=free_only)
-        if joins is not None:
-            if not allocation:
-                raise click.UsageError("--joining is about nodes that were given: --allocation HOSTS")
+        if not allocation:
+            _tell_choices(spec, topology, wanted, as_json)
+        elif joins is not None:
             _tell_joining(spec, topology, joins, expanded(allocation), most_lost_ms, as_json)
-            return
-        if allocation:
-            spec = _on_all(spec, len(expanded(allocation)))
-        traffic = traffic_of(spec, spec.launch.cluster)
-        topology = with_rates_of(topology, spec, traffic)
-        rule: Order | None = None if order is None else "pipeline" if order == "pipeline" else "data"
-        if allocation:
-            given = expanded(allocation)
-            verdict = verify(
-                topology, given, traffic.shape, traffic.flows, unit=unit or 0, order=rule, whole=whole
-            )
-            _tell_verdict(verdict, as_json)
-            if most_lost_ms is not None and 1e3 * verdict.lost_s > most_lost_ms:
-                raise SystemExit(REFUSED)
-            return
-        if most_lost_ms is not None:
-            raise click.UsageError("--most-lost-ms is about nodes that were given: --allocation HOSTS")
-        found = choices(
-            topology,
-            traffic.shape,
-            traffic.flows,
-            spec.fleet.spares,
-            unit=unit or 0,
-            order=rule,
-            whole=whole,
-        )
+        else:
+            _tell_given(spec, topology, expanded(allocation), wanted, most_lost_ms, as_json)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The placements that may be chosen: all but for what somebody asks."""
+
+    unit: int
+    """Nodes of a unit; 0 for any number."""
+    order: Order | None
+    whole: bool
+    """No unit may straddle the narrowest domains."""
+
+
+def _sized(nodes: int | None, spares: int | None, cluster: str | None, shares: tuple[str, ...]) -> list[str]:
+    """``--set`` for those fields that an option names."""
+    return [
+        *([f"fleet.nodes={nodes}"] if nodes else []),
+        *([f"fleet.spares={spares}"] if spares is not None else []),
+        *([f"launch.cluster={json.dumps(cluster)}"] if cluster else []),
+        *([f"launch.shares={json.dumps(shares)}"] if shares else []),
+    ]
+
+
+def _tell_choices(spec: RunSpec, topology: Topology, wanted: _Wanted, as_json: bool) -> None:
+    """Says which placements there are, the best first."""
+    from phalanx.launch.given_nodes import with_rates_of
+    from phalanx.launch.placing.choose import choices
+    from phalanx.launch.run_traffic import traffic_of
+
+    traffic = traffic_of(spec, spec.launch.cluster)
+    topology = with_rates_of(topology, spec, traffic)
+    found = choices(
+        *(topology, traffic.shape, traffic.flows, spec.fleet.spares),
+        unit=wanted.unit,
+        order=wanted.order,
+        whole=wanted.whole,
+    )
     if as_json:
         click.echo(json.dumps(_as_json(topology, traffic, found)))
-        return
-    _print(spec, topology, traffic, found)
+    else:
+        _print(spec, topology, traffic, found)
+
+
+def _tell_given(
+    spec: RunSpec,
+    topology: Topology,
+    given: Sequence[str],
+    wanted: _Wanted,
+    most_lost_ms: float | None,
+    as_json: bool,
+) -> None:
+    """Says what the run loses on the nodes that were given; exit code ``REFUSED`` if that is more than it may."""
+    from phalanx.launch.given_nodes import with_rates_of
+    from phalanx.launch.placing.verify import verify
+    from phalanx.launch.run_traffic import traffic_of
+
+    spec = _on_all(spec, len(given))
+    traffic = traffic_of(spec, spec.launch.cluster)
+    verdict = verify(
+        *(with_rates_of(topology, spec, traffic), given, traffic.shape, traffic.flows),
+        unit=wanted.unit,
+        order=wanted.order,
+        whole=wanted.whole,
+    )
+    _tell_verdict(verdict, as_json)
+    if most_lost_ms is not None and 1e3 * verdict.lost_s > most_lost_ms:
+        raise SystemExit(REFUSED)
 
 
 def _on_all(spec: RunSpec, given: int) -> RunSpec:

@@ -100,66 +100,95 @@ def command(
       phalanx submit run.toml --on local --nodes 2              # in the background of this machine
       phalanx submit urgent.toml --on slurm --nodes 6 --take-from runs/big-1f3a9c04
     """
-    from phalanx.cli.launch.submit_to_hosts import submit_to_hosts
-    from phalanx.cli.launch.submit_to_kubernetes import submit_to_kubernetes
-    from phalanx.launch.engines.slurm_script import batch_script
-    from phalanx.launch.engines.submission import order_of, problems_of, with_run_dir
     from phalanx.launch.engines.tools import EngineError
-    from phalanx.launch.kubernetes.request import with_pod_run_dir
+
+    fields = {
+        "fleet.nodes": nodes,
+        "fleet.spares": spares,
+        "launch.engine": engine,
+        "launch.hosts": None if hosts is None else str(hosts),
+        "launch.partition": partition,
+        "launch.namespace": namespace,
+        "launch.account": account,
+        "launch.qos": qos,
+        "launch.time_limit": time,
+        "launch.constraint": constraint,
+        "launch.reservation": reservation,
+        "launch.exclude": exclude,
+        "launch.container_image": container_image,
+        "launch.cluster": cluster,
+    }
+    working_dir = Path.cwd()
+    with explained(EngineError):
+        spec = _read(run_file, [*overrides, *_overrides(fields)])
+        _refuse_elsewhere(spec, spares, out, lender)
+        spec = _checked(run_file, spec, working_dir)
+        if spec.launch.engine == "slurm":
+            _submit_to_slurm(spec, working_dir, lender, dry_run=dry_run, as_json=as_json)
+        elif spec.launch.engine == "kubernetes":
+            from phalanx.cli.launch.submit_to_kubernetes import submit_to_kubernetes
+
+            submit_to_kubernetes(spec, dry_run=dry_run, out=out, as_json=as_json)
+        else:
+            from phalanx.cli.launch.submit_to_hosts import submit_to_hosts
+
+            submit_to_hosts(spec, working_dir, dry_run=dry_run, as_json=as_json)
+
+
+def _read(run_file: Path, overrides: list[str]) -> RunSpec:
+    """The run with its overrides; under Slurm, with what the variables of sbatch say of it. Raises ``click.UsageError`` if nothing names an engine."""
     from phalanx.model.facts.presets import PRESETS
-    from phalanx.run.problems import RunFileError
     from phalanx.run.read import read_run
 
-    with explained(EngineError):
-        given = [
-            *_overrides({"fleet.nodes": nodes, "fleet.spares": spares}),
-            *_overrides({"launch.partition": partition, "launch.account": account, "launch.qos": qos}),
-            *_overrides(
-                {"launch.time_limit": time, "launch.constraint": constraint, "launch.exclude": exclude}
-            ),
-            *_overrides({"launch.hosts": str(hosts) if hosts else None, "launch.engine": engine}),
-            *_overrides({"launch.cluster": cluster, "launch.namespace": namespace}),
-            *_overrides({"launch.reservation": reservation, "launch.container_image": container_image}),
-        ]
-        working_dir = Path.cwd()
-        spec = read_run(run_file, PRESETS, [*overrides, *given])
-        engine = spec.launch.engine
-        if not engine:
-            raise click.UsageError(
-                "which engine gives the nodes? --on slurm, kubernetes, ssh or local, or launch.engine in the run file"
-            )
-        if out is not None and engine != "kubernetes":
-            raise click.UsageError("--out is for the manifests of Kubernetes")
-        if engine == "slurm":
-            spec = replace(spec, launch=_with_variables(spec.launch))
-        if spares and not spec.fleet.nodes and engine == "local":
-            raise click.UsageError("--spares needs a fleet: add --nodes N")
-        spec = with_pod_run_dir(spec) if engine == "kubernetes" else with_run_dir(spec, working_dir)
-        problems = problems_of(spec, engine)
-        if problems:
-            raise RunFileError(run_file, problems)
-        if engine != "slurm":
-            if lender is not None:
-                raise click.UsageError(
-                    "--take-from is for Slurm: elsewhere nobody else gives the nodes to others"
-                )
-            if engine == "kubernetes":
-                submit_to_kubernetes(spec, dry_run=dry_run, out=out, as_json=as_json)
-            else:
-                submit_to_hosts(spec, working_dir, dry_run=dry_run, as_json=as_json)
-            return
-        if dry_run:
-            order = order_of(spec, working_dir)
-            script = batch_script(order if lender is None else _borrowing(order, lender))
-            click.echo(
-                json.dumps({"script": script, "run_dir": spec.run_dir}) if as_json else script, nl=as_json
-            )
-            return
-        _refuse_impossible(order_of(spec, working_dir))
-        best, why_not = _placement(spec)
-        if best is not None and not spec.launch.unit:
-            spec = replace(spec, launch=replace(spec.launch, unit=best.unit, order=best.order))
-        _submit(spec, working_dir, best, why_not, as_json, lender)
+    spec = read_run(run_file, PRESETS, overrides)
+    if not spec.launch.engine:
+        raise click.UsageError(
+            "which engine gives the nodes? --on slurm, kubernetes, ssh or local, or launch.engine in the run file"
+        )
+    return replace(spec, launch=_with_variables(spec.launch)) if spec.launch.engine == "slurm" else spec
+
+
+def _refuse_elsewhere(spec: RunSpec, spares: int | None, out: Path | None, lender: Path | None) -> None:
+    """Raises ``click.UsageError`` for options that the run's engine would ignore."""
+    engine = spec.launch.engine
+    if out is not None and engine != "kubernetes":
+        raise click.UsageError("--out is for the manifests of Kubernetes")
+    if spares and not spec.fleet.nodes and engine == "local":
+        raise click.UsageError("--spares needs a fleet: add --nodes N")
+    if lender is not None and engine != "slurm":
+        raise click.UsageError("--take-from is for Slurm: elsewhere nobody else gives the nodes to others")
+
+
+def _checked(run_file: Path, spec: RunSpec, working_dir: Path) -> RunSpec:
+    """The run with its directory. Raises ``RunFileError`` with what is wrong with it before any engine is asked."""
+    from phalanx.launch.engines.submission import problems_of, with_run_dir
+    from phalanx.launch.kubernetes.request import with_pod_run_dir
+    from phalanx.run.problems import RunFileError
+
+    kubernetes = spec.launch.engine == "kubernetes"
+    spec = with_pod_run_dir(spec) if kubernetes else with_run_dir(spec, working_dir)
+    if problems := problems_of(spec, spec.launch.engine):
+        raise RunFileError(run_file, problems)
+    return spec
+
+
+def _submit_to_slurm(
+    spec: RunSpec, working_dir: Path, lender: Path | None, *, dry_run: bool, as_json: bool
+) -> None:
+    """Queues the run placed as is best on the nodes that are free now, or prints the script. Raises ``EngineError``."""
+    from phalanx.launch.engines.slurm_script import batch_script
+    from phalanx.launch.engines.submission import order_of
+
+    order = order_of(spec, working_dir)
+    if dry_run:
+        script = batch_script(order if lender is None else _borrowing(order, lender))
+        click.echo(json.dumps({"script": script, "run_dir": spec.run_dir}) if as_json else script, nl=as_json)
+        return
+    _refuse_impossible(order)
+    best, why_not = _placement(spec)
+    if best is not None and not spec.launch.unit:
+        spec = replace(spec, launch=replace(spec.launch, unit=best.unit, order=best.order))
+    _submit(spec, working_dir, best, why_not, as_json, lender)
 
 
 def _overrides(fields: dict[str, str | int | None]) -> list[str]:
