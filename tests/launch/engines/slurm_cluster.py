@@ -25,7 +25,8 @@ GRACE_S = 300
 """The grace of a preempted job: no test waits for its end, and a run saves in it on a machine with much else to do."""
 PATIENCE_S = 900
 """For what takes seconds on an idle machine: a wait that fails says that something never comes, not that others had the processors."""
-_FIRST_PORT = 23_000
+_PORTS = range(12_000, 19_000)
+"""For daemons: below those from which runs take the ports of their coordinators (20,000 to 39,999), which would find one taken in one cluster of some hundred."""
 _DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 _SETTINGS = """
 ClusterName=test
@@ -234,7 +235,7 @@ def _step_daemon_of(pid: int) -> int:
 
 def _free_ports(count: int) -> int:
     """The first of ``count`` ports in a row that nobody listens on; another process looks elsewhere first, since two may look at the same time."""
-    rows = range(_FIRST_PORT, 30_000, count)
+    rows = _PORTS[: -count + 1 : count]
     begin = os.getpid() % len(rows)
     for first in (*rows[begin:], *rows[:begin]):
         with suppress(OSError):
@@ -273,7 +274,7 @@ def _running(
     """The cluster; what belongs to daemons of other users lies in ``others``: pytest closes its own folder to them whenever it starts somewhere."""
     first = _free_ports(nodes + 2)
     # The port of a coordinator follows from its job's number, and clusters share this host.
-    first_job = 1 + 20 * (first - _FIRST_PORT)
+    first_job = 1 + 20 * (first - _PORTS.start)
     for name in ("state", "dev"):
         (folder / name).mkdir(mode=0o755)
     others.chmod(0o711)

@@ -31,7 +31,6 @@ from launch.engines.slurm_runs import (
 from phalanx.launch.engines.submission import read_record
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}")
-LONG = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +88,12 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machin
     assert not any(cluster.processes_of(f"n{number}") for number in range(1, 9))
 
 
+def first_node(cluster: SlurmCluster, run_dir: Path) -> str:
+    """The node of a job's batch shell. It leads, unless another has succeeded it on a machine with much else to do."""
+    return cluster.tool("squeue", "-h", "-j", read_record(run_dir).job, "-o", "%B").strip()  # type: ignore[union-attr]
+
+
 @pytest.mark.slow
-@LONG
 def test_the_first_node_is_lost_and_the_same_job_goes_on_under_another_head_and_ends_by_itself(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:
@@ -98,10 +101,10 @@ def test_the_first_node_is_lost_and_the_same_job_goes_on_under_another_head_and_
     run_dir = phalanx.submit("first-lost", "--nodes", "2", "--spares", "1", *quick)
     wait_until(lambda: len(fleet_of(run_dir).get("members", ())) == 3, "not all are there")  # type: ignore[arg-type]
     wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
-    victim = str(fleet_of(run_dir)["leader"])
+    victim = first_node(cluster, run_dir)
     cluster.kill_node(victim)
     try:
-        wait_until(lambda: fleet_of(run_dir)["reign"] == 2, "nobody succeeds it", run_dir / "launch")
+        wait_until(lambda: fleet_of(run_dir)["leader"] != victim, "nobody succeeds it", run_dir / "launch")
         assert weights(run_dir) == undisturbed
         assert json.loads((run_dir / "record.json").read_bytes())["attempts"] == 1
         # Slurm would keep the nodes until the time limit: nothing of the job is left that could end it but the agents' wrappers.
@@ -113,17 +116,16 @@ def test_the_first_node_is_lost_and_the_same_job_goes_on_under_another_head_and_
 
 
 @pytest.mark.slow
-@LONG
 def test_a_run_that_has_lost_its_first_node_is_cancelled_with_its_step_saved(
     phalanx: Phalanx, cluster: SlurmCluster
 ) -> None:
     long = ["--set", "train.steps=100000", "--set", "checkpoint.every_steps=100000"]
     run_dir = phalanx.submit("headless", "--nodes", "2", *long, "--set", "fleet.succession_s=3")
     wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
-    victim = str(fleet_of(run_dir)["leader"])
+    victim = first_node(cluster, run_dir)
     cluster.kill_node(victim)
     try:
-        wait_until(lambda: fleet_of(run_dir)["reign"] == 2, "nobody succeeds it", run_dir / "launch")
+        wait_until(lambda: fleet_of(run_dir)["leader"] != victim, "nobody succeeds it", run_dir / "launch")
         wait_until(trains(run_dir), "it does not go on", run_dir / "launch")
         assert "is cancelled" in phalanx("cancel", str(run_dir))
         assert list((run_dir / "checkpoints").glob("step-*"))
@@ -135,7 +137,6 @@ def test_a_run_that_has_lost_its_first_node_is_cancelled_with_its_step_saved(
 
 
 @pytest.mark.slow
-@LONG
 def test_a_run_may_name_several_partitions_and_starts_in_the_one_that_can(
     phalanx: Phalanx, cluster: SlurmCluster
 ) -> None:
@@ -152,7 +153,6 @@ def test_a_run_may_name_several_partitions_and_starts_in_the_one_that_can(
 
 
 @pytest.mark.slow
-@LONG
 def test_a_preempted_run_saves_queues_again_and_goes_on(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:
@@ -170,12 +170,18 @@ def test_a_preempted_run_saves_queues_again_and_goes_on(
 
 
 @pytest.mark.slow
-@LONG
 def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_smaller(
     phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
 ) -> None:
     pairs = ["--set", "launch.unit=2", "--set", "fleet.min_nodes=1"]
     run_dir = phalanx.submit("several", "--nodes", "4", "--spares", "1", *pairs)
+    # It may begin without those that are late.
+    wait_until(
+        lambda: fleet_of(run_dir) != {} and len(members(run_dir, "member")) == 4,
+        "not all are there",
+        run_dir / "launch",
+    )
+    wait_until(lambda: len(members(run_dir, "spare")) == 1, "there is no spare", run_dir / "launch")
     wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
     whole, most = whole_pairs(run_dir)
     assert whole == most, "ranks follow the tree"
@@ -195,7 +201,6 @@ def test_of_several_nodes_lost_at_once_one_has_a_spare_and_the_fleet_goes_on_sma
 
 
 @pytest.mark.slow
-@LONG
 def test_a_run_whose_time_is_up_saves_queues_itself_again_and_goes_on(
     phalanx: Phalanx, cluster: SlurmCluster
 ) -> None:
@@ -221,7 +226,6 @@ def test_a_run_whose_time_is_up_saves_queues_itself_again_and_goes_on(
 
 
 @pytest.mark.slow
-@LONG
 def test_a_cancelled_run_saves_and_is_continued_by_the_same_command(
     phalanx: Phalanx, undisturbed: str
 ) -> None:
@@ -356,7 +360,6 @@ def test_nodes_that_lose_more_of_a_step_than_they_may_are_not_trained_on(phalanx
 
 
 @pytest.mark.slow
-@LONG
 def test_nodes_of_a_second_job_do_not_join_if_the_fleet_would_lose_more_than_it_may(phalanx: Phalanx) -> None:
     slow = ["--set", 'launch.shares=["leaf=0.00001"]', "--set", "launch.most_lost_ms=0.001"]
     run_dir = phalanx.submit("near", "--nodes", "4", *slow, "--set", "train.steps=100000")
@@ -405,7 +408,6 @@ def test_a_node_that_does_not_see_the_run_directory_is_named(phalanx: Phalanx, f
 
 
 @pytest.mark.slow
-@LONG
 def test_a_run_lends_nodes_to_another_and_takes_them_again_without_computing_a_step_twice(
     phalanx: Phalanx, cluster: SlurmCluster, folder: Path
 ) -> None:
