@@ -207,6 +207,23 @@ def test_the_script_of_a_job_asks_its_run_to_save_however_often_it_is_told_of_it
     assert asked == [tmp_path] * 2
 
 
+def test_a_run_that_could_queue_itself_again_is_not_said_to_be_cancelled_but_can_be_ended(
+    tmp_path: Path,
+) -> None:
+    lends(tmp_path, "local")
+    (tmp_path / FOLDER / "stopped").mkdir()  # as of another user, or on a full disk
+    session = subprocess.Popen(["bash", "-c", "sleep 60; true", str(tmp_path)], start_new_session=True)
+    started = bare.Started(Host("host", HERE, 0, "127.0.0.1"), session.pid)
+    (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
+    for command in (cancel_command.command, fleet_command.command.commands["stop"]):
+        told = CliRunner().invoke(command, [str(tmp_path)])
+        assert told.exit_code == 1
+        assert f"cannot write {tmp_path / FOLDER / 'stopped'}" in told.output
+    assert session.poll() is None
+    assert CliRunner().invoke(cancel_command.command, [str(tmp_path), "--now"]).exit_code == 0
+    assert session.wait() == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("earlier", ["over", "killed"])
 def test_a_run_that_is_started_again_is_cancelled_before_its_fleet_has_formed(
     earlier: str, tmp_path: Path

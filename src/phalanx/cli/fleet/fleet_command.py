@@ -77,9 +77,11 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
     """
     from phalanx.fleet.core.messages import StopRun
     from phalanx.launch.engines.submission import mark_stopped
+    from phalanx.launch.engines.tools import EngineError
 
     if not for_now:
-        mark_stopped(run_dir)
+        with explained(EngineError):
+            mark_stopped(run_dir)
     ask_and_print(run_dir, StopRun(never_at_once=for_now), certificates, as_json)
 
 

@@ -59,7 +59,11 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
-        mark_stopped(run_dir)
+        try:
+            mark_stopped(run_dir)
+        except EngineError as error:
+            if not now:  # a job that is ended at once does not come to queue itself again
+                raise EngineError(f"{error}; phalanx cancel --now ends it without saving") from error
         if made.engine == "slurm":
             slurm.cancel_joining(run_dir, waiting_only=True)  # they would get nodes for a run that ends
         if sentence(run_dir, made) is None:

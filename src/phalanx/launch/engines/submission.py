@@ -229,8 +229,13 @@ def read_record(run_dir: Path) -> Submitted | None:
 
 
 def mark_stopped(run_dir: Path) -> None:
-    """Keeps the run's job from queueing itself again."""
+    """Keeps the run's job from queueing itself again. Raises ``EngineError``."""
     folder = run_dir / FOLDER
-    if folder.is_dir():
-        fd = os.open(folder / STOPPED, os.O_CREAT | os.O_WRONLY, 0o644)
-        os.close(fd)
+    if not folder.is_dir():
+        return
+    try:
+        os.close(os.open(folder / STOPPED, os.O_CREAT | os.O_WRONLY, 0o644))
+    except OSError as error:  # of another user, or on a full disk
+        raise EngineError(
+            f"cannot write {folder / STOPPED}, which keeps the run from queueing itself again: {error.strerror}"
+        ) from error
