@@ -82,7 +82,11 @@ def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
     unwritable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a disk that fills up meanwhile: a file cannot be put where a folder is.
-    (tmp_path / "run" / "launch" / unwritable).mkdir(parents=True)
+    folder = tmp_path / "run" / "launch"
+    (folder / unwritable).mkdir(parents=True)
+    earlier = Submitted("local", "this machine", "tiny", 0, 0, 0.0, str(tmp_path), "this-machine")
+    if unwritable != "submitted.json":
+        (folder / "submitted.json").write_text(json.dumps(asdict(earlier)))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data="words"))
     words = ["tiny.toml", "--on", "local", "--set", f'run_dir="{tmp_path}/run"']
@@ -90,7 +94,7 @@ def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
     assert told.exit_code == 1
     assert "cannot write" in told.output, told.exception
     assert not processes_of(tmp_path / "run")
-    assert read_record(tmp_path / "run") is None
+    assert read_record(tmp_path / "run") == (None if unwritable == "submitted.json" else earlier)
 
 
 def test_hosts_are_read_with_their_ports_names_and_domains() -> None:
