@@ -348,6 +348,31 @@ def test_a_job_whose_time_is_always_up_before_a_step_is_saved_is_not_queued_agai
     assert len((tmp_path / "told").read_text().splitlines()) == queued
 
 
+def test_a_job_that_is_queued_again_saves_no_second_time_and_keeps_what_it_has_borrowed(
+    tmp_path: Path,
+) -> None:
+    told = replace(order(time_limit="1h"), run_dir=tmp_path, taken_from=tmp_path, taken=2)
+    script = batch_script(replace(told, python=str(tmp_path / "phalanx")))
+    end = script[script.index('while kill -0 "$step"') :]
+    # Slurm sends SIGTERM to a job that it queues again, to the shell and what it waits for; SIGKILL comes when it likes.
+    for name, does in (
+        ("squeue", "echo RUNNING"),
+        ("scontrol", "kill -TERM $PPID"),
+        ("sleep", "exit 143"),
+        ("phalanx", f'echo "$@" >> {tmp_path}/told'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "lead-exit").write_text("75\n")
+    own = {**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    begin = f"trap 'echo saves >> {tmp_path}/told' TERM; step=; code=75"
+    done = subprocess.run(["bash", "-c", f"{begin}\n{end}"], env=own, capture_output=True, check=False)
+    assert done.returncode == 75
+    assert not (tmp_path / "told").exists()
+    assert not (tmp_path / "launch" / "returned").exists()
+
+
 def test_a_job_that_saves_nothing_gives_back_the_nodes_that_it_has_borrowed(tmp_path: Path) -> None:
     told = replace(order(time_limit="1m", grace_s=30.0), run_dir=tmp_path, taken_from=tmp_path, taken=2)
     told = replace(told, python=str(tmp_path / "phalanx"))

@@ -190,6 +190,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     # A trapped signal ends `wait` early.
     yield 'wait "$step"; code=$?'
     yield 'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done'
+    yield "trap : TERM"  # nothing is left to be saved when Slurm ends a job that it has queued again
     yield from _queued_again(order)
     yield from _given_back(order)
     yield from _nobody_joins(f"${{nonce%/{FOLDER}/nonce}}")
@@ -221,7 +222,8 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
     # Whoever has borrowed nodes gives them back below.
     yield '  if [ -z "$in_vain" ]; then'
     yield '    echo "the run has saved; it is queued again"'
-    yield '    scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+    # It goes on: what it has borrowed it keeps. The same signal ends the sleep.
+    yield '    scontrol requeue "$SLURM_JOB_ID" && { sleep 60; exit "$code"; }'
     yield "  fi"
     yield "fi"
 
