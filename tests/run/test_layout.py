@@ -21,7 +21,6 @@ from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.rules.check import check
 from phalanx.run.spec import (
     MemorySpec,
-    MlaSpec,
     ModelSpec,
     MoeSpec,
     OptimizerSpec,
@@ -33,7 +32,6 @@ from phalanx.run.spec import (
 
 MODEL = ModelSpec(layers=8, dim=64, heads=8, kv_heads=4, ffn_dim=128)
 MIXTURE = dataclasses.replace(MODEL, moe=MoeSpec(experts=8, ffn_dim=64))
-LATENT = dataclasses.replace(MODEL, kv_heads=0, mla=MlaSpec(), lanes=4)
 MEMORY = MemorySpec()
 TRAIN = TrainSpec(batch_size=32, slots=8, micro_batch_size=1, seq_len=64)
 
@@ -118,7 +116,6 @@ def test_a_legal_layout_uses_every_rank_once_and_folds_its_experts(
         ("parallel.async_tensor", run(tensor=2, async_tensor=True)),
         ("memory.recompute", run(memory=MemorySpec(recompute="selective"), compiled=True)),
         ("memory.recompute", run(memory=MemorySpec(recompute="budget"))),
-        ("memory.recompute", run(LATENT, memory=MemorySpec(recompute="full"), pipeline=2, pipeline_schedule="zbv")),
     ],
 )  # fmt: skip
 def test_what_no_fleet_could_do_is_said_with_the_field_and_a_remedy(path: str, spec: RunSpec) -> None:

@@ -157,7 +157,7 @@ def drawn(draw: st.DrawFn) -> tuple[str, int, RunSpec]:
     model = draw(st.sampled_from(sorted(MODELS)))
     count, parallel = draw(st.sampled_from(layouts(model, 4)))
     if parallel.pipeline > 1:
-        schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
+        schedule = draw(st.sampled_from(("gpipe", "1f1b")))  # others want more layers: test_split_backward.py
         parallel = dataclasses.replace(parallel, pipeline_schedule=schedule)
     memory = MemorySpec(
         recompute=draw(st.sampled_from(("none", "full", "selective"))),

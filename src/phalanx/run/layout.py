@@ -202,13 +202,6 @@ def _pipeline(spec: RunSpec) -> Iterator[Problem]:
             'set runtime.compile = false, or parallel.pipeline_schedule = "interleaved"',
             ("parallel.pipeline_schedule",),
         )
-    if name in SPLIT_BACKWARD and spec.memory.recompute != "none" and model.lanes and model.mla is not None:
-        yield Problem(
-            "memory.recompute",
-            f"{name} puts gradients of weights off, and latent attention in lanes that is computed again does so for others than at first",
-            'set memory.recompute = "none", or parallel.pipeline_schedule = "interleaved"',
-            ("parallel.pipeline_schedule", "model.lanes"),
-        )
 
 
 def _split_problems(parallel: ParallelSpec, layers: int, stages: int) -> Iterator[Problem]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ class Linear(nn.Linear):
     product: Product | None = None
     affine: Affine | None = None
     """In the place of ``torch.nn.functional.linear``; ``product`` goes before it."""
+    weight_is_derived: bool = False
+    """True if it multiplies with tensors that derive from its weight, whose gradients are added up on their way to the parameter. The
+    tensor does not tell: where activations are computed again, the parameter itself may stand for what derives from it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., inputs)`` to ``(..., outputs)``."""
@@ -32,3 +35,12 @@ class Linear(nn.Linear):
             return (F.linear if self.affine is None else self.affine)(x, self.weight, self.bias)
         y = self.product(x, self.weight)
         return y if self.bias is None else y + self.bias
+
+
+def note_derived_weights(module: nn.Module, names: Iterable[str]) -> None:
+    """Tells the linear layers inside ``module`` whose weights are among its parameters ``names`` that they see what derives from them."""
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        layer = module.get_submodule(owner)
+        if isinstance(layer, Linear) and attribute == "weight":
+            layer.weight_is_derived = True

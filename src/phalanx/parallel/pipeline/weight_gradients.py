@@ -58,7 +58,7 @@ class WeightGradients:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product of ``Linear``."""
-        # A weight that is summed over ranks on its way to the parameter: that collective should run once, with all it sums.
+        # A lane's rows of a weight, say: its gradient goes to the parameter together with those of the other rows.
         if not self._puts_off(x) or not weight.is_leaf:
             return F.linear(x, weight)
         return apply_function(_LinearProduct, x, weight.detach(), (self, weight))
@@ -78,11 +78,13 @@ _Owner = tuple[WeightGradients, Tensor]
 
 
 def put_off_weight_gradients(part: nn.Module) -> WeightGradients:
-    """Lets the products of a stage postpone their weight gradients; those with a format of their own or biases do not."""
+    """Lets the products of a stage postpone their weight gradients; those with a format of their own, biases or derived weights do not."""
     store = WeightGradients()
     for module in part.modules():
-        if isinstance(module, Linear) and module.product is None and module.bias is None:
-            module.product = store.linear
+        if isinstance(module, Linear):
+            # What derives from a weight is summed on its way to it, over ranks too: that should run once, with all that it sums.
+            if module.product is None and module.bias is None and not module.weight_is_derived:
+                module.product = store.linear
         elif isinstance(module, Experts) and module.product is None:
             module.product = store.grouped
     return store

@@ -26,7 +26,7 @@ from phalanx.model.block import Block
 from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.experts.router import routers
-from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.linear import Linear, note_derived_weights
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.fixed.ranks import RankTiles
@@ -119,6 +119,7 @@ class _SummedGradients:
 
     def install(self, module: nn.Module) -> None:
         """Lets it see them from now on."""
+        note_derived_weights(module, self._names)
         module.register_forward_pre_hook(self._enter)
         # Always, because recomputation of activations breaks off as soon as it has what it needs.
         module.register_forward_hook(self._leave, always_call=True)

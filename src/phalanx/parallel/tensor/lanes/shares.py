@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.autograd import FunctionContext, apply_function_of_many
+from phalanx.model.layers.linear import note_derived_weights
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.parallel.tensor.tree_sums import add_in_tree
 
@@ -103,6 +104,7 @@ class Shares:
     def install(self, unit: nn.Module) -> None:
         """Lets there be shares from now on, whenever ``unit`` runs."""
         self._unit = unit
+        note_derived_weights(unit, self._leaves)
         unit.register_forward_pre_hook(self._enter)
         # Always, because recomputation of activations breaks off as soon as it has what it needs.
         unit.register_forward_hook(self._leave, always_call=True)
