@@ -20,7 +20,7 @@ from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.run.identity import identity
 from phalanx.run.kinds import whole_model
 from phalanx.run.problems import RunFileError
-from phalanx.run.spec import ModelSpec, RunSpec, TrainSpec
+from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.start.checks import start_notes
 from phalanx.train.start.prepare import prepare_run, resolve
 from phalanx.train.step.slot import Losses
@@ -78,6 +78,19 @@ def test_any_number_of_ranks_gives_the_same_weights(
         trained(ranks, count, on_layout(packed_run(datasets[64], tmp_path / str(count), 64), sharding, 0))
         for count, sharding in ((1, "none"), (2, "zero3"), (3, "zero2"))
     ]
+    for figure in ("weights_sha256", "loss", "held_out_loss", "bits_per_byte", "tokens"):
+        assert len({result[figure] for result in results}) == 1
+
+
+def test_in_lanes_and_context_tiles_so_does_any_tensor_or_context_degree(
+    ranks: Ranks, datasets: dict[int, Path], tmp_path: Path
+) -> None:
+    results = []
+    for number, axes in enumerate(({}, {"tensor": 2}, {"context": 2})):
+        spec = packed_run(datasets[64], tmp_path / str(number), 64)
+        spec = replace(spec, model=replace(spec.model, lanes=2, context_tiles=2))
+        parallel = ParallelSpec(context_mode="allgather", **axes)
+        results.append(trained(ranks, parallel.tensor * parallel.context, replace(spec, parallel=parallel)))
     for figure in ("weights_sha256", "loss", "held_out_loss", "bits_per_byte", "tokens"):
         assert len({result[figure] for result in results}) == 1
 
