@@ -94,6 +94,12 @@ def test_layouts_of_one_run_that_part_are_said_to_break_its_promise(
         ("tensr=2", "there is no such field (did you mean tensor?)"),
         ("tensor=3,ranks=3", "cannot be divided over 3 tensor ranks"),
         ("tensor=2", "parallel.ranks"),
+        ("tensor=3,ranks=3", '--check-layout "tensor=3,ranks=3": tiny.toml: '),
+        ("parallel.tensor=3,ranks=3", "cannot be divided over 3 tensor ranks"),
+        ("pipeline_split=[3, 9],pipeline=2,ranks=2", "pipeline_split"),
+        ("", "names no field of [parallel]"),
+        ("tensor", '"tensor" is not of the form field=value'),
+        ("model.lanes=2,tensor=2", "model.lanes is no field of [parallel]"),
     ],
 )
 def test_a_layout_that_cannot_be_is_explained_with_an_exit_code_of_its_own(
@@ -101,3 +107,8 @@ def test_a_layout_that_cannot_be_is_explained_with_an_exit_code_of_its_own(
 ) -> None:
     done = checked(layout)
     assert (done.exit_code, words in done.output) == (2, True), done.output
+
+
+def test_what_a_comparison_would_not_heed_is_refused(checked: Any) -> None:
+    done = checked("ranks=2", "--run-dir", "elsewhere", "--fault", "kill node 0 at step 1")
+    assert (done.exit_code, "--fault, --run-dir" in done.output) == (2, True), done.output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -19,6 +21,7 @@ from phalanx.launch.replay import ReplayError, replay_locally
 from phalanx.run.directory.paths import RunDirectoryError, step_of
 from phalanx.run.identity import identity
 from phalanx.run.layout import Layout, layout_of
+from phalanx.run.problems import RunFileError
 from phalanx.run.read import override
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.logged import bits
@@ -34,28 +37,20 @@ def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_j
     """
     kinds = (DataError, ReplayError, RunDirectoryError)
     with trouble(*kinds):
-        words = [word.strip() for word in layout.split(",")]
-        other = override(spec, [f"parallel.{word}" for word in words if word], run_file)
-        layouts: list[Layout] = []
+        sides = [_side(spec, run_file), _other_side(spec, layout, run_file)]
         replays: list[Replay] = []
-        identities: list[str] = []
         with tempfile.TemporaryDirectory(prefix="phalanx-check-") as folder:
-            for name, one in (("A", spec), ("B", other)):
-                ranks = ranks_on_this_machine(one, run_file)
-                resolved, places = resolve_with_data(one, run_file, progress_on(console_for(True)))
-                layouts.append(layout_of(resolved.parallel, ranks))
-                identities.append(identity(resolved))
+            for name, side in zip("AB", sides, strict=True):
                 click.echo(
-                    f"{name}: {'1 step' if steps == 1 else f'{steps} steps'} on {_text(layouts[-1])}",
+                    f"{name}: {'1 step' if steps == 1 else f'{steps} steps'} on {_text(side.layout)}",
                     err=True,
                 )
-                origin = resolved.checkpoint.init_from if resolved.checkpoint.init_with == "training" else ""
+                before = side.spec.checkpoint
+                origin = before.init_from if before.init_with == "training" else ""
                 order = ReplayOrder((step_of(Path(origin)) or 0) + steps)
-                replays.append(
-                    replay_locally(
-                        resolved, order, ranks, Path(folder) / name, index_of_places(places).fingerprint
-                    )
-                )
+                place = Path(folder) / name
+                replays.append(replay_locally(side.spec, order, side.layout.ranks, place, side.data))
+    layouts = [side.layout for side in sides]
     found = compare_replays(*replays)
     numbers = list(_numbers(*replays))
     equal = found.parting is None and not numbers
@@ -68,9 +63,51 @@ def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_j
         report = {"equal": equal, "steps": steps, "layouts": layouts, "parting": parting, "numbers": numbers}
         click.echo(msgspec.json.encode(report | {"compared": found.observations, "left_out": found.left_out}))
     else:
-        for line in _lines(found, layouts, numbers, one_run=identities[0] == identities[1]):
+        one_run = identity(sides[0].spec) == identity(sides[1].spec)
+        for line in _lines(found, layouts, numbers, one_run=one_run):
             click.echo(line)
     return 0 if equal else 1
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A resolved run, its layout, and the fingerprint of its data."""
+
+    spec: RunSpec
+    layout: Layout
+    data: str
+
+
+def _side(spec: RunSpec, run_file: Path) -> _Side:
+    ranks = ranks_on_this_machine(spec, run_file)
+    resolved, places = resolve_with_data(spec, run_file, progress_on(console_for(True)))
+    return _Side(resolved, layout_of(resolved.parallel, ranks), index_of_places(places).fingerprint)
+
+
+def _other_side(spec: RunSpec, layout: str, run_file: Path) -> _Side:
+    """The run on the other layout; what is wrong with it is said to be the option's, not the file's."""
+    try:
+        return _side(override(spec, list(_fields(layout)), run_file), run_file)
+    except RunFileError as error:
+        raise click.ClickException(f'--check-layout "{layout}": {error}') from error
+
+
+def _fields(layout: str) -> Iterator[str]:
+    """The fields of a layout such as "tensor=2, pipeline_split=[3, 1]", each with its section."""
+    words = [word.strip(" ,") for word in re.split(r",(?=\s*[\w.]+\s*=)", layout)]
+    if not any(words):
+        raise click.ClickException('--check-layout names no field of [parallel], such as "tensor=2,ranks=4"')
+    for word in filter(None, words):
+        name, sign, _ = word.removeprefix("parallel.").partition("=")
+        if not sign:
+            raise click.ClickException(
+                f'--check-layout: "{word}" is not of the form field=value, such as "tensor=2,ranks=4"'
+            )
+        if "." in name:
+            raise click.ClickException(
+                f"--check-layout: {name} is no field of [parallel]; it is the same on both layouts, and --set gives it to both"
+            )
+        yield f"parallel.{word.removeprefix('parallel.')}"
 
 
 def _lines(

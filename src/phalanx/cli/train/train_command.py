@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.errors import explained, trouble
+from phalanx.cli.errors import explained, refuse_unused, trouble
 from phalanx.cli.train.session import (
     already_done,
     conclude,
@@ -125,14 +125,17 @@ def command(
     Exit codes: 0 finished, 75 stopped on request (start again to go on), 1 failed. With --check-layout: 0 the layouts agree in every bit,
     1 they part, 2 they could not be compared.
     """
+    if check_layout is not None:
+        unused = {"--nodes": nodes, "--spares": spares, "--fault": faults, "--run-dir": run_dir}
+        refuse_unused(unused, "--check-layout trains a few steps on this machine, in temporary directories")
     extra = [f"run_dir={json.dumps(run_dir)}"] if run_dir else []
     extra += [f"parallel.ranks={ranks}"] if ranks else []
     extra += [f"fleet.nodes={nodes}"] if nodes else []
     extra += [f"fleet.spares={spares}"] if spares is not None else []
-    shown = trouble if check_layout else explained
+    shown = explained if check_layout is None else trouble
     with shown(DataError, RunDirectoryError):
         spec, run_file = _described(place, from_step, from_model, data, [*overrides, *extra])
-    if check_layout:
+    if check_layout is not None:
         from phalanx.cli.train.check_layout import compare_layouts
 
         sys.exit(compare_layouts(spec, run_file, check_layout, check_steps, as_json))
