@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 
 from phalanx.cli.train import check_layout
 from phalanx.cli.train.train_command import command
+from phalanx.cli.watch.text.diff_text import left_out_lines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.observation import Replay
+from phalanx.train.compare.observation import Compared, Replay
 from phalanx.train.compare.orders import RankReplay, ReplayOrder
 from phalanx.train.compare.replay import replay
 from ranks import Ranks
@@ -112,3 +113,10 @@ def test_a_layout_that_cannot_be_is_explained_with_an_exit_code_of_its_own(
 def test_what_a_comparison_would_not_heed_is_refused(checked: Any) -> None:
     done = checked("ranks=2", "--run-dir", "elsewhere", "--fault", "kill node 0 at step 1")
     assert (done.exit_code, "--fault, --run-dir" in done.output) == (2, True), done.output
+
+
+def test_a_module_that_could_not_be_compared_is_named_once_however_often_it_is_called() -> None:
+    calls = [f"blocks.{block}.ffn{call}" for block in range(10) for call in ("", " (call 2)", " (call 3)")]
+    (line,) = left_out_lines(Compared(None, 5, tuple(calls)))
+    assert line.endswith(f"differently: {', '.join(f'blocks.{block}.ffn' for block in range(8))} and 2 more")
+    assert list(left_out_lines(Compared(None, 5, ()))) == []

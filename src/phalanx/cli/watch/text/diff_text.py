@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
 
 def left_out_lines(found: Compared) -> Iterator[str]:
     """What two replays could not be compared in, if anything."""
-    if found.left_out:
-        listed = ", ".join(found.left_out[:_MOST]) + (", ..." if len(found.left_out) > _MOST else "")
-        yield f"not compared, because the layouts cut it differently: {listed}"
+    # A module in lanes is called once for each; a reader wants to know which module.
+    names = list(dict.fromkeys(re.sub(r" \(call \d+\)$", "", name) for name in found.left_out))
+    if names:
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        yield f"not compared, because the layouts cut it differently: {', '.join(names[:_MOST])}{more}"
