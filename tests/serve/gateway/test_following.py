@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import errno
 import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from click.testing import CliRunner
 
 from checkpoint.saved_models import save_models
+from phalanx.checkpoint.format.errors import StorageError
 from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine import part
-from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.engine import Engine, KeptPages, Prepared
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.few_rows import FewRows
 from phalanx.serve.gateway.app import Gateway, application
+from phalanx.serve.gateway.served import following
 from phalanx.serve.gateway.served.following import Follower
 from phalanx.serve.gateway.served.model_text import ModelText
 from phalanx.serve.gateway.served.of_run import open_engine, weights_digest
@@ -161,6 +167,90 @@ def test_a_checkpoint_that_cannot_be_read_is_told_once_and_the_old_one_goes_on(r
     (only,) = said
     assert only.startswith("step 3 cannot be read, and step 1 goes on: ")
     assert follower.step == 1
+
+
+@dataclasses.dataclass
+class Failing:
+    """An engine that cannot make weights ready, so many times."""
+
+    engine: Engine
+    error: Exception
+    times: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.engine.spec
+
+    def prepare(self, model: Transformer) -> Prepared:
+        if self.times:
+            self.times -= 1
+            raise self.error
+        return self.engine.prepare(model)
+
+    def swap(self, prepared: Prepared, weights_id: str, *, pages: KeptPages) -> None:
+        self.engine.swap(prepared, weights_id, pages=pages)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't allocate memory"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        StorageError("step-00000003: Input/output error"),
+    ],
+)
+def test_a_step_that_cannot_be_read_at_present_is_tried_again_after_waits_that_double_and_told_once(
+    run_dir: Path, error: Exception
+) -> None:
+    served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
+    opened = open_engine(served)
+    assert isinstance(opened.engine, Engine)
+    said: list[str] = []
+    worker = EngineWorker(opened.engine, opened.identity, step=1)
+    failing = cast(Engine, Failing(opened.engine, error, 3))
+    follower = Follower(served, failing, worker, 1, "mixed", said.append)
+    looks = 0
+    while follower.step == 1:
+        follower.look()
+        looks += 1
+    worker.close()
+    assert looks == 1 + 2 + 4 + 8
+    failed, took_over = said
+    assert failed.startswith("step 3 cannot be read, and step 1 goes on: ")
+    assert str(error).partition(":")[0] in failed
+    assert failed.endswith("; it is tried again")
+    assert took_over.startswith("step 3 takes over")
+
+
+def test_following_goes_on_after_any_failure_of_a_look(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
+    opened = open_engine(served)
+    assert isinstance(opened.engine, Engine)
+    monkeypatch.setattr(following, "_LOOK_S", 0.001)
+    said: list[str] = []
+    taken = threading.Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if "takes over" in text:
+            taken.set()
+        elif len(said) == 1:
+            away.rename(run_dir / "checkpoints")
+            raise BrokenPipeError  # Whoever read what is told has left.
+
+    away = (run_dir / "checkpoints").rename(run_dir / "elsewhere")
+    worker = EngineWorker(opened.engine, opened.identity, step=1)
+    Follower(served, opened.engine, worker, 1, "mixed", tell).start()
+    try:
+        assert taken.wait(30)
+    finally:
+        worker.close()
+    assert (
+        said[0] == f"newer steps cannot be looked for at present: {run_dir}/checkpoints is not there any more"
+    )
+    assert len(said) == 2
 
 
 def test_weights_that_the_engine_refuses_leave_those_of_before_to_the_requests(run_dir: Path) -> None:

@@ -1,19 +1,22 @@
 """A server that goes on to each newer checkpoint of its run as it is committed, without dropping a request.
 
 What reinforcement learning and whoever watches a run needs: the weights are read beside what goes on (for that time they are in memory twice),
-and take over between two steps of the engine. A checkpoint that cannot be read is told once and passed over.
+and take over between two steps of the engine. A checkpoint that is damaged is told once and passed over. One that cannot be read at present, for want
+of memory or by a fault of the storage, is told and tried again, after waits that double.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from phalanx.checkpoint.committed.restore import candidates
-from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.errors import CheckpointError, StorageError, StorageFullError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
@@ -27,6 +30,19 @@ from phalanx.train.score.restored import restored_model
 
 _LOOK_S = 2.0
 """How long until the run's folder is looked at again."""
+_MOST_LOOKS = 64
+"""The most looks between two tries of a step: two minutes."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What has become of a step that could not be read."""
+
+    again: int
+    """The look at which it is tried again; 0: at none."""
+    wait: int = 1
+    """Looks from one try to the next."""
+    why: str = ""
 
 
 class Follower:
@@ -50,65 +66,98 @@ class Follower:
             pages,
             tell,
         )
-        self._unreadable: set[int] = set()
+        self._failed: dict[int, _Failed] = {}
+        self._looks = 0
 
     def start(self) -> None:
         """Looks again and again, in a thread that ends with the process."""
 
         def go_on() -> None:
-            wait = threading.Event()
+            wait, told = threading.Event(), ""
             while not wait.wait(_LOOK_S):
                 try:
                     self.look()
-                except (
-                    Exception
-                ) as error:  # What is served goes on, and somebody must hear that it grows old.
-                    return self._tell(f"newer steps are followed no more, by a defect: {error!r}")
-            return None
+                    told = ""
+                except Exception as error:  # Whatever happens here, the next look may find another world.
+                    trouble = f"newer steps cannot be looked for at present: {_said(error)}"
+                    if trouble != told:
+                        with contextlib.suppress(Exception):  # Nobody listens; that is no reason to stop.
+                            self._tell(trouble)
+                    told = trouble
 
         threading.Thread(target=go_on, name="follower", daemon=True).start()
 
     def look(self) -> None:
-        """Has the newest checkpoint that can be read take over, if it is newer than the one that computes."""
-        try:
-            steps = candidates(DiskTier(RunDirectory(self._served.path).checkpoints))
-        except CheckpointError as error:
-            return self._tell(f"the run's checkpoints cannot be listed: {error}")
-        for step in steps:
-            if step <= self.step:
-                return None
-            if step not in self._unreadable and self._take(step):
-                return None
-        return None
+        """Has the newest checkpoint that can be read take over, if it is newer than the one that computes.
+
+        Raises RunDirectoryError for a run that has been removed, and CheckpointError where its checkpoints cannot be listed.
+        """
+        self._looks += 1
+        folder = RunDirectory(self._served.path).checkpoints
+        if not folder.is_dir():  # A tier would make it.
+            raise RunDirectoryError(f"{folder} is not there any more")
+        for step in candidates(DiskTier(folder)):
+            if step <= self.step or (self._is_due(step) and self._take(step)):
+                return
+
+    def _is_due(self, step: int) -> bool:
+        failed = self._failed.get(step)
+        return failed is None or 0 < failed.again <= self._looks
 
     def _take(self, step: int) -> bool:
         try:
-            model, spec, _ = restored_model(
-                self._served.path,
-                step,
-                dtype=getattr(torch, self._served.dtype),
-                ahead=self._engine.spec.mtp_depth > 0,
-            )
-        except (CheckpointError, RunDirectoryError, OSError) as error:
-            self._unreadable.add(step)
-            self._tell(f"step {step} cannot be read, and step {self.step} goes on: {error}")
-            return False
-        if not isinstance(model, Transformer) or spec != self._engine.spec:
-            self._unreadable.add(step)
-            self._tell(f"step {step} is of another model than the one that is served: start another server")
-            return False
-        digest = weights_digest(model)
-        try:
-            prepared = self._engine.prepare(model)
+            swap = self._swap_to(step)
         except EngineError as error:
-            self._unreadable.add(step)
-            self._tell(f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            self._give_up(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
             return False
-        take_over = partial(self._engine.swap, prepared, digest, pages=self._pages)
-        self._worker.swap(Swap(step, digest, take_over))
+        except Exception as error:  # Whatever it is must not end the following of a run for days.
+            said = f"step {step} cannot be read, and step {self.step} goes on: {_said(error)}"
+            if _is_lasting(error):
+                self._give_up(step, said)
+            else:
+                self._try_again(step, said)
+            return False
+        self._worker.swap(swap)
         self.step = step
-        self._tell(f"step {step} takes over (weights {digest})")
+        self._failed = {other: failed for other, failed in self._failed.items() if other > step}
+        self._tell(f"step {step} takes over (weights {swap.weights_sha})")
         return True
+
+    def _swap_to(self, step: int) -> Swap:
+        """The weights of ``step``, ready to take over. Raises EngineError for those of another model, and whatever reading and memory may raise."""
+        model, spec, _ = restored_model(
+            self._served.path,
+            step,
+            dtype=getattr(torch, self._served.dtype),
+            ahead=self._engine.spec.mtp_depth > 0,
+        )
+        if not isinstance(model, Transformer) or spec != self._engine.spec:
+            raise EngineError("it is of another model than the one that is served: start another server")
+        digest = weights_digest(model)
+        prepared = self._engine.prepare(model)
+        return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
+
+    def _give_up(self, step: int, said: str) -> None:
+        self._failed[step] = _Failed(0)
+        self._tell(said)
+
+    def _try_again(self, step: int, said: str) -> None:
+        before = self._failed.get(step, _Failed(0))
+        wait = min(_MOST_LOOKS, 2 * before.wait)
+        self._failed[step] = _Failed(self._looks + wait, wait, said)
+        if said != before.why:
+            self._tell(f"{said}; it is tried again")
+
+
+def _is_lasting(error: Exception) -> bool:
+    """True for what is wrong with a checkpoint itself, and false for what may pass: memory, or the storage's answer."""
+    return isinstance(error, CheckpointError | RunDirectoryError) and not isinstance(
+        error, StorageError | StorageFullError
+    )
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError | RunDirectoryError | OSError) else repr(error)
 
 
 def open_followed(
