@@ -7,21 +7,27 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from forked_python import Popen
 from phalanx.data.stored.index import read_index
+from phalanx.model.layers.attention.absorbed import AbsorbedUp
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, RunStarted
 from phalanx.run.directory.durable import create_once
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import MlaSpec, RunSpec
 from phalanx.train.assembly import assemble
 from phalanx.train.lifecycle.ending import read_failure
+from phalanx.train.measure import numerics
 from phalanx.train.measure.numerics import (
     MixedMachinesError,
     Numerics,
@@ -106,6 +112,38 @@ def test_probes_have_the_shapes_of_a_lane_and_a_tile_where_the_run_computes_by_t
     names = probe(cut, CPU).probes.keys()
     assert {"product 12x32x16", "product 12x16x32"} <= names, "up and down of a lane's inner elements"
     assert not any(name.startswith("product 24x") or "64" in name for name in names)
+
+
+def test_products_by_heads_and_attention_to_latents_are_tried_where_the_run_has_them(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    mla = MlaSpec(kv_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=16)
+    latent = replace_at(
+        replace_at(replace_at(spec, "model.head_dim", 0), "model.kv_heads", 0), "model.mla", mla
+    )
+    absorbed = replace_at(latent, "model.mla", dataclasses.replace(mla, absorbed=True))
+    others, found = probe(latent, CPU), probe(absorbed, CPU)
+    assert {name: found.probes[name] for name in others.probes} == others.probes
+    own = {"heads' products 4x24x16", "attention to latents 4x24x16"}
+    assert found.probes.keys() - others.probes.keys() == own
+    assert probe(absorbed, CPU) == found
+
+    # A machine that adds up in another order where heads have matrices of their own, or are as wide as latents.
+    attend = F.scaled_dot_product_attention
+
+    def product(rows: Tensor, matrices: Tensor) -> Tensor:
+        return torch.bmm(rows.flip(2), matrices.flip(1))
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if query.shape[-1] == 24:
+            query, key = query.flip(3), key.flip(3)
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(numerics, "AbsorbedUp", partial(AbsorbedUp, product=product))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    assert set(differing(found, probe(absorbed, CPU))) == own
+    assert differing(others, probe(latent, CPU)) == []
 
 
 def test_only_probes_that_both_machines_computed_are_compared() -> None:

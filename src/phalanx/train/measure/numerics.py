@@ -3,7 +3,7 @@
 Another processor, GPU, library or instruction set may choose other kernels, which round differently, and a run whose ranks differ in that has
 bits that depend on who computed what. So every rank computes the same probes, from inputs made in integers: products of the
 run's own shapes in its format (of a lane and a context tile, where the run computes by these), forward and both backward, and the functions that a transformer
-is made of. Ranks whose results differ in a bit are named, with the probes. Equal probes are evidence, not proof: shapes of large models are cut down, so that all probes take a tenth of a second.
+is made of; where latent attention is absorbed, each head's own products too, which are another call of the library, and attention as wide as latents. Ranks whose results differ in a bit are named, with the probes. Equal probes are evidence, not proof: shapes of large models are cut down, so that all probes take a tenth of a second.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.facts.shape import numbered_parameters
+from phalanx.model.layers.attention.absorbed import AbsorbedUp, latents_as_keys
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.directory.durable import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.parts import Parameter
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import MlaSpec, RunSpec
 from phalanx.train.assembly.model_facts import compute_dtype
 
 _MOST_ROWS = 64
 _MOST_OUTPUTS = 256
 _MOST_INPUTS = 4096
 _MOST_PRODUCTS = 6
+_MOST_HEADS = 4
 _DIGEST_BYTES = 7
 """56 bits of a hash fit a signed 64-bit number, either sign."""
 _NAMED = 4
@@ -155,6 +157,13 @@ def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     yield "sum", lambda: (long.sum(), long.float().sum(0), long.float().square().mean(-1))
     yield "norm", lambda: _norm(spec, dtype)
     yield "attention", lambda: _attention(spec, dtype)
+    mla = spec.model.mla
+    if mla is not None and mla.absorbed:
+        # A library chooses its way by the number of heads, which are those of a lane where the run computes by lanes.
+        heads = max(1, min(spec.model.heads // (spec.model.lanes or 1), _MOST_HEADS))
+        shape = f"{heads}x{rows}x{mla.kv_rank}"
+        yield f"heads' products {shape}", lambda: _head_products(mla, heads, rows, dtype)
+        yield f"attention to latents {shape}", lambda: _latent_attention(spec, mla, heads, dtype)
 
 
 _ELEMENTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -206,6 +215,37 @@ def _norm(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
     x = _numbers(17, width, salt=6, dtype=dtype).requires_grad_()
     y = module(x)
     return y, *torch.autograd.grad(y, (x, module.weight), _numbers(17, width, salt=7, dtype=dtype))
+
+
+def _head_products(mla: MlaSpec, heads: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What absorbed latent attention asks of latents and reads from them, products of each head's own matrix, with their gradients."""
+    nope, rope, rank, value = mla.nope_head_dim, mla.rope_head_dim, mla.kv_rank, mla.value_head_dim
+    weight = _numbers(heads * (nope + value), rank, salt=12, dtype=dtype).requires_grad_()
+    query = _numbers(1, heads, rows, nope + rope, salt=13, dtype=dtype).requires_grad_()
+    mixed = _numbers(1, heads, rows, rank + rope, salt=14, dtype=dtype).requires_grad_()
+    up = AbsorbedUp(weight, mla)
+    asked, valued = up.asked(query), up.valued(mixed)
+    upstream = [_numbers(*y.shape, salt=salt, dtype=dtype) for salt, y in ((15, asked), (16, valued))]
+    return asked, valued, *torch.autograd.grad((asked, valued), (weight, query, mixed), upstream)
+
+
+def _latent_attention(spec: RunSpec, mla: MlaSpec, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Causal attention of some heads to the latents of one sequence, and its gradients."""
+    seq = min(spec.train.seq_len, 128)
+    query = _numbers(1, heads, seq, mla.kv_rank + mla.rope_head_dim, salt=17, dtype=dtype).requires_grad_()
+    latent = _numbers(1, 1, seq, mla.kv_rank, salt=18, dtype=dtype).requires_grad_()
+    shared = _numbers(1, 1, seq, mla.rope_head_dim, salt=19, dtype=dtype).requires_grad_()
+    key, value = latents_as_keys(latent, shared)
+    y = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=(mla.nope_head_dim + mla.rope_head_dim) ** -0.5,
+        enable_gqa=True,
+    )
+    upstream = _numbers(*y.shape, salt=20, dtype=dtype)
+    return y, *torch.autograd.grad(y, (query, latent, shared), upstream)
 
 
 def _attention(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
