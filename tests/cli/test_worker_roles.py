@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.weights.serve_command import command
-from phalanx.cli.weights.worker_roles import WorkerRoles
+from phalanx.cli.weights.service.worker_roles import WorkerRoles
 
 
 @pytest.mark.parametrize(

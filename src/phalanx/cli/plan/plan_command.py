@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,8 @@ import click
 from phalanx.cli.plan.plan_files import Written, write_files
 from phalanx.cli.plan.plan_request import (
     GivenOnce,
-    cluster_asked,
+    Subject,
     given_options,
-    is_given,
     mistakes,
     one_run_file,
     placer_asked,
@@ -26,9 +24,9 @@ from phalanx.cli.plan.plan_request import (
     refuse_nowhere,
     refuse_over,
     refuse_repeated,
+    refuse_without,
     require_service,
     spec_asked,
-    without_cluster,
 )
 from phalanx.cli.plan.what_to_train import answer_budget, answer_fit, refuse_beside
 
@@ -208,11 +206,7 @@ def command(
     """
     with mistakes():
         if stacks:
-            refuse_beside("--stacks", given_options(), ("stacks", "as_json"), "it lists software, and stops")
-            from phalanx.cli.plan.tables.stacks_table import print_stacks
-
-            print_stacks(as_json=as_json)
-            return
+            return _list_stacks(as_json=as_json)
         from phalanx.plan.search.query import Aim
 
         refuse_repeated(overrides)
@@ -220,43 +214,45 @@ def command(
         refuse_over(files, report=report, trace=trace)
         if step_error is not None and math.isnan(step_error):
             raise click.UsageError("--step-error nan: write a number from 0 to 1")
+        subject = Subject(files, model, batch, seq_len, cluster_name, overrides)
         if serve:
-            require_service(files, traffic)
-            from phalanx.cli.plan.tables.serving_table import answer_service
-
-            chosen = spec_asked(
-                files[0] if files else None, model, batch, seq_len, without_cluster(overrides)
-            )
-            place = cluster_asked(cluster_name, overrides)
-            answer_service(chosen, place, traffic or "", slo or "", weight_format, top=top, as_json=as_json)
-            return
-        if without := [name for name in ("traffic", "slo", "weight_format") if is_given(name)]:
-            raise click.UsageError(f"--{without[0].removeprefix('weight_')} goes with --serve")
+            return _answer_service(subject, traffic, slo or "", weight_format, top=top, as_json=as_json)
+        refuse_without("--serve", ("traffic", "slo", "weight_format"))
         if fits:
-            instead = (
-                "it fits the run directories that follow, and predicts one run file, or FLOP of --budget"
-            )
-            together = ("files", "fits", "budget", "tokens", "overrides", "as_json")
-            refuse_beside("--fit", given_options(), together, instead)
-            answer_fit(files, overrides=overrides, tokens=tokens, budget=budget, as_json=as_json)
-            return
+            refuse_beside("--fit", given_options(), _WITH_FIT, _INSTEAD_OF_FIT)
+            return answer_fit(files, overrides=overrides, tokens=tokens, budget=budget, as_json=as_json)
         aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
         if budget is not None:
             question = question_asked(budget, aim, kind, unique_tokens, inference_tokens, overrides)
-            if is_given("cluster_name"):
-                question = replace(question, cluster=cluster_asked(cluster_name, overrides))
-            question = replace(question, seq_len=seq_len, batch=batch if is_given("batch") else None)
-            answer_budget(question, out=out, report=report, as_json=as_json)
-            return
-        if only := [name for name in ("kind", "unique_tokens", "inference_tokens") if is_given(name)]:
-            raise click.UsageError(f"--{only[0].replace('_', '-')} goes with --budget")
-        run_file = one_run_file(files)
-        fields = without_cluster(overrides)
-        spec = spec_asked(run_file, model, batch, seq_len, _used(fields, aim))
-        cluster = cluster_asked(cluster_name, overrides)
-        stated = None if model is None else {text.partition("=")[0].strip() for text in fields}
-        placer = placer_asked(network, shares, spec)
-        _answer(spec, cluster, aim, stated, placer, Written(report, trace, out), explain, as_json)
+            return answer_budget(subject.complete(question), out=out, report=report, as_json=as_json)
+        refuse_without("--budget", ("kind", "unique_tokens", "inference_tokens"))
+        spec = spec_asked(one_run_file(files), model, batch, seq_len, _used(subject.fields, aim))
+        cluster, placer = subject.cluster(), placer_asked(network, shares, spec)
+        return _answer(
+            spec, cluster, aim, subject.stated(), placer, Written(report, trace, out), explain, as_json
+        )
+
+
+_WITH_FIT = ("files", "fits", "budget", "tokens", "overrides", "as_json")
+"""Options that go with --fit."""
+_INSTEAD_OF_FIT = "it fits the run directories that follow, and predicts one run file, or FLOP of --budget"
+
+
+def _list_stacks(*, as_json: bool) -> None:
+    from phalanx.cli.plan.tables.stacks_table import print_stacks
+
+    refuse_beside("--stacks", given_options(), ("stacks", "as_json"), "it lists software, and stops")
+    print_stacks(as_json=as_json)
+
+
+def _answer_service(
+    subject: Subject, traffic: str | None, slo: str, weight_format: str, *, top: int, as_json: bool
+) -> None:
+    """Plans workers that serve the model, and prints what was found."""
+    from phalanx.cli.plan.tables.serving_table import answer_service
+
+    asked = require_service(subject.files, traffic)
+    answer_service(subject.spec(), subject.cluster(), asked, slo, weight_format, top=top, as_json=as_json)
 
 
 def _used(fields: list[str], aim: Aim) -> list[str]:

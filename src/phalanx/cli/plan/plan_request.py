@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,8 +99,8 @@ def one_run_file(files: tuple[Path, ...]) -> Path | None:
     return files[0] if files else None
 
 
-def require_service(files: tuple[Path, ...], traffic: str | None) -> None:
-    """Raises UsageError for options that do not plan a service."""
+def require_service(files: tuple[Path, ...], traffic: str | None) -> str:
+    """The traffic to plan for. Raises UsageError for options that do not plan a service."""
     refuse_beside(
         "--serve", given_options(), _WITH_SERVE, "it plans workers, not the layout of a training run"
     )
@@ -107,6 +108,7 @@ def require_service(files: tuple[Path, ...], traffic: str | None) -> None:
         raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
     if len(files) > 1:
         raise click.UsageError(f"one model is planned at a time, not {len(files)}")
+    return traffic
 
 
 _WITH_SERVE = (
@@ -141,6 +143,13 @@ _WITH_BUDGET = (
     "as_json",
 )
 """Options that go with --budget."""
+
+
+def refuse_without(option: str, parameters: Iterable[str]) -> None:
+    """Raises UsageError for one of ``parameters`` on the command line where ``option``, which it goes with, is not."""
+    written = {one.name: one.opts[0] for one in click.get_current_context().command.params}
+    for name in filter(is_given, parameters):
+        raise click.UsageError(f"{written[name]} goes with {option}")
 
 
 def given_options() -> list[str]:
@@ -250,3 +259,39 @@ def cluster_asked(name: str, overrides: Iterable[str]) -> Cluster:
             except ValueError as error:
                 raise click.UsageError(f"--set {text}: {error}") from error
     return found
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned, and where, in the words of the command line."""
+
+    files: tuple[Path, ...]
+    model: str | None
+    batch: int
+    seq_len: int
+    cluster_name: str
+    overrides: tuple[str, ...]
+
+    @property
+    def fields(self) -> list[str]:
+        """What overrides fields of the run file."""
+        return without_cluster(self.overrides)
+
+    def spec(self) -> RunSpec:
+        """The run of the first file, or of the known model."""
+        first = self.files[0] if self.files else None
+        return spec_asked(first, self.model, self.batch, self.seq_len, self.fields)
+
+    def cluster(self) -> Cluster:
+        """The cluster with its overridden figures."""
+        return cluster_asked(self.cluster_name, self.overrides)
+
+    def stated(self) -> set[str] | None:
+        """The fields that are stated of a known model; ``None`` of a run file, which states them all."""
+        return None if self.model is None else {text.partition("=")[0].strip() for text in self.fields}
+
+    def complete(self, question: Question) -> Question:
+        """The question of a budget, about the cluster that was given, if one was, and sequences of this length."""
+        place = self.cluster() if is_given("cluster_name") else question.cluster
+        batch = self.batch if is_given("batch") else None
+        return replace(question, cluster=place, seq_len=self.seq_len, batch=batch)

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.weights.memory_option import Bytes
-from phalanx.cli.weights.serve_start import (
-    Said,
-    Start,
-    join_stages,
-    make_key,
-    require_stage_options,
-    require_stage_timeout,
-    start,
-)
-from phalanx.cli.weights.worker_roles import WorkerRoles
+from phalanx.cli.weights.service.options import require_consistent, require_stage_options
+from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
+from phalanx.cli.weights.service.worker_roles import WorkerRoles
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
@@ -231,25 +224,6 @@ def command(
         require_stage_options(max(pipeline, tensor), stages_at, join, token_file, with_workers=bool(workers))
     if join and token_file:
         return join_stages(run_dir, join, token_file)
-    if not workers and (threads or audit):
-        raise click.UsageError("--threads and --audit are for --workers")
-    if audit and workers is not None and len(workers) < 2:
-        raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
-    divided = "--pipeline" if pipeline > 1 else "--tensor" if tensor > 1 else ""
-    if pipeline > 1 and tensor > 1:
-        raise click.UsageError("--tensor shares out each layer, and --pipeline the layers: give one of them")
-    require_stage_timeout(stage_timeout, divided)
-    if divided and (stream or drafts or run_dir.is_file()):
-        raise click.UsageError(
-            f"{divided} divides the model of a run directory, which drafts nothing then: leave out --stream and --drafts, and give no pack"
-        )
-    if follow and divided:
-        raise click.UsageError(f"--follow exchanges the weights of one process: leave out {divided}")
-    if follow and (workers or step is not None or stream or run_dir.is_file()):
-        raise click.UsageError(
-            "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
-            "--step and --stream, and give the run's directory, not a pack"
-        )
     memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)
     served = ServedRun(
         str(run_dir),
@@ -269,8 +243,8 @@ def command(
         token_file="" if token_file is None else str(token_file),
         texts=requests,
     )
-    start(
-        Start(served, name, host, port, key_file, follow, workers or (), threads, audit, requests, drain_s),
-        Said(as_json),
+    asked = Start(
+        served, name, host, port, key_file, follow, workers or (), threads, audit, requests, drain_s
     )
-    return None
+    require_consistent(asked)
+    return start(asked, Said(as_json))

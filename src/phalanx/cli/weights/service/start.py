@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from phalanx.cli.errors import explained
 from phalanx.serve.gateway.served.served_run import ServedRun
@@ -19,6 +17,8 @@ from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
+    from phalanx.serve.gateway.served.model_text import ModelText
+    from phalanx.serve.gateway.worker import WorkerPort
     from phalanx.serve.workers.router_port import Notice
 
 
@@ -78,53 +78,6 @@ def make_key(file: Path, name: str, limits: str) -> None:
         click.echo(add_key(file, name, parse_limits(limits)))
 
 
-def require_stage_options(
-    pipeline: int, stages_at: str, join: str, token_file: Path | None, *, with_workers: bool
-) -> None:
-    """Raises UsageError for options that do not go together."""
-    if token_file is None:
-        raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
-    if join:
-        if others := _given_beside("join", "token_file"):
-            raise click.UsageError(
-                f"--join takes part in another server, which says what to compute: leave out {', '.join(others)}"
-            )
-        return
-    if not stages_at:
-        raise click.UsageError("--token-file is for --stages-at and --join")
-    if pipeline < 2:
-        raise click.UsageError(
-            "--stages-at is where the other processes of --pipeline or --tensor join: give one of them, 2 or more"
-        )
-    if with_workers:
-        raise click.UsageError(
-            "--stages-at is for one server: with --workers, stages are started on this machine"
-        )
-
-
-def require_stage_timeout(seconds: float, divided: str) -> None:
-    """Raises UsageError for a ``--stage-timeout`` that is no time, or that is given where ``divided`` is empty: one process has no others."""
-    if math.isnan(seconds):
-        raise click.UsageError("--stage-timeout nan is no time: give seconds, from 1 to 86400")
-    if not divided and "--stage-timeout" in _given_beside():
-        raise click.UsageError(
-            "--stage-timeout is for the processes of --pipeline or --tensor: give one of them, 2 or more"
-        )
-
-
-def _given_beside(*names: str) -> list[str]:
-    """The options on the command line but those of these names."""
-    context = click.get_current_context()
-    return [
-        one.opts[0]
-        for one in context.command.params
-        if isinstance(one, click.Option)
-        and one.name is not None
-        and one.name not in names
-        and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
-    ]
-
-
 def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
     """Is a stage of the server at ``at`` until that ends, with weights from the run in ``run_dir``."""
     from phalanx.checkpoint.format.errors import CheckpointError
@@ -156,31 +109,14 @@ def start(asked: Start, said: Said) -> None:
     from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
     from phalanx.serve.gateway.app import Gateway
-    from phalanx.serve.gateway.served.following import open_followed
-    from phalanx.serve.gateway.served.of_run import open_run
     from phalanx.serve.gateway.server import ServerError, listen, serve, serving_of
-    from phalanx.serve.gateway.worker import WorkerPort
-    from phalanx.serve.workers.service import open_service
 
     with explained(
         CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
     ):
         keys = None if asked.key_file is None else read_keys(asked.key_file)
         sock = listen(asked.host, asked.port)
-        worker: WorkerPort
-        if asked.workers:
-            model, worker = open_service(
-                asked.served,
-                asked.name,
-                asked.workers,
-                threads=asked.threads,
-                audit_share=asked.audit,
-                tell=said.notice,
-            )
-        elif asked.follow:
-            model, worker = open_followed(asked.served, asked.name, asked.follow, said.text)
-        else:
-            model, worker = open_run(asked.served, asked.name, said.text)
+        model, worker = _opened(asked, said)
         gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))
         shown = f"[{asked.host}]" if ":" in asked.host else asked.host
         port = sock.getsockname()[1]
@@ -191,3 +127,23 @@ def start(asked: Start, said: Said) -> None:
             note = ServingNote(directory, f"{platform.node()}-{port}", partial(serving_of, gateway, url))
         said.listening(model.name, url)
         serve(gateway, sock, drain_s=asked.drain_s, tell=said.text, note=note)
+
+
+def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
+    """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
+    from phalanx.serve.gateway.served.following import open_followed
+    from phalanx.serve.gateway.served.of_run import open_run
+    from phalanx.serve.workers.service import open_service
+
+    if asked.workers:
+        return open_service(
+            asked.served,
+            asked.name,
+            asked.workers,
+            threads=asked.threads,
+            audit_share=asked.audit,
+            tell=said.notice,
+        )
+    if asked.follow:
+        return open_followed(asked.served, asked.name, asked.follow, said.text)
+    return open_run(asked.served, asked.name, said.text)

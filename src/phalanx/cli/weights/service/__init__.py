@@ -1,0 +1,1 @@
+"""What ``phalanx serve`` starts, and which of its options go together."""
