@@ -207,6 +207,32 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(
     assert synced == [(b"whole", False)]
 
 
+def test_a_library_is_another_one_when_a_header_changes_that_a_source_or_another_header_includes(
+    tmp_path: Path,
+) -> None:
+    files = {
+        "sum.c": '#include <stdint.h>\n#include "near.h"\n',
+        "beside.c": '#include "near.h"\n',
+        "near.h": '#include "in/far.h"\n',
+        "in/far.h": '#include "../near.h"\n/* one */\n',
+        "other.h": "/* included by none */\n",
+    }
+    (tmp_path / "in").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def library() -> Path:
+        return compiler.library_path(tmp_path / "sum.c", beside=[tmp_path / "beside.c"])
+
+    first = library()
+    for name in files:
+        before = library()
+        (tmp_path / name).write_text(files[name] + "/* another */\n")
+        assert (library() == before) == (name == "other.h"), name
+        (tmp_path / name).write_text(files[name])
+    assert library() == first
+
+
 INTERPRETED = """
 import torch
 from phalanx.hardware.kernels.choose import differences

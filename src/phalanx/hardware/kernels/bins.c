@@ -2,23 +2,11 @@
 
    Every operation on numbers is exact but two roundings to the nearest integer, which are written down, so the bits are those of
    any other way to do it. Compiled with -ffp-contract=off all the same. */
-#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#if FLT_EVAL_METHOD != 0
-#error "operations would be rounded in a wider format"
-#endif
-
-/* One library for every machine that shares the folder it lies in: the loader picks what this processor has. */
-#if defined(__x86_64__) && defined(__GLIBC__)
-#define EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#define WITHIN static inline __attribute__((always_inline))
-#else
-#define EACH_PROCESSOR
-#define WITHIN static inline
-#endif
+#include "processors.h"
 
 enum { EMPTY = -128, NOT_FINITE = 127, INFINITE = 0x7f800000, LEAST_NORMAL = 0x00800000 };
 

@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ from pathlib import Path
 
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""
+_INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 class NoHostKernelsError(RuntimeError):
@@ -32,19 +34,29 @@ class NoHostKernelsError(RuntimeError):
 
 
 def library_path(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
-    """Where the compiled library of ``source``, and of the files ``beside`` it, lies, or is to lie."""
+    """Where the compiled library of ``source``, of the sources ``beside`` it, and of the headers that they include, lies, or is to lie."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = hashlib.sha256(source.read_bytes() + " ".join((*options, platform.machine())).encode())
-    for other in beside:
-        key.update(other.read_bytes())
+    key = hashlib.sha256(" ".join((*options, platform.machine())).encode())
+    for part in _with_headers((source, *beside)):
+        key.update(part.read_bytes())
     return cache / "phalanx" / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}.so"
 
 
-def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
-    """The library of ``source``, compiled if it is not there yet. Raises ``NoHostKernelsError``.
+def _with_headers(sources: Sequence[Path]) -> list[Path]:
+    """``sources`` and all that they include of this project's own, each once, in the order of their first mention."""
+    found: dict[Path, None] = {}
+    waiting = [source.resolve() for source in reversed(sources)]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found[file] = None
+            names = _INCLUDED.findall(file.read_text())
+            waiting += [(file.parent / name).resolve() for name in reversed(names)]
+    return list(found)
 
-    ``beside`` are the other sources that the library consists of, and the headers that they include.
-    """
+
+def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
+    """The library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet. Raises ``NoHostKernelsError``."""
     try:
         target = library_path(source, options, beside=beside)
         if target.exists():
@@ -58,7 +70,7 @@ def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                     made = Path(folder) / target.name
-                    sources = [str(each) for each in (source, *beside) if each.suffix == ".c"]
+                    sources = map(str, (source, *beside))
                     command = [compiler, *options, *sources, "-o", str(made), "-lm"]
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                     with made.open("rb") as file:

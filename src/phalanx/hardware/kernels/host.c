@@ -2,21 +2,11 @@
 
    Compiled with -ffp-contract=off: each operation below is rounded by itself, as in reference.py, so the bits are the same
    with any vector width. Sums of pieces are exact, so the order in which lanes add them does not matter. */
-#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#if FLT_EVAL_METHOD != 0
-#error "operations would be rounded in a wider format"
-#endif
-
-/* One library for every machine that shares the folder it lies in: the loader picks what this processor has. */
-#if defined(__x86_64__) && defined(__GLIBC__)
-#define EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define EACH_PROCESSOR
-#endif
+#include "processors.h"
 
 enum { LANES = 8, ROWS = 4 };
 typedef float narrow_lanes __attribute__((vector_size(LANES * sizeof(float))));

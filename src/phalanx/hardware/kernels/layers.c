@@ -2,22 +2,10 @@
 
    Compiled with -ffp-contract=off: each operation below is rounded by itself, as in the chains of PyTorch's operations that it
    stands for, so the bits are the same with any vector width. Nothing is added up over elements here. */
-#include <float.h>
 #include <stdint.h>
 
-#if FLT_EVAL_METHOD != 0
-#error "operations would be rounded in a wider format"
-#endif
-
-/* One library for every machine that shares the folder it lies in: the loader picks what this processor has. */
-#if defined(__x86_64__) && defined(__GLIBC__)
-#define EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define EACH_PROCESSOR
-#endif
-
-/* GOMP_parallel, of whichever OpenMP runtime the process has. */
-typedef void (*parallel_function)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+#include "processors.h"
+#include "team.h"
 
 /* A call: some rows of each task are done by each thread, which takes as many at a time as are worth it. */
 typedef struct Task {
@@ -32,19 +20,13 @@ typedef struct Task {
 
 static void take(void *data) {
     Task *task = data;
-    for (;;) {
-        const int64_t begin = __atomic_fetch_add(&task->next, task->at_once, __ATOMIC_RELAXED);
-        if (begin >= task->count) return;
-        const int64_t end = begin + task->at_once;
-        task->rows(task, begin, end < task->count ? end : task->count);
-    }
+    for (int64_t begin; (begin = taken(&task->next, task->at_once)) < task->count;)
+        task->rows(task, begin, end_of(begin, task->at_once, task->count));
 }
 
 static void run(Task *task, parallel_function parallel, int64_t threads) {
-    if (parallel && threads > 1)
-        parallel(take, task, (unsigned)threads, 0);
-    else
-        task->rows(task, 0, task->count);
+    if (threads <= 1 || !parallel) task->at_once = task->count; /* nobody waits for a share */
+    in_team(take, task, parallel, threads);
 }
 
 /* Rows are tokens. Forward x cos + (-second, first) sin of a head's halves; backward the gradient of that. */

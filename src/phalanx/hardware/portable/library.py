@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.hardware.kernels.compiler import compiled
 
 _SOURCE = Path(__file__).with_name("products.c")
-_BESIDE = tuple(_SOURCE.with_name(name) for name in ("attention.c", "functions.h", "matrix.h"))
+_BESIDE = (_SOURCE.with_name("attention.c"),)
 _LEAST_SHARE = 1 << 22
 """Multiply-adds for which it pays to start a thread: about a tenth of a millisecond."""
 _ROWS, _COLUMNS = 96, 16

@@ -127,10 +127,9 @@ INLINE int64_t shares_of(const Matrix *m) { return (m->outputs + SHARE - 1) / SH
 INLINE void share_of(const Matrix *m, const float *x, float *y, int64_t rows, int64_t share) {
     const Product p = {x, m->w, m->bias, y, rows, m->inputs, m->outputs, m->block};
     const int64_t begin = share * SHARE;
-    outputs_between(&p, begin, m->outputs - begin < SHARE ? m->outputs : begin + SHARE);
+    outputs_between(&p, begin, end_of(begin, SHARE, m->outputs));
 }
 
-INLINE int64_t taken(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
 
 INLINE void meet(const Step *s, Member me) {
     if (me.threads > 1) s->barrier();
@@ -146,7 +145,7 @@ INLINE void end_layer(Step *s, Member me) {
     const Layer *l = s->ended;
     const int64_t rows = s->rows, dim = l->dim, inner = l->inner;
     float *added = s->inner; /* the heads' result; as wide as an inner row at least */
-    for (int64_t share; (share = taken(&s->next[0])) < shares_of(&l->output);)
+    for (int64_t share; (share = taken(&s->next[0], 1)) < shares_of(&l->output);)
         share_of(&l->output, s->mixed, added, rows, share);
     meet(s, me);
     for (int64_t row = me.number; row < rows; row += me.threads) {
@@ -155,17 +154,17 @@ INLINE void end_layer(Step *s, Member me) {
     }
     norms(s, l->ffn_norm, l->eps, dim, me);
     meet(s, me);
-    for (int64_t share; (share = taken(&s->next[1])) < shares_of(&l->up);) {
+    for (int64_t share; (share = taken(&s->next[1], 1)) < shares_of(&l->up);) {
         share_of(&l->gate, s->normed, s->gate, rows, share);
         share_of(&l->up, s->normed, s->up, rows, share);
-        const int64_t begin = share * SHARE, end = inner - begin < SHARE ? inner : begin + SHARE;
+        const int64_t begin = share * SHARE, end = end_of(begin, SHARE, inner);
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = row * inner + begin; i < row * inner + end; i += LANES)
                 put(s->inner + i, silu(at(s->gate + i)) * at(s->up + i));
     }
     meet(s, me);
     added = s->normed;
-    for (int64_t share; (share = taken(&s->next[2])) < shares_of(&l->down);)
+    for (int64_t share; (share = taken(&s->next[2], 1)) < shares_of(&l->down);)
         share_of(&l->down, s->inner, added, rows, share);
     meet(s, me);
     for (int64_t row = me.number; row < rows; row += me.threads) {
@@ -188,7 +187,7 @@ INLINE void begin_layer(Step *s, Member me) {
     norms(s, l->attention_norm, l->eps, l->dim, me); /* of rows that this thread has added to */
     meet(s, me);
     const int64_t queries = shares_of(&l->query), keys = shares_of(&l->key), values = shares_of(&l->value);
-    for (int64_t share; (share = taken(&s->next[3])) < queries + keys + values;) {
+    for (int64_t share; (share = taken(&s->next[3], 1)) < queries + keys + values;) {
         if (share < queries)
             share_of(&l->query, s->normed, s->query, s->rows, share);
         else if (share < queries + keys)
@@ -206,7 +205,7 @@ INLINE void attend(Step *s, Member me) {
     for (int64_t row = me.number; row < s->rows; row += me.threads) keep_row(a, s->key, s->value, row);
     meet(s, me);
     float *scores = a->scratch + me.number * a->scratch_stride;
-    for (int64_t share; (share = taken(&a->next)) < s->rows * a->kept;)
+    for (int64_t share; (share = taken(&a->next, 1)) < s->rows * a->kept;)
         attend_row(a, s->query, s->mixed, share / a->kept, share % a->kept, scores);
     meet(s, me);
 }
@@ -223,8 +222,5 @@ FUSING static void work(void *data) {
 void layer_step(Step *s, parallel_function parallel) {
     memset(s->next, 0, sizeof s->next);
     if (s->attention) s->attention->next = 0;
-    if (s->threads > 1)
-        parallel(work, s, (unsigned)s->threads, 0);
-    else
-        work(s);
+    in_team(work, s, parallel, s->threads);
 }

@@ -19,7 +19,7 @@ from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compi
 MOST_ROWS = 48
 """Rows up to which the kernel takes no longer than a library (measured: AVX2, one thread)."""
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("rows.h", "attend.h", "attend.c", "layer.c"))
+_BESIDE = tuple(_FOLDER / name for name in ("attend.c", "layer.c"))
 _OPTIONS = (*OPTIONS, "-Wno-psabi")
 _LEAST_SHARE = 1 << 16
 """Elements of a matrix for which another thread is woken."""
@@ -30,7 +30,7 @@ class RowKernel:
 
     def __init__(self) -> None:
         try:
-            library = compiled(_FOLDER / "rows.c", _OPTIONS, beside=_SOURCES)
+            library = compiled(_FOLDER / "rows.c", _OPTIONS, beside=_BESIDE)
             self.name = library.stem
             """The digest of its source and the compiler's options."""
             self.library = ctypes.CDLL(str(library))

@@ -243,11 +243,8 @@ typedef struct {
 static void take_shares(void *data) {
     Shared *s = data;
     const int64_t outputs = s->product.outputs;
-    for (;;) {
-        const int64_t begin = __atomic_fetch_add(&s->next, SHARE, __ATOMIC_RELAXED);
-        if (begin >= outputs) return;
-        outputs_between(&s->product, begin, outputs - begin < SHARE ? outputs : begin + SHARE);
-    }
+    for (int64_t begin; (begin = taken(&s->next, SHARE)) < outputs;)
+        outputs_between(&s->product, begin, end_of(begin, SHARE, outputs));
 }
 
 /* Returns 0 where the processor has no fused multiply-add of eight elements. */
@@ -255,9 +252,6 @@ int row_product(const float *x, const float *w, const float *bias, float *y, int
                 int64_t outputs, int64_t block, parallel_function parallel, int64_t threads) {
     if (!fuses()) return 0;
     Shared s = {{x, w, bias, y, rows, inputs, outputs, block}, 0};
-    if (parallel && threads > 1)
-        parallel(take_shares, &s, (unsigned)threads, 0);
-    else
-        take_shares(&s);
+    in_team(take_shares, &s, parallel, threads);
     return 1;
 }

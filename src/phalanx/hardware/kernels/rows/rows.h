@@ -3,6 +3,8 @@
 #define PHALANX_ROWS_H
 #include <stdint.h>
 
+#include "../team.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define FUSING __attribute__((target("avx2,fma")))
@@ -42,9 +44,6 @@ enum { SHARE = 64 }; /* outputs that a thread takes at a time */
 
 /* The outputs from begin on and before end, of all rows. */
 void outputs_between(const Product *p, int64_t begin, int64_t end);
-
-/* GOMP_parallel, of whichever OpenMP runtime the process has. */
-typedef void (*parallel_function)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
 int fuses(void);
 #endif
