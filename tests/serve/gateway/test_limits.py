@@ -11,7 +11,8 @@ import httpx
 from click.testing import CliRunner
 
 from phalanx.cli.weights.serve_command import command
-from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.data.chat.template import ChatTemplate
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer, train_bpe
 from phalanx.serve.gateway.access.keys import add_key, parse_limits, read_keys
 from phalanx.serve.gateway.app import Gateway, application
 from phalanx.serve.gateway.served.model_text import ModelText
@@ -40,18 +41,20 @@ class Immediate:
     def close(self) -> None: ...
 
 
-def gateway(keys: Path | None = None) -> Gateway:
+def gateway(keys: Path | None = None, text: ModelText | None = None) -> Gateway:
     tokenizer = BytesTokenizer()
-    text = ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size)
+    text = text or ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size)
     return Gateway(text, Immediate(), None if keys is None else read_keys(keys))
 
 
-def ask(server: Gateway, *bodies: dict[str, Any], key: str = "") -> list[httpx.Response]:
+def ask(
+    server: Gateway, *bodies: dict[str, Any], key: str = "", path: str = "completions"
+) -> list[httpx.Response]:
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(application(server))
         headers = {"authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://run", headers=headers) as client:
-            return [await client.post("/v1/completions", json={"model": "run"} | body) for body in bodies]
+            return [await client.post(f"/v1/{path}", json={"model": "run"} | body) for body in bodies]
 
     return asyncio.run(all_of_them())
 
@@ -65,6 +68,31 @@ def test_the_numerics_id_is_told_to_whoever_watches_and_with_the_weights_to_whoe
     health, model = asyncio.run(told())
     assert health == {"status": "ok", "numerics_id": "numerics"}
     assert (model["weights_sha"], model["numerics_id"]) == ("weights", "numerics")
+
+
+def test_a_text_with_a_token_that_the_model_does_not_have_is_refused_as_the_tokenizers_fault() -> None:
+    tokenizer = train_bpe(["a text"], vocab_size=257)
+    known, unknown = "a", "z"
+    vocab = tokenizer.encode(unknown)[0]
+    text = ModelText("run", tokenizer, frozenset(), vocab, ChatTemplate("{{ messages[0].content }}", {}))
+    server, by_id = gateway(text=text), {"prompt": [vocab], "max_tokens": 1}
+    answers = [
+        *ask(server, *({"prompt": one, "max_tokens": 1} for one in (known, unknown)), by_id),
+        *ask(
+            server,
+            *({"messages": [{"role": "user", "content": one}], "max_tokens": 1} for one in (known, unknown)),
+            path="chat/completions",
+        ),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 200, 400]
+    for answer, field in ((answers[1], "prompt"), (answers[2], "prompt"), (answers[4], "messages")):
+        error = answer.json()["error"]
+        assert error["param"] == field
+        assert error["message"].startswith(
+            f"{field}: token id {vocab} is outside the vocabulary of {vocab}; "
+        )
+        assert f"the tokenizer has 257 tokens and the model {vocab}" in error["message"]
+    assert ModelText("run", tokenizer, frozenset(), 257).note == ""
 
 
 def test_a_text_that_all_pages_do_not_hold_is_refused_with_the_numbers() -> None:

@@ -117,6 +117,8 @@ def start(asked: Start, said: Said) -> None:
         keys = None if asked.key_file is None else read_keys(asked.key_file)
         sock = listen(asked.host, asked.port)
         model, worker = _opened(asked, said)
+        if model.note:
+            said.text(model.note)
         gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))
         shown = f"[{asked.host}]" if ":" in asked.host else asked.host
         port = sock.getsockname()[1]

@@ -31,22 +31,37 @@ class ModelText:
     texts: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
     """The texts of tokens that were told before; filled by use."""
 
+    @property
+    def note(self) -> str:
+        """What whoever serves the model has to know of its words; empty if all is well."""
+        if self.tokenizer.vocab_size <= self.vocab_size:
+            return ""
+        return (
+            f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model {self.vocab_size}: texts with one of those that the model does "
+            "not have are refused; put the tokenizer that it was trained with into the run's folder tokenizer"
+        )
+
     def prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """The ids of a prompt. Raises RefusedError for ids that the model does not have."""
-        if isinstance(prompt, str):
-            try:
-                return encode_prompt(self.tokenizer, prompt)
-            except (UnicodeError, ValueError) as error:
-                raise RefusedError(f"prompt: cannot be encoded: {error}", "prompt") from error
-        wrong = [one for one in prompt if not 0 <= one < self.vocab_size]
-        if wrong or not prompt:
-            what = (
-                f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}"
-                if wrong
-                else "an empty list"
-            )
-            raise RefusedError(f"prompt: {what}", "prompt")
-        return prompt
+        if not isinstance(prompt, str):
+            if not prompt:
+                raise RefusedError("prompt: an empty list", "prompt")
+            return self._known(prompt, "prompt")
+        try:
+            encoded = encode_prompt(self.tokenizer, prompt)
+        except (UnicodeError, ValueError) as error:
+            raise RefusedError(f"prompt: cannot be encoded: {error}", "prompt") from error
+        return self._known(encoded, "prompt")
+
+    def _known(self, ids: list[int], field_name: str) -> list[int]:
+        for one in ids:
+            if not 0 <= one < self.vocab_size:
+                because = f"; {self.note}" if self.note else ""
+                raise RefusedError(
+                    f"{field_name}: token id {one} is outside the vocabulary of {self.vocab_size}{because}",
+                    field_name,
+                )
+        return ids
 
     def chat_ids(self, messages: list[ChatMessage]) -> list[int]:
         """The ids of a conversation up to where the answer begins. Raises RefusedError."""
@@ -60,9 +75,10 @@ class ModelText:
             {"role": one.role, "content": "" if one.content is None else one.content} for one in messages
         ]
         try:
-            return encode_messages(self.template, self.tokenizer, turns)
+            encoded = encode_messages(self.template, self.tokenizer, turns)
         except (TokenizerError, UnicodeError) as error:
             raise RefusedError(str(error), "messages") from error
+        return self._known(encoded, "messages")
 
 
 def read_model_text(run_dir: Path, name: str, vocab_size: int) -> ModelText:
