@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint.format.errors import CorruptError, MismatchError
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.reader import PackFile, open_pack
+from phalanx.checkpoint.pack.writer import pack
 from phalanx.model.layers.experts.expert_groups import Groups, grouped_product
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.run.kinds.whole_model import resolve
@@ -188,6 +189,25 @@ def test_a_pack_of_another_step_or_of_other_weights_is_refused(tmp_path: Path) -
     open_model(run, stream=True, step=1)
     with pytest.raises(MismatchError, match="step 1, not 2"):
         open_model(run / "packs" / "step-00000001-fp32.pack", step=2)
+
+
+def test_a_runs_pack_that_is_of_another_step_or_model_by_its_content_is_refused(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "run", DENSE, (1, 3)), make_run(tmp_path / "other", MIXTURE, (3,))
+    packs = run / "packs"
+    first = open_model(run, stream=True, step=1)[0]
+    first_pack = next(packs.iterdir())
+    name = first_pack.name.replace("00000001", "00000003")
+    for source, problem in (
+        (first_pack, "is a pack of step 1, under the name of step 3"),
+        (pack(other, 3, tmp_path / "other.pack", "fp32")[0], "holds another model than this run's"),
+    ):
+        shutil.copy(source, packs / name)
+        with pytest.raises(MismatchError, match=f"{problem}; remove it"):
+            open_model(run, stream=True, step=3)
+        (packs / name).unlink()
+    third = open_model(run, stream=True)[0]
+    assert not torch.equal(first(SHORT), third(SHORT))
+    assert (packs / name).exists()
 
 
 def test_too_little_memory_is_refused_with_what_would_do(tmp_path: Path) -> None:

@@ -126,11 +126,21 @@ def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
     recorded = tier.index(chosen).weights_sha256 if chosen in steps else None
     file = open_pack(path)
     file.close()
-    if recorded is not None and file.index.weights_sha256 != recorded:
-        raise MismatchError(
-            f"{path}: holds other weights than step {chosen} of this run; remove it, or pack again", []
-        )
+    if wrong := _not_of(file.index, run, chosen, recorded):
+        raise MismatchError(f"{path}: {wrong}; remove it, and it is packed again", [])
     return path
+
+
+def _not_of(index: PackIndex, run: RunDirectory, step: int, weights_sha256: str | None) -> str:
+    """Why a pack is not of this ``step`` of the run, by its file and its name; empty if nothing speaks against it. Few steps have their
+    weights' hash on record."""
+    if index.step != step:
+        return f"is a pack of step {index.step}, under the name of step {step}"
+    if weights_sha256 is not None and index.weights_sha256 != weights_sha256:
+        return f"holds other weights than step {step} of this run"
+    if resolve(recorded_run(index).model) != resolve(read_resolved(run).model):
+        return "holds another model than this run's"
+    return ""
 
 
 def empty_model(
