@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,8 +96,8 @@ class Outcome:
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
-    gradients: dict[str, NDArray[np.float32]]
-    """Gradients of the first step, whole; empty on all but the first rank of each stage."""
+    gradients: tuple[tuple[Box, NDArray[np.float32]], ...]
+    """This rank's shares of the gradients of the first step, as far as no other rank has the same."""
     weights_sha256: str
     shares: tuple[tuple[Box, bool, bytes], ...]
     """This rank's shares of the weights: where they lie, True on the rank that writes them to a checkpoint, and their bytes."""
@@ -127,22 +126,23 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    found: dict[str, Any] = {}
+    gradients: list[tuple[Box, NDArray[np.float32]]] = []
 
     def keep_gradients() -> None:
-        if not found:
+        if not gradients:
             for name, part in named_parameters(built.model.parts).items():
                 assert part.grad is not None
-                found[name] = built.placement.whole(name, part.grad).numpy().copy()
+                share = built.placement.shard("gradient", name, part.grad)
+                if share.copies.index == 0:
+                    gradients.append((share.box, share.tensor.numpy().copy()))
 
     slots = [current.slot for current in built.rounds]
     stepper = Stepper(built, random_batches(spec, slots), Ledger(time.monotonic_ns()))
     reports = [stepper.run(number, before_update=keep_gradients) for number in range(1, steps + 1)]
-    gradients_here = found if mesh.dense.mesh[mesh.pipeline_rank].flatten()[0] == mesh.rank else {}
     return Outcome(
         tuple(report.loss for report in reports),
         tuple(report.grad_norm for report in reports),
-        gradients_here,
+        tuple(gradients),
         weights_sha256(built.model.parts, built.placement, piece_bytes=piece_bytes),
         tuple(
             (shard.box, shard.copies.index == 0, shard.tensor.numpy().tobytes())
@@ -185,18 +185,25 @@ def merged(outcomes: list[Outcome]) -> Whole:
         math.prod(shape) for shape in {box.name: box.global_shape for box, _, _ in shares}.values()
     )
     assert first.weights_sha256 == _hash_of(shares)
-    every = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
+    every = _together([share for outcome in outcomes for share in outcome.gradients])
+    assert not any(np.isnan(gradient).any() for gradient in every.values()), "each element is somebody's"
     return Whole(first.losses, first.norms, every, first.weights_sha256)
+
+
+def _together(shares: Sequence[tuple[Box, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
+    """Whole tensors, put together of all ranks' shares."""
+    wholes: dict[str, NDArray[np.float32]] = {}
+    for box, data in shares:
+        tensor = wholes.setdefault(box.name, np.full(box.global_shape, np.nan, np.float32))
+        assert box.dtype == "float32"
+        part = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+        tensor[part] = data
+    return wholes
 
 
 def _hash_of(shares: Sequence[tuple[Box, bool, bytes]]) -> str:
     """The hash of the weights, from whole tensors that are put together of all ranks' shares."""
-    wholes: dict[str, NDArray[np.float32]] = {}
-    for box, _, data in shares:
-        tensor = wholes.setdefault(box.name, np.full(box.global_shape, np.nan, np.float32))
-        assert box.dtype == "float32"
-        part = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-        tensor[part] = np.frombuffer(data, np.float32).reshape(box.shape)
+    wholes = _together([(box, np.frombuffer(data, np.float32).reshape(box.shape)) for box, _, data in shares])
     return combine(
         {
             name.removeprefix(WEIGHTS): tensor_digest("float32", tensor.shape, [tensor.tobytes()])

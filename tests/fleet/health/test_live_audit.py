@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from layouts import DENSE, MIXTURE, tiny
-from phalanx.run.spec import ParallelSpec, RunSpec
+import layouts
+from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from quick_cases import quick
 from ranks import Ranks
 
@@ -103,6 +103,14 @@ def audited_steps(
     return verdicts, weights_sha256(built.model.parts, built.placement)
 
 
+DENSE, MIXTURE = (dataclasses.replace(model, layers=2) for model in (layouts.DENSE, layouts.MIXTURE))
+
+
+def tiny(model: ModelSpec, parallel: ParallelSpec) -> RunSpec:
+    """A run with two micro-batches to a slot."""
+    return layouts.tiny(model, parallel, batch_size=8)
+
+
 PAIR = ParallelSpec(sharding="zero3")
 LAYOUTS = {
     "whole x 3": (3, DENSE, ParallelSpec(sharding="none")),
@@ -118,7 +126,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", quick(LAYOUTS, of_the_suite=["experts on 2, teams of 2"]))
 def test_audits_find_nothing_on_healthy_ranks_and_change_no_bit(ranks: Ranks, name: str) -> None:
     count, model, parallel = LAYOUTS[name]
-    spec = tiny(model, parallel, batch_size=8)
+    spec = tiny(model, parallel)
     outcomes = ranks.run(count, audited_steps, spec, 3, 1)
     assert all(verdicts == [None] * 3 for verdicts, _ in outcomes)
     without = ranks.run(count, audited_steps, spec, 3, 0)
