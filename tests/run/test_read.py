@@ -44,7 +44,7 @@ def test_an_empty_file_is_the_default_run(tmp_path: Path) -> None:
 
 
 @given(run_specs())
-@settings(max_examples=100)
+@settings(max_examples=25)  # a tenth of a second each
 def test_a_run_that_is_written_as_toml_reads_back_equal(spec: RunSpec) -> None:
     table = tomllib.loads(tomli_w.dumps(to_table(spec)))
     again, problems = spec_from_table(table, PRESETS)

@@ -107,7 +107,7 @@ def test_a_rank_holds_and_calls_what_the_closed_forms_say(name: str) -> None:
         assert found.matches, differing(found)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from(DRAWN),
     st.integers(0, 7),
