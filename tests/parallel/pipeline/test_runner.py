@@ -94,7 +94,7 @@ def test_waiting_for_the_neighbor_is_counted(ranks: Ranks) -> None:
     ("name", "per_rank", "narrow"),
     quick(
         ((*schedule, narrow) for schedule in SCHEDULES[1:] for narrow in (False, True)),
-        of_the_suite=[("1f1b", 1, False), ("dualpipev", 2, False), ("dualpipev", 2, True)],
+        of_the_suite=[("1f1b", 1, False), ("dualpipev", 2, True)],
     ),
 )
 def test_sharded_stages_reduce_once_and_give_the_sharded_models_bits(
