@@ -12,7 +12,7 @@ from tiny_runs import tiny_run
 
 SPIKE = 13
 """The step of the spike."""
-STEPS = 22
+STEPS = 18
 
 
 def make_noise(folder: Path) -> Path:

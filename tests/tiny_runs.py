@@ -41,15 +41,23 @@ def make_dataset(folder: Path, salt: str = "") -> Path:
     return folder
 
 
-def tiny_run(dataset: Path, run_dir: Path, steps: int = 6, **train: Any) -> RunSpec:
-    """A resolved run on ``dataset`` that clips, decays, evaluates and saves."""
+def tiny_run(
+    dataset: Path, run_dir: Path, steps: int = 6, micro_batch_size: int = 2, **train: Any
+) -> RunSpec:
+    """A resolved run on ``dataset`` that clips, decays, evaluates and saves; a slot is two sequences, in one micro-batch or in two."""
     spec = RunSpec(
         name="tiny",
         run_dir=str(run_dir),
         model=TINY_MODEL,
         data=DataSpec(path=str(dataset)),
         train=TrainSpec(
-            steps=steps, batch_size=16, seq_len=24, slots=8, micro_batch_size=1, loss_chunk=16, **train
+            steps=steps,
+            batch_size=16,
+            seq_len=24,
+            slots=8,
+            micro_batch_size=micro_batch_size,
+            loss_chunk=16,
+            **train,
         ),
         optimizer=OptimizerSpec(lr=1e-2, weight_decay=0.1, clip_norm=0.5),
         schedule=ScheduleSpec(warmup_steps=2),

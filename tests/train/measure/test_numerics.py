@@ -96,7 +96,7 @@ def test_mixed_machines_train_together_if_the_run_file_says_so(
 def test_probes_are_the_same_again_and_are_the_shapes_and_format_of_the_run(
     dataset: Path, tmp_path: Path
 ) -> None:
-    spec = tiny_run(dataset, tmp_path / "run")
+    spec = tiny_run(dataset, tmp_path / "run", micro_batch_size=1)
     found = probe(spec, CPU)
     assert found == probe(spec, CPU)
     assert {"exp", "softmax", "norm", "attention", "square root", "product 24x64x32"} <= found.probes.keys()
@@ -107,7 +107,8 @@ def test_probes_are_the_same_again_and_are_the_shapes_and_format_of_the_run(
 def test_probes_have_the_shapes_of_a_lane_and_a_tile_where_the_run_computes_by_these(
     dataset: Path, tmp_path: Path
 ) -> None:
-    spec = tiny_run(dataset, tmp_path / "run")  # width 32, inner width 64, micro-batches of 24 tokens
+    # Width 32, inner width 64, micro-batches of 24 tokens.
+    spec = tiny_run(dataset, tmp_path / "run", micro_batch_size=1)
     cut = replace_at(replace_at(spec, "model.lanes", 4), "model.context_tiles", 2)
     names = probe(cut, CPU).probes.keys()
     assert {"product 12x32x16", "product 12x16x32"} <= names, "up and down of a lane's inner elements"
@@ -153,7 +154,7 @@ def test_only_probes_that_both_machines_computed_are_compared() -> None:
 
 
 def test_probes_of_a_large_model_are_cut_down(dataset: Path, tmp_path: Path) -> None:
-    spec = tiny_run(dataset, tmp_path / "run")
+    spec = tiny_run(dataset, tmp_path / "run", micro_batch_size=1)
     model = dataclasses.replace(spec.model, dim=16384, heads=128, kv_heads=8, head_dim=128, ffn_dim=53248)
     names = [
         name

@@ -77,7 +77,7 @@ def test_a_run_made_longer_has_the_weights_of_one_that_was_so_long_from_the_star
 def test_values_that_change_at_a_step_change_from_there_on_wherever_the_child_is_broken_off(
     parent: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
-    changes = ["train.steps=8", "train.batch_size=8", "optimizer.lr=0.002"]
+    changes = ["train.steps=8", "train.batch_size=8", "train.micro_batch_size=1", "optimizer.lr=0.002"]
     whole = ranks.run(1, train_on_this_rank, child_of(parent, tmp_path / "a", *changes))[0]
     child = child_of(parent, tmp_path / "b", *changes)
     ranks.run(2, train_on_this_rank, child, 7)

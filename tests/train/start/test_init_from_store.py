@@ -45,7 +45,7 @@ def url(parent: DiskTier, s3_server: Server, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def beginning(dataset: Path, run_dir: Path, start: str, init_with: str = "weights") -> RunSpec:
-    spec = replace_at(tiny_run(dataset, run_dir), "checkpoint.init_from", start)
+    spec = replace_at(tiny_run(dataset, run_dir, steps=2), "checkpoint.init_from", start)
     spec = replace_at(spec, "checkpoint.init_with", init_with)
     return resolve(spec, open_places(spec.data), Path("tiny.toml"))
 
