@@ -56,10 +56,10 @@ LAYOUTS: dict[str, tuple[tuple[str, int, dict[str, Any]], ...]] = {
 
 
 def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
-    """Slots of two micro-batches, a tile's loss in a chunk and a half; documents end now and then."""
+    """Two slots of two micro-batches, a tile's loss in a chunk and a half; documents end now and then."""
     spec = tiny(model, parallel)
     train = dataclasses.replace(
-        spec.train, batch_size=8, micro_batch_size=1, loss_chunk=5, document_mask=True, end_of_document=7
+        spec.train, batch_size=4, slots=2, loss_chunk=5, document_mask=True, end_of_document=7
     )
     return dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
 
@@ -96,7 +96,7 @@ def test_experts_that_serve_several_slots_at_once_keep_one_hash(ranks: Ranks) ->
         (4, ParallelSpec(expert=2, sharding="zero2")),
     ):
         spec = spec_of(MODELS["mixture"], parallel)
-        train = dataclasses.replace(spec.train, expert_sums="slot")
+        train = dataclasses.replace(spec.train, batch_size=8, slots=4, expert_sums="slot")
         found.append(merged(ranks.run(count, steps_on_this_rank, dataclasses.replace(spec, train=train), 1)))
     assert all(same(other, found[0]) for other in found[1:])
 

@@ -61,10 +61,10 @@ DEGREES: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
 
 
 def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
-    """Slots of two micro-batches, a tile's loss in a chunk and a half; documents end now and then."""
+    """Two slots of two micro-batches, a tile's loss in a chunk and a half; documents end now and then."""
     spec = tiny(model, parallel)
     train = dataclasses.replace(
-        spec.train, batch_size=8, micro_batch_size=1, loss_chunk=5, document_mask=True, end_of_document=7
+        spec.train, batch_size=4, slots=2, loss_chunk=5, document_mask=True, end_of_document=7
     )
     return dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
 
@@ -147,7 +147,9 @@ def test_experts_that_serve_several_slots_at_once_keep_that_hash(ranks: Ranks) -
     found = []
     for count, parallel in ((1, ParallelSpec()), (4, divided(MODELS["mixture"], 2, 1))):
         parallel = dataclasses.replace(parallel, expert=count)
-        spec = replace_at(spec_of(MODELS["mixture"], parallel), "train.expert_sums", "slot")
+        spec = spec_of(MODELS["mixture"], parallel)
+        train = dataclasses.replace(spec.train, batch_size=8, slots=4, expert_sums="slot")
+        spec = dataclasses.replace(spec, train=train)
         found.append(merged(ranks.run(count, steps_on_this_rank, spec, 1)))
     assert same(*found)
 
