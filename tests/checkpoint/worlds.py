@@ -1,5 +1,7 @@
 """Simulated worlds for the checkpoint tests: tensors, ways to divide them over ranks, and saves by all ranks."""
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -14,6 +16,12 @@ from phalanx.checkpoint.tiers.tier import Tier
 
 State = dict[str, torch.Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
+_MEMORY = "/dev/shm"
+
+
+def folder_in_memory() -> tempfile.TemporaryDirectory[str]:
+    """A folder that is removed at the end of its context, in memory where there is such a place: each of many examples would wait for a disk."""
+    return tempfile.TemporaryDirectory(dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:

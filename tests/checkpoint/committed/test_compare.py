@@ -1,14 +1,12 @@
 """Two checkpoints of a step, bit by bit: what differs is named, however the ranks divided it."""
 
-import tempfile
-
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.memory_tier import MemoryTier
-from checkpoint.worlds import State, holdings, same_bits, save_by_all, shards_from, states
+from checkpoint.worlds import State, folder_in_memory, holdings, same_bits, save_by_all, shards_from, states
 from phalanx.checkpoint.committed.compare import compare_step, numbers
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Tier
@@ -29,7 +27,7 @@ def test_the_tensors_that_differ_are_named_with_their_first_element(data: st.Dat
     place = data.draw(st.integers(0, len(flat) - 1))
     raw = flat[place : place + 1].view(torch.uint8)
     raw[0] ^= 1
-    with tempfile.TemporaryDirectory() as folder:
+    with folder_in_memory() as folder:
         one = saved(DiskTier(folder, block_bytes=4096), state, data)
         assert compare_step(one, saved(MemoryTier(), state, data), 1) == []
         (found,) = compare_step(one, saved(MemoryTier(), other, data), 1)

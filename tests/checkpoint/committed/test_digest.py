@@ -1,14 +1,13 @@
 """The weights' digest: against a few lines of hashlib, and independent of sharding."""
 
 import hashlib
-import tempfile
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.memory_tier import MemoryTier
-from checkpoint.worlds import State, holdings, save_by_all, shards_from, states
+from checkpoint.worlds import State, folder_in_memory, holdings, save_by_all, shards_from, states
 from phalanx.checkpoint.committed.digest import combine, digest_checkpoint, tensor_digest
 from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -32,7 +31,7 @@ def test_a_checkpoint_on_any_layout_has_the_digest_of_the_live_weights(data: st.
     state = {name: t for name, t in data.draw(states()).items() if t.numel()} or {"model/t": torch.ones(1)}
     boxes = data.draw(holdings(state, 2))
     optimizer = {"optimizer/exp_avg/t": torch.zeros(3)}
-    with tempfile.TemporaryDirectory() as folder:
+    with folder_in_memory() as folder:
         for tier in (DiskTier(folder, block_bytes=4096), MemoryTier()):
             ranks = [shards_from(state, part) for part in boxes]
             ranks[0] += shards_from(optimizer, [s.box for s in _shards(optimizer)])

@@ -1,6 +1,5 @@
 """From tensors to boxes: DTensors of simulated ranks, with torch's own sharding as the reference."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint.shards import shards_of
-from checkpoint.worlds import box_of, save_by_all
+from checkpoint.worlds import box_of, folder_in_memory, save_by_all
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Copies, Shard
@@ -58,7 +57,7 @@ def saved_and_restored(
     worlds: list[list[Shard]], full: dict[str, torch.Tensor], written_twice: int = 0
 ) -> dict[str, torch.Tensor]:
     target = {name: torch.full_like(tensor, -1) for name, tensor in full.items()}
-    with tempfile.TemporaryDirectory() as folder:
+    with folder_in_memory() as folder:
         outcomes = save_by_all(DiskTier(folder), 1, worlds)
         assert outcomes[0].status == "committed", outcomes[0].error
         written = sum(held.box.numel for held in DiskTier(folder).boxes(1))

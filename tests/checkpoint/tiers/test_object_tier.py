@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import secrets
-import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +19,7 @@ from checkpoint.worlds import (
     State,
     blank_shards,
     box_of,
+    folder_in_memory,
     holdings,
     random_tensor,
     same_bits,
@@ -87,7 +87,7 @@ def test_a_step_that_several_ranks_copied_restores_on_any_layout_with_the_same_b
     state, ranks = data.draw(states()), data.draw(st.integers(1, 3))
     saved = data.draw(holdings(state, ranks))
     catalog_ranks, shares = data.draw(st.sampled_from([1, 2, 256])), data.draw(st.integers(1, 4))
-    with tempfile.TemporaryDirectory() as folder:
+    with folder_in_memory() as folder:
         disk = DiskTier(folder, block_bytes=64, catalog_ranks=catalog_ranks)
         save_by_all(disk, 5, [shards_from(state, boxes) for boxes in saved], {"tokens": 9})
         tier = ObjectTier(MemoryStore())
@@ -109,43 +109,49 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> DiskTier:
+    """A disk that is only read."""
+    return disk_with(tmp_path_factory.mktemp("three") / "disk", 1, 2, 3, block_bytes=1024)
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_is_killed_before_whichever_operation_every_committed_step_is_whole(seed: int) -> None:
+def test_whatever_is_killed_before_whichever_operation_every_committed_step_is_whole(
+    three_steps: DiskTier, seed: int
+) -> None:
     draw = random.Random(seed)
     objects: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        disk = disk_with(Path(folder), 1, 2, 3, block_bytes=1024)
-        for _ in range(12):
-            store, left = MemoryStore(objects), draw.randrange(14)
-            store.age = timedelta(days=2)
+    for _ in range(12):
+        store, left = MemoryStore(objects), draw.randrange(14)
+        store.age = timedelta(days=2)
 
-            def count(_operation: str, _key: str) -> None:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise Killed
+        def count(_operation: str, _key: str) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
 
-            tier = ObjectTier(store)
-            before = set(tier.steps())
-            store.before = count
-            act, step = draw.choice(["copy", "copy", "delete", "sweep", "set aside"]), draw.choice([1, 2, 3])
-            try:
-                if act == "copy":
-                    copy_step(disk, step, tier)
-                elif act == "sweep":
-                    tier.sweep("none")
-                elif step in before:
-                    tier.delete(step) if act == "delete" else tier.set_aside(step)
-            except Killed:
-                pass
-            fresh = ObjectTier(MemoryStore(objects))
-            after = set(fresh.steps())
-            assert after - before <= {step}
-            assert before - after <= ({step} if act in ("delete", "set aside") else set())
-            for one in after:
-                assert verify_tier(fresh, "store", one) == []
-                assert same_bits(loaded(fresh, one)["model/w"], small_state(one)["model/w"])
+        tier = ObjectTier(store)
+        before = set(tier.steps())
+        store.before = count
+        act, step = draw.choice(["copy", "copy", "delete", "sweep", "set aside"]), draw.choice([1, 2, 3])
+        try:
+            if act == "copy":
+                copy_step(three_steps, step, tier)
+            elif act == "sweep":
+                tier.sweep("none")
+            elif step in before:
+                tier.delete(step) if act == "delete" else tier.set_aside(step)
+        except Killed:
+            pass
+        fresh = ObjectTier(MemoryStore(objects))
+        after = set(fresh.steps())
+        assert after - before <= {step}
+        assert before - after <= ({step} if act in ("delete", "set aside") else set())
+        for one in after:
+            assert verify_tier(fresh, "store", one) == []
+            assert same_bits(loaded(fresh, one)["model/w"], small_state(one)["model/w"])
 
 
 def test_of_racing_attempts_at_a_step_one_commits_and_its_bytes_are_there(tmp_path: Path) -> None:

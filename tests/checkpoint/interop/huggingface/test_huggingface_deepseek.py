@@ -162,7 +162,7 @@ def fp8(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("image_bytes", [1 << 20, 1000])
+@pytest.mark.parametrize("image_bytes", [1 << 20, 3000])
 def test_weights_in_fp8_become_the_products_with_their_blocks_scales(
     fp8: Path, image_bytes: int, tmp_path: Path
 ) -> None:
