@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -75,7 +76,8 @@ def test_on_a_healthy_run_no_alert_fires_and_each_trouble_fires_its_own(tmp_path
     tests += [unit_test(with_trouble(changes), {name.split()[0]}) for name, changes in TROUBLES.items()]
     file = tmp_path / "test.yml"
     rules = [str(path) for path in sorted(RULES.glob("*.yml"))]
-    file.write_text(yaml.safe_dump({"rule_files": rules, "evaluation_interval": "5m", "tests": tests}))
+    # JSON is YAML, and written a hundred times as fast.
+    file.write_text(json.dumps({"rule_files": rules, "evaluation_interval": "5m", "tests": tests}))
     done = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False)
     named = dict(enumerate(["healthy", *TROUBLES]))
     assert done.returncode == 0, f"{named}\n{done.stdout}{done.stderr}"

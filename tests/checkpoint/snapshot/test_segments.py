@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from checkpoint.shards import shards_of
 from checkpoint.worlds import State, blank_shards, same_bits, states
+from forked_python import in_place_of_execution
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.snapshot.segments import (
     Segment,
@@ -298,14 +299,15 @@ def unmappable() -> NoReturn:
 def test_a_writer_killed_at_any_moment_leaves_a_whole_snapshot_and_takes_none_back() -> None:
     program = Path(__file__).with_name("snapshot_crash_program.py")
     root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, str(program), "7", "12"],
-        env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    with in_place_of_execution():
+        done = subprocess.run(
+            [sys.executable, str(program), "7", "12"],
+            env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(trials) == 12

@@ -190,9 +190,9 @@ def killed_and_continued(folder: Path, out: Path, recipe: Path, kills: int, seed
     return done
 
 
-def test_twenty_kills_at_random_change_no_byte_and_show_nothing_half_written(tmp_path: Path) -> None:
+def test_ten_kills_at_random_change_no_byte_and_show_nothing_half_written(tmp_path: Path) -> None:
     raw_folder(tmp_path)
-    assert killed_and_continued(tmp_path, tmp_path / "out", recipe_file(tmp_path), 20, seed=3) == 20
+    assert killed_and_continued(tmp_path, tmp_path / "out", recipe_file(tmp_path), 10, seed=3) == 10
 
 
 @pytest.mark.slow

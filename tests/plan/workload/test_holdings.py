@@ -69,7 +69,7 @@ _OPTIMIZERS = st.one_of(
 )
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(_MODELS, _PARALLEL, st.sampled_from([1, 2, 4, 6]), st.sampled_from(["bf16", "fp32"]), _OPTIMIZERS)
 def test_state_of_every_kind_is_what_the_trainer_holds(
     model: ModelSpec, parallel: ParallelSpec, data_ranks: int, compute: str, optimizer: OptimizerSpec
