@@ -15,7 +15,7 @@ import pytest
 from forked_python import children
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored
-from phalanx_process import ENVIRONMENT, alive, last_json, run, start, steps_done, wait_until
+from phalanx_process import ENVIRONMENT, TIMEOUT_S, alive, last_json, run, start, steps_done, wait_until
 
 FLEETS = [
     ["--ranks", "1"],
@@ -36,11 +36,11 @@ def hash_after_kill(run_file: Path, folder: Path, seed: int, victim: str) -> str
     wait_until(lambda: steps_done(folder / "run") >= at_step, process)
     ranks = children(process.pid)
     os.kill(process.pid if victim == "launcher" else chance.choice(ranks), signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     if victim == "rank":
         assert "was killed by SIGKILL" in err
         assert "phalanx train" in err  # what to do next
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT_S
     while any(alive(pid) for pid in ranks):  # the kernel kills them, but not in the same instant
         assert time.monotonic() < deadline, "a rank outlived the launcher"
     saved = any((folder / "run" / "checkpoints").glob("step-*"))
@@ -87,7 +87,7 @@ def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
     process = start([*command, "--ranks", "2"], tmp_path)
     wait_until(lambda: steps_done(tmp_path / "run") >= 2, process)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
     assert "the step in progress is finished and saved" in " ".join(out.split())
     assert f"to go on: {sys.executable} -m phalanx train" in " ".join(out.split())
@@ -101,7 +101,7 @@ def test_asked_to_stop_before_it_has_begun_it_stops_as_well(run_file: Path, tmp_
     process = start(["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--ranks", "2"], tmp_path)
     wait_until(lambda: len(children(process.pid)) == 2, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
 
 
@@ -118,7 +118,7 @@ def test_asked_twice_it_ends_at_once_and_says_that_steps_are_lost(run_file: Path
     while alive(rank) and process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
     assert "without saving; the newest checkpoint is of step 0" in " ".join(out.split())
 
@@ -133,7 +133,7 @@ def test_asked_to_stop_while_a_rank_builds_its_model_it_stops_at_once(run_file: 
     )
     wait_until((tmp_path / "building").exists, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
 
 
@@ -143,7 +143,7 @@ def test_a_fleet_asked_to_stop_before_its_coordinator_listens_stops_as_well(
     process = start(["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--nodes", "1"], tmp_path)
     wait_until(lambda: len(children(process.pid)) == 2, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
 
 

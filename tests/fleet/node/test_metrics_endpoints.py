@@ -29,7 +29,7 @@ class _Fleet(Fleet):
 def scrape(address: str) -> dict[str, float]:
     """Value by name and labels, those of the run left out; empty if nobody answers."""
     try:
-        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=20).read().decode()
+        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=100).read().decode()
     except OSError:
         return {}
     return {",".join([s.name, *(v for k, v in s.labels.items() if k != "run")]): s.value for f in parse_text(text) for s in f.samples}  # fmt: skip

