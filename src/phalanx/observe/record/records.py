@@ -143,13 +143,17 @@ def git(directory: Path, *arguments: str) -> str | None:
 
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Package -> installed version; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    versions = {name: version for name in names if (version := _installed(name)) is not None}
+    return {"python": platform.python_version()} | versions
+
+
+@functools.cache
+def _installed(name: str) -> str | None:
+    """A package's version; a process asks once, because PyTorch's description alone takes milliseconds to read."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def host_facts() -> dict[str, object]:
