@@ -21,7 +21,6 @@ from pathlib import Path
 
 import tomli_w
 
-from phalanx.data.chat.kept import take_over_template
 from phalanx.observe.event_log import next_attempt
 from phalanx.run.data_folders import record_of
 from phalanx.run.directory.durable import remove_temporaries, write_atomically
@@ -115,7 +114,7 @@ def open_run(
             directory.logs.mkdir(exist_ok=True)
             _copy_tokenizer(tokenizer_folder, directory.tokenizer)
             if template_folder is not None:
-                take_over_template(template_folder, directory.tokenizer)
+                _take_over_template(template_folder, directory.tokenizer)
             _take_over_published(spec.checkpoint.init_from, directory)
         except BaseException:
             os.close(lock_fd)
@@ -244,4 +243,11 @@ def _take_over_published(init_from: str, directory: RunDirectory) -> None:
     if init_from and source.is_dir():
         shutil.copytree(source, directory.published)
     if init_from and (tokenizer := RunDirectory(Path(init_from).parent.parent).tokenizer).is_dir():
-        take_over_template(tokenizer, directory.tokenizer)
+        _take_over_template(tokenizer, directory.tokenizer)
+
+
+def _take_over_template(source: Path, folder: Path) -> None:
+    """Has the chat template taken over. What reads it is imported here: agents and coordinators, which open no run, would wait for Jinja."""
+    from phalanx.data.chat.kept import take_over_template
+
+    take_over_template(source, folder)
