@@ -221,7 +221,7 @@ def test_another_host_key_is_refused_with_the_remedy(folder: Path, hosts: SshHos
 
 def test_a_run_in_the_background_goes_on_when_who_started_it_has_gone(folder: Path, undisturbed: str) -> None:
     run_dir = folder / "background"
-    words = ["submit", "tiny.toml", "--on", "local", "--nodes", "2", *sets(run_dir)]
+    words = ["submit", "tiny.toml", "--on", "local", "--nodes", "1", *sets(run_dir)]
     starter = subprocess.Popen(
         ["bash", "-c", f"{sys.executable} -m phalanx {' '.join(map(shlex.quote, words))}; kill -9 -- -$$"],
         cwd=folder,
