@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -247,3 +249,8 @@ def test_a_start_that_is_refused_removes_nothing(spec: RunSpec) -> None:
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         opened(spec)
     assert (folder / ".thesis.tex.1.tmp").exists()
+
+
+def test_agents_which_open_no_run_import_no_template_language_with_what_opens_runs() -> None:
+    code = "import sys, phalanx.fleet.node.agent; sys.exit('jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
