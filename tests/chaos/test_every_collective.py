@@ -206,7 +206,7 @@ def make_fleet(
     monkeypatch.setattr(driven_workers, "Node", SweptNode)
 
     def make(parallel: ParallelSpec, ranks: int) -> Fleet:
-        spec = tiny_run(dataset, tmp_path / "none")
+        spec = tiny_run(dataset, tmp_path / "none", micro_batch_size=1)
         spec = dataclasses.replace(
             spec,
             model=dataclasses.replace(

@@ -20,7 +20,7 @@ WEIGHTS = {"fp32": "fe96bf4150f3391c", "bf16": "08a39e96c3830e75"}
 def weights(
     dataset: Path, run_dir: Path, ranks: int, *, compute: str = "fp32", numerics: str = "portable"
 ) -> str:
-    spec = tiny_run(dataset, run_dir)
+    spec = tiny_run(dataset, run_dir, micro_batch_size=1)
     spec = dataclasses.replace(
         spec,
         runtime=dataclasses.replace(spec.runtime, numerics=numerics),
