@@ -1,7 +1,7 @@
 """The serving engine's tokens/s over llama.cpp's, for a Llama of one shape and the same fp32 weights, in one run.
 
     python3.11 -m venv llama && llama/bin/pip install --no-deps xllamacpp==2026.10.11549 gguf==0.19.0 numpy pyyaml
-    python -m bench.serve_beside_llama --llama-python llama/bin/python [--dim 768 --layers 12]
+    python -m bench.serve_beside_llama --llama-python llama/bin/python [--dim 768 --layers 12] [--row 16,32] [--rounds 3]
 
 llama.cpp comes as the package ``xllamacpp``, which brings it compiled, in a process of its own environment. Both write greedy texts of a fixed length behind random prompts,
 with as many threads, in paired rounds; one waits while the other computes. The goal is 0.8. How many of the first text's tokens are the same is told too:
@@ -23,6 +23,13 @@ from pathlib import Path
 from typing import Any
 
 PROMPT, TOKENS, VOCABULARY, ROUNDS, REST_S = 256, 32, 4096, 3, 0.5
+ROWS = tuple((texts, tokens) for texts in (1, 16) for tokens in (1, TOKENS))
+
+
+def texts_and_tokens(text: str) -> tuple[int, int]:
+    """A row: how many texts, and how many tokens each is to write."""
+    texts, tokens = map(int, text.split(","))
+    return texts, tokens
 
 
 def prompts(count: int, turn: int) -> list[list[int]]:
@@ -127,12 +134,21 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--row",
+        action="append",
+        type=texts_and_tokens,
+        metavar="TEXTS,TOKENS",
+        help="measure this row alone; may be repeated",
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds that count; one more comes before")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    model = random_model(given.dim, given.layers, torch.float32)
+    # Exact numerics give a model other products, so each engine has its own, with the same weights.
+    models = {kind: random_model(given.dim, given.layers, torch.float32) for kind in ("exact", "fast")}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as name:
-        save(model, Path(name))
+        save(models["fast"], Path(name))
         peer = subprocess.Popen(
             [given.llama_python, "-P", __file__, "--theirs", name, str(given.threads)],
             stdin=subprocess.PIPE,
@@ -150,7 +166,7 @@ def main() -> None:
             return float(seconds), tokens
 
         def ours(numerics: Any, count: int, tokens: int, turn: int) -> tuple[float, list[int]]:
-            served = engine(model, numerics)
+            served = engine(models[numerics], numerics)
             for number, prompt in enumerate(prompts(count, turn)):
                 served.submit(Request(str(number), tuple(prompt), tokens, GREEDY))
             text: list[int] = []
@@ -164,29 +180,28 @@ def main() -> None:
 
         print(f"llama.cpp {json.loads(peer.stdout.readline())}, {given.threads} threads, fp32", flush=True)
         turn = 0
-        for count in (1, 16):
-            for tokens in (1, TOKENS):
-                taken: dict[str, list[float]] = {"exact": [], "fast": [], "llama.cpp": []}
-                same = 0
-                for warm in range(ROUNDS + 1):
-                    turn += 1
-                    seconds, their_text = asked(count, tokens, turn)
-                    taken["llama.cpp"].append(seconds)
-                    for numerics in ("exact", "fast"):
-                        seconds, text = ours(numerics, count, tokens, turn)
-                        taken[numerics].append(seconds)
-                    same += sum(one == other for one, other in zip(text, their_text, strict=False))
-                    if not warm:
-                        taken = {one: [] for one in taken}
-                ratios = {
-                    one: statistics.median(a / b for a, b in zip(taken["llama.cpp"], taken[one], strict=True))
-                    for one in ("exact", "fast")
-                }
-                print(
-                    f"{count} x ({PROMPT} in, {tokens} out): llama.cpp {statistics.median(taken['llama.cpp']):.2f} s; ours over llama.cpp "
-                    f"{ratios['exact']:.2f} exact, {ratios['fast']:.2f} fast; {same} of {(ROUNDS + 1) * tokens} tokens of the first text the same",
-                    flush=True,
-                )
+        for count, tokens in given.row or ROWS:
+            taken: dict[str, list[float]] = {"exact": [], "fast": [], "llama.cpp": []}
+            same = 0
+            for warm in range(given.rounds + 1):
+                turn += 1
+                seconds, their_text = asked(count, tokens, turn)
+                taken["llama.cpp"].append(seconds)
+                for numerics in ("exact", "fast"):
+                    seconds, text = ours(numerics, count, tokens, turn)
+                    taken[numerics].append(seconds)
+                same += sum(one == other for one, other in zip(text, their_text, strict=False))
+                if not warm:
+                    taken = {one: [] for one in taken}
+            ratios = {
+                one: statistics.median(a / b for a, b in zip(taken["llama.cpp"], taken[one], strict=True))
+                for one in ("exact", "fast")
+            }
+            print(
+                f"{count} x ({PROMPT} in, {tokens} out): llama.cpp {statistics.median(taken['llama.cpp']):.2f} s; ours over llama.cpp "
+                f"{ratios['exact']:.2f} exact, {ratios['fast']:.2f} fast; {same} of {(given.rounds + 1) * tokens} tokens of the first text the same",
+                flush=True,
+            )
         peer.stdin.close()
         peer.wait(60)
 

@@ -1,6 +1,6 @@
 """The serving engine's tokens/s over vLLM's, for a Llama of one shape, in one run.
 
-    python -m bench.serve_beside_vllm --vllm-python /venvs/vllm/bin/python [--dim 768 --layers 12]
+    python -m bench.serve_beside_vllm --vllm-python /venvs/vllm/bin/python [--dim 768 --layers 12] [--row 16,32] [--rounds 3]
 
 Both hold random weights (vLLM's own ``load_format="dummy"``) and write greedy texts of a fixed length behind random prompts, with as many threads, in paired rounds; one
 waits while the other computes. vLLM is in a process of its own environment: it needs nothing of Phalanx. Rows: one and sixteen texts, a prompt alone (prefill) and
@@ -21,6 +21,13 @@ from pathlib import Path
 from typing import Any
 
 PROMPT, TOKENS, VOCABULARY, ROUNDS, REST_S = 256, 32, 4096, 3, 0.5
+ROWS = tuple((texts, tokens) for texts in (1, 16) for tokens in (1, TOKENS))
+
+
+def texts_and_tokens(text: str) -> tuple[int, int]:
+    """A row: how many texts, and how many tokens each is to write."""
+    texts, tokens = map(int, text.split(","))
+    return texts, tokens
 
 
 def prompts(count: int, turn: int) -> list[list[int]]:
@@ -69,9 +76,20 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--row",
+        action="append",
+        type=texts_and_tokens,
+        metavar="TEXTS,TOKENS",
+        help="measure this row alone; may be repeated",
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds that count; one more comes before")
     given = parser.parse_args()
-    model = random_model(given.dim, given.layers, getattr(torch, given.dtype))
-    spec = model.spec
+    # Exact numerics give a model other products, so each engine has its own, with the same weights.
+    models = {
+        kind: random_model(given.dim, given.layers, getattr(torch, given.dtype)) for kind in ("exact", "fast")
+    }
+    spec = models["fast"].spec
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -110,31 +128,30 @@ def main() -> None:
 
         print(f"vLLM {json.loads(peer.stdout.readline())}, {threads} threads, {given.dtype}", flush=True)
         turn = 0
-        for count in (1, 16):
-            for tokens in (1, TOKENS):
-                taken: dict[str, list[float]] = {"exact": [], "fast": [], "vLLM": []}
-                for warm in range(ROUNDS + 1):
-                    turn += 1
-                    taken["vLLM"].append(asked(count, tokens, turn))
-                    for numerics in ("exact", "fast"):
-                        served = engine(model, numerics)  # type: ignore[arg-type]
-                        for number, prompt in enumerate(prompts(count, turn)):
-                            served.submit(Request(str(number), tuple(prompt), tokens, GREEDY))
-                        began = time.perf_counter()
-                        finish(served)
-                        taken[numerics].append(time.perf_counter() - began)
-                        time.sleep(REST_S)
-                    if not warm:
-                        taken = {one: [] for one in taken}
-                pairs = {
-                    one: statistics.median(a / b for a, b in zip(taken["vLLM"], taken[one], strict=True))
-                    for one in ("exact", "fast")
-                }
-                what = f"{count} x ({PROMPT} in, {tokens} out)"
-                print(
-                    f"{what}: vLLM {statistics.median(taken['vLLM']):.2f} s; ours over vLLM {pairs['exact']:.2f} exact, {pairs['fast']:.2f} fast",
-                    flush=True,
-                )
+        for count, tokens in given.row or ROWS:
+            taken: dict[str, list[float]] = {"exact": [], "fast": [], "vLLM": []}
+            for warm in range(given.rounds + 1):
+                turn += 1
+                taken["vLLM"].append(asked(count, tokens, turn))
+                for numerics, model in models.items():
+                    served = engine(model, numerics)  # type: ignore[arg-type]
+                    for number, prompt in enumerate(prompts(count, turn)):
+                        served.submit(Request(str(number), tuple(prompt), tokens, GREEDY))
+                    began = time.perf_counter()
+                    finish(served)
+                    taken[numerics].append(time.perf_counter() - began)
+                    time.sleep(REST_S)
+                if not warm:
+                    taken = {one: [] for one in taken}
+            pairs = {
+                one: statistics.median(a / b for a, b in zip(taken["vLLM"], taken[one], strict=True))
+                for one in ("exact", "fast")
+            }
+            what = f"{count} x ({PROMPT} in, {tokens} out)"
+            print(
+                f"{what}: vLLM {statistics.median(taken['vLLM']):.2f} s; ours over vLLM {pairs['exact']:.2f} exact, {pairs['fast']:.2f} fast",
+                flush=True,
+            )
         peer.stdin.close()
         peer.wait(60)
 

@@ -1,6 +1,6 @@
 """Latent attention, its keys and values expanded anew or its matrix absorbed: decoding behind long texts, and what a step of training costs.
 
-    python -m bench.serve_latent [--lengths 256,1024,4096] [--training]
+    python -m bench.serve_latent [--lengths 256,1024,4096] [--training] [--rounds 3]
 
 A line for each length of text has the median milliseconds of a step of one text: with exact numerics expanded and absorbed (``model.mla.absorbed``), and with
 fast numerics, which absorb; the ratios of the first to the others; and the operations of attention of both forms by count. With ``--training`` it has
@@ -60,9 +60,9 @@ def learnt_s(model: Transformer, length: int) -> float:
     return time.perf_counter() - begin
 
 
-def compare_training(length: int, rounds: int = 4) -> None:
+def compare_training(length: int, rounds: int) -> None:
     models = [random_model(absorbed) for absorbed in (False, True)]
-    taken = [[learnt_s(model, length) for model in models] for _ in range(rounds)][1:]
+    taken = [[learnt_s(model, length) for model in models] for _ in range(rounds + 1)][1:]
     expanded, absorbed = (min(column) for column in zip(*taken, strict=True))
     print(
         f"{length} tokens learnt: expanded {expanded:.3f} s, absorbed {absorbed:.3f} s, ratio {absorbed / expanded:.2f}",
@@ -74,12 +74,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", default="256,1024,4096")
     parser.add_argument("--training", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="the least of so many is taken")
     given = parser.parse_args()
     head = MLA.nope_head_dim + MLA.value_head_dim
     wide = MLA.kv_rank + MLA.rope_head_dim
     for length in map(int, given.lengths.split(",")):
         if given.training:
-            compare_training(length)
+            compare_training(length, given.rounds)
             continue
         rounds = [
             (
@@ -87,7 +88,7 @@ def main() -> None:
                 step_s(random_model(absorbed=True), "exact", length),
                 step_s(random_model(absorbed=False), "fast", length),
             )
-            for _ in range(3)
+            for _ in range(given.rounds)
         ]
         expanded, absorbed, fast = (min(column) for column in zip(*rounds, strict=True))
         counted = (

@@ -1,6 +1,6 @@
 """What rows that are independent of each other cost a mixture of experts: training and scoring over the same with rows as they come.
 
-    python -m bench.serve_numerics [--dim 256 --layers 4 --experts 16] [--rounds 5]
+    python -m bench.serve_numerics [--dim 256 --layers 4 --experts 16] [--rounds 5] [--format float32]
 
 Both run in turns in one process; a line for each format has the medians of the paired ratios of tokens/s (goal 0.99) and their range.
 Training is a micro-batch's forward, loss and backward; scoring is the forward and the loss of each token.
@@ -61,9 +61,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--format", choices=["float32", "bfloat16"], help="this one alone")
     given = parser.parse_args()
     tokens = torch.randint(0, 4096, (4, 512), generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.float32, torch.bfloat16):
+    formats = (given.format,) if given.format else ("float32", "bfloat16")
+    for dtype in (getattr(torch, name) for name in formats):
         free, apart = (mixture(given.dim, given.layers, given.experts, dtype) for _ in range(2))
         make_rows_independent(apart)
         for work in (train, score):
