@@ -31,6 +31,7 @@ if [ ! -e "$folder/unpacked" ]; then
     printf '%s sufficient pam_permit.so\n' auth account password session | tee "$root/etc/pam.d/runuser" > "$root/etc/pam.d/other"
     : > "$folder/unpacked"
 fi
+ln -sf bash "$root/usr/bin/sh"  # which sbatch --wrap asks for, and dash would bring
 cp /etc/{passwd,group,hosts,nsswitch.conf,resolv.conf} "$root/etc/"
 program=$(command -v "$1")
 shared=()
