@@ -207,6 +207,7 @@ def test_puts_and_deletes_in_one_folder_at_once_do_not_disturb_each_other(store:
     assert keys(store) == []
 
 
+@pytest.mark.usefixtures("conditions_and_parts")
 def test_a_large_object_goes_up_in_parts_and_comes_back_whole(store: Store) -> None:
     blocks = [bytes([number]) * (6 * MIB) for number in range(4)]
     store.put_blocks("streamed", (memoryview(block) for block in blocks), 24 * MIB)
