@@ -1,5 +1,8 @@
 """Walking a folder that others change."""
 
+import errno
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +39,28 @@ def test_a_folder_that_goes_while_it_is_walked_is_passed_over(tmp_path: Path) ->
 
 def test_a_folder_that_is_not_there_holds_no_files(tmp_path: Path) -> None:
     assert list(files_below(tmp_path / "missing")) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "is_gone"), [(errno.EIO, False), (errno.ESTALE, False), (errno.EACCES, True)]
+)
+def test_files_of_a_folder_that_a_faulty_disk_does_not_list_are_not_left_out_in_silence(
+    number: int, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first").touch()
+    (tmp_path / "faulty").mkdir()
+    lists = os.scandir
+
+    def scandir(path: str) -> Iterator[os.DirEntry[str]]:
+        if str(path).endswith("faulty"):
+            raise OSError(number, os.strerror(number), path)
+        return lists(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    walk = files_below(tmp_path)
+    assert next(walk) == tmp_path / "first"
+    if is_gone:
+        assert list(walk) == []
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            list(walk)
