@@ -231,6 +231,12 @@ def test_a_root_that_was_removed_costs_what_was_in_it_and_no_later_save(tier: Di
     assert tier.steps() == [109]
 
 
+def test_a_file_that_goes_while_the_bytes_of_a_step_are_counted_is_none_of_them(tier: DiskTier) -> None:
+    nbytes = tier.data_bytes(100)
+    (tier.folder(100) / "gone").symlink_to("nowhere")  # a name that is listed, and no file that has a size
+    assert tier.data_bytes(100) == nbytes
+
+
 def test_verify_reports_progress_up_to_every_byte(tier: DiskTier) -> None:
     save_state(tier, 200, STATE)
     reports: list[tuple[int, int]] = []

@@ -229,7 +229,7 @@ class DiskTier:
         """Bytes of all files of a step."""
         folder = self.folder(step)
         with storage_errors(folder):
-            return sum(file.stat().st_size for file in files_below(folder))
+            return sum(file.stat().st_size for file in files_below(folder) if file.is_file())
 
     def require_files(self, step: int) -> None:
         """Raises a CheckpointError unless every file of a committed step is there in its size; reads no tensor."""
