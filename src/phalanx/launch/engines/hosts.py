@@ -173,13 +173,15 @@ def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -
     again, a few times: no scheduler does it here. One that was asked to end (by SIGTERM to the session) or has ended by itself is not.
     """
     folder = order.folder
+    # The session says its number itself: signals go to a session, and there is none before setsid has made it.
     waits = (
+        'echo "phalanx-pid $$" >&3; exec 3>&-; '
         f'for _ in $(seq {_GO_HALF_SECONDS}); do [ "$(cat "$0" 2>/dev/null)" = {word} ] && break; sleep 0.5; done; '
         f'[ "$(cat "$0" 2>/dev/null)" = {word} ] || {{ echo "error: not all hosts could be started" >&2; exit 1; }}; {_REVIVES}'
     )
     log = shlex.quote(str(folder / f"{host.name}.log"))
     command = shlex.join(["setsid", "bash", "-c", waits, str(folder / "go"), *_words(order, host, head)])
-    return "\n".join([*_begin(order), f"{command} >> {log} 2>&1 < /dev/null &", 'echo "phalanx-pid $!"', ""])
+    return "\n".join([*_begin(order), f"{command} 3>&1 >> {log} 2>&1 < /dev/null &", ""])
 
 
 def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
