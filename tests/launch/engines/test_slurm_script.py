@@ -354,10 +354,10 @@ def test_a_job_that_is_queued_again_saves_no_second_time_and_keeps_what_it_has_b
     told = replace(order(time_limit="1h"), run_dir=tmp_path, taken_from=tmp_path, taken=2)
     script = batch_script(replace(told, python=str(tmp_path / "phalanx")))
     end = script[script.index('while kill -0 "$step"') :]
-    # Slurm sends SIGTERM to a job that it queues again, to the shell and what it waits for; SIGKILL comes when it likes.
+    # Slurm sends SIGTERM to a job that it queues again, to the shell and what it waits for, also before it answers; SIGKILL comes when it likes.
     for name, does in (
         ("squeue", "echo RUNNING"),
-        ("scontrol", "kill -TERM $PPID"),
+        ("scontrol", "kill -TERM $PPID $$"),
         ("sleep", "exit 143"),
         ("phalanx", f'echo "$@" >> {tmp_path}/told'),
     ):
@@ -371,6 +371,28 @@ def test_a_job_that_is_queued_again_saves_no_second_time_and_keeps_what_it_has_b
     assert done.returncode == 75
     assert not (tmp_path / "told").exists()
     assert not (tmp_path / "launch" / "returned").exists()
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "does"),
+    [("saved.json", ["requeue 7"]), ("result.json", ["-m phalanx fleet grow /lender --by 2", "scancel 7"])],
+)
+def test_a_job_without_its_first_node_gives_back_what_it_has_borrowed_when_it_ends_and_keeps_it_when_it_goes_on(
+    ended_by: str, does: list[str], tmp_path: Path
+) -> None:
+    environment = with_tools(
+        tmp_path, squeue="", scancel='said scancel "$@"', scontrol="said $@", phalanx="said $@"
+    )
+    told = replace(order(), run_dir=tmp_path, python=str(tmp_path / "bin" / "phalanx"))
+    script = batch_script(replace(told, taken_from=Path("/lender"), taken=2))
+    last = script[script.index('mkdir "$folder/concluded"') : script.index("\n  fi\n  sleep 1\ndone\necho")]
+    (tmp_path / "launch").mkdir()
+    for name in (ended_by, "fleet.json"):
+        (tmp_path / name).touch()
+    begin = f"folder={tmp_path}/launch; code=5"
+    done = subprocess.run(["bash", "-c", f"{begin}\n{last}"], env=environment, check=False)
+    assert done.returncode == 5
+    assert (tmp_path / "told").read_text().splitlines() == does
 
 
 def test_a_job_that_saves_nothing_gives_back_the_nodes_that_it_has_borrowed(tmp_path: Path) -> None:

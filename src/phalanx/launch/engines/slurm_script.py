@@ -222,8 +222,8 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
     # Whoever has borrowed nodes gives them back below.
     yield '  if [ -z "$in_vain" ]; then'
     yield '    echo "the run has saved; it is queued again"'
-    # It goes on: what it has borrowed it keeps. The same signal ends the sleep.
-    yield '    scontrol requeue "$SLURM_JOB_ID" && { sleep 60; exit "$code"; }'
+    # It goes on: what it has borrowed it keeps. The signal that Slurm then sends would end scontrol before it hears that it is done; it ends the sleep.
+    yield '    ( trap "" TERM; exec scontrol requeue "$SLURM_JOB_ID" ) && { sleep 60; exit "$code"; }'
     yield "  fi"
     yield "fi"
 
@@ -292,8 +292,8 @@ def _concluded(order: LaunchOrder) -> Iterator[str]:
     yield "done"
     yield 'grep -Eq ".phase.: *.(finished|failed)" "${folder%/*}/fleet.json" || [ ! "${folder%/*}/fleet.json" -nt "$folder/ended-$SLURMD_NODENAME" ] || exit "$code"'
     yield 'mkdir "$folder/concluded" 2>/dev/null || exit "$code"'
-    yield from (line.replace("'", "'\\''") for line in _given_back(order))
     yield 'if [ -e "$folder/stopped" ] || [ -e "${folder%/*}/result.json" ] || grep -Eq ".phase.: *.failed" "${folder%/*}/fleet.json"; then'
+    yield from ("  " + line.replace("'", "'\\''") for line in _given_back(order))
     yield from (f"  {line}" for line in _nobody_joins("${folder%/*}"))
     yield '  scancel "$SLURM_JOB_ID"'
     yield "else"
