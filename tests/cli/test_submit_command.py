@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -212,7 +213,7 @@ def test_a_run_that_could_queue_itself_again_is_not_said_to_be_cancelled_but_can
 ) -> None:
     lends(tmp_path, "local")
     (tmp_path / FOLDER / "stopped").mkdir()  # as of another user, or on a full disk
-    session = subprocess.Popen(["bash", "-c", "sleep 60; true", str(tmp_path)], start_new_session=True)
+    session = subprocess.Popen(["bash", "-c", "sleep 900; true", str(tmp_path)], start_new_session=True)
     started = bare.Started(Host("host", HERE, 0, "127.0.0.1"), session.pid)
     (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
     for command in (cancel_command.command, fleet_command.command.commands["stop"]):
@@ -222,6 +223,22 @@ def test_a_run_that_could_queue_itself_again_is_not_said_to_be_cancelled_but_can
     assert session.poll() is None
     assert CliRunner().invoke(cancel_command.command, [str(tmp_path), "--now"]).exit_code == 0
     assert session.wait() == -signal.SIGKILL
+
+
+def test_nodes_whose_return_cannot_be_noted_are_said_to_be_lent_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Submitted("slurm", "7", "urgent", 2, 0, 0.0, str(tmp_path), taken_from="/lender", taken=2)
+
+    def mkdir(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    cancel_command._give_back(tmp_path, made)
+    said = capsys.readouterr().err
+    assert "/lender does not take its 2 nodes again: " in said
+    assert "No space left on device" in said
+    assert "phalanx fleet grow /lender --by 2 asks once more" in said
 
 
 @pytest.mark.parametrize("earlier", ["over", "killed"])
