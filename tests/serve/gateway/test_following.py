@@ -244,7 +244,7 @@ def test_following_goes_on_after_any_failure_of_a_look(
     worker = EngineWorker(opened.engine, opened.identity, step=1)
     Follower(served, opened.engine, worker, 1, "mixed", tell).start()
     try:
-        assert taken.wait(30)
+        assert taken.wait(100)
     finally:
         worker.close()
     assert (
