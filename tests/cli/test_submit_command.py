@@ -19,7 +19,7 @@ from phalanx.cli.launch import cancel_command, submit_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.launch.engines import bare, slurm
+from phalanx.launch.engines import bare, slurm, submission
 from phalanx.launch.engines.hosts import HERE, Host
 from phalanx.launch.engines.order import FOLDER
 from phalanx.launch.engines.submission import Submitted, order_of, read_record
@@ -57,6 +57,51 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
         submit_command._submit(spec, tmp_path, None, "", False, lender)
     cancel_command._give_back(run_dir, earlier)
     assert grown == []
+
+
+@pytest.mark.parametrize("full", ["script", "record", "record and scancel"])
+def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes_them_again(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, lender = tmp_path / "urgent", tmp_path / "lender"
+    lends(lender, "slurm")
+    cancelled: list[str] = []
+
+    def cancel(job: str) -> None:
+        cancelled.append(job)
+        if "scancel" in full:
+            raise EngineError("slurmctld does not answer")
+
+    no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write = submission.write_atomically
+
+    def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+        if full == "script" or path.name == "submitted.json":
+            raise no_room
+        write(path, content, mode=mode)
+
+    def mkdir(_path: Path, *, exist_ok: bool = False, **_: bool) -> None:
+        if not exist_ok:
+            raise no_room
+
+    def fill(*_: object) -> dict[str, object]:
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        monkeypatch.setattr(submission, "write_atomically", write_atomically)
+        return {}
+
+    monkeypatch.setattr(slurm, "refuse_second", lambda *_: None)
+    monkeypatch.setattr(slurm, "test_submit", lambda _: "")
+    monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
+    monkeypatch.setattr(slurm, "submit", lambda _: "7")
+    monkeypatch.setattr(slurm, "cancel", cancel)
+    monkeypatch.setattr(resize_command, "asked_to_go", lambda *_: ["n1", "n2"])
+    monkeypatch.setattr(resize_command, "wait_until_gone", fill)
+    spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
+    with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
+        submit_command._submit(spec, tmp_path, None, "", False, lender)
+    assert "No space left on device" in str(told.value)
+    assert cancelled == ([] if full == "script" else ["7"])
+    assert ("scancel 7" in str(told.value)) == ("scancel" in full)
 
 
 def lends(run_dir: Path, engine: str) -> None:

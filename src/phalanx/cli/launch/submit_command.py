@@ -267,7 +267,8 @@ def _still_lent(order: LaunchOrder) -> str:
 
     if order.taken_from is None:
         return ""
-    with suppress(FileExistsError):  # or phalanx cancel would give them back by the record of an earlier loan
+    # Or phalanx cancel would give them back by the record of an earlier loan; it is there already, or its disk is full.
+    with suppress(OSError):
         (order.folder / RETURNED).mkdir()
     return (
         f"; {order.taken_from} has given back {order.taken} nodes for it: phalanx fleet grow {quote(str(order.taken_from))} --by {order.taken} takes them "
@@ -297,15 +298,21 @@ def _submit(
         expected = slurm.test_submit(path)
         if lender is not None:
             order = _borrowed(order, lender)
-            write_files(order, spec, batch_script(order))
         try:
+            if lender is not None:
+                write_files(order, spec, batch_script(order))
             job = slurm.submit(path)
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error
         try:
             made = record(order, "slurm", job)
         except EngineError as error:  # nobody would find it, and it could not write a line
-            slurm.cancel(job)
+            try:
+                slurm.cancel(job)
+            except EngineError as also:
+                raise EngineError(
+                    f"job {job} can neither be noted ({error}) nor taken back ({also}): end it with scancel {job}{_still_lent(order)}"
+                ) from error
             raise EngineError(f"job {job} is taken back: {error}{_still_lent(order)}") from error
     if as_json:
         price = (
