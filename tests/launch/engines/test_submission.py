@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shlex
@@ -16,7 +17,7 @@ from launch.engines.slurm_cluster import missing
 from phalanx.cli.train.session import how_to_go_on
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.order import LaunchOrder
-from phalanx.launch.engines.submission import Submitted, how_to_follow, only_submission
+from phalanx.launch.engines.submission import Submitted, how_to_follow, mark_stopped, only_submission
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import LaunchSpec
 
@@ -57,6 +58,23 @@ def test_a_full_disk_is_said_before_anything_is_submitted(tmp_path: Path) -> Non
         signal.signal(signal.SIGXFSZ, before)
     with only_submission(order(tmp_path)):
         pass
+
+
+def test_a_run_that_another_user_has_stopped_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    (tmp_path / "launch").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", denied)
+        with pytest.raises(EngineError, match="keeps the run from queueing itself again: Permission denied"):
+            mark_stopped(tmp_path)
+    mark_stopped(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", denied)
+        mark_stopped(tmp_path)
 
 
 def test_commands_that_are_told_can_be_given_to_a_shell() -> None:

@@ -231,7 +231,8 @@ def read_record(run_dir: Path) -> Submitted | None:
 def mark_stopped(run_dir: Path) -> None:
     """Keeps the run's job from queueing itself again. Raises ``EngineError``."""
     folder = run_dir / FOLDER
-    if not folder.is_dir():
+    # Whoever made it before may be another user, whose file nobody else may write.
+    if not folder.is_dir() or (folder / STOPPED).is_file():
         return
     try:
         os.close(os.open(folder / STOPPED, os.O_CREAT | os.O_WRONLY, 0o644))
