@@ -34,7 +34,9 @@ from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.dataset import verify_dataset
 from phalanx.data.stored.index import HELD_OUT, SPLITS, TRAIN, read_index
 from phalanx.data.stored.shards import TokenShards
+from phalanx.store.local_folder import LocalFolder
 from phalanx.store.open_store import open_store
+from phalanx.store.store import Info
 from store.faulty_proxy import Faults, faulty_proxy
 from store.servers import Server
 
@@ -303,6 +305,25 @@ def test_two_preparations_into_one_place_at_once_give_one_dataset(tmp_path: Path
         done = list(pool.map(lambda _: prepared(recipe, tmp_path / "out"), range(3)))
     assert len({one.index.fingerprint for one in done}) == 1
     assert objects(tmp_path / "out") == objects(tmp_path / "alone")
+
+
+def test_a_preparation_that_begins_while_another_writes_its_first_portions_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path)
+    lists = LocalFolder.list
+    begun: list[int] = []
+
+    def list_later(store: LocalFolder, prefix: str = "") -> Iterator[Info]:
+        if not begun:  # whoever looks had found no plan, and waits for a processor
+            begun.append(1)
+            prepared(recipe, tmp_path / "out")
+        return lists(store, prefix)
+
+    monkeypatch.setattr(LocalFolder, "list", list_later)
+    assert prepared(recipe, tmp_path / "out").reused
+    assert begun
 
 
 def test_a_file_that_changes_while_it_is_read_ends_the_task_before_its_manifest(tmp_path: Path) -> None:

@@ -272,11 +272,13 @@ def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None
     found = _plan_bytes(store)
     if found is None:
         other = next((info.key for info in store.list() if not info.key.startswith(f"{PREPARATION}/")), None)
-        if other is not None:
+        # What is there may be of a preparation of the same that has begun since.
+        if other is not None and (found := _plan_bytes(store)) is None:
             what = "a dataset that was not prepared in portions" if _is_there(store, INDEX_KEY) else other
             raise PreparationError(
                 f"{store.url} holds something else ({what}); choose another --out, or remove it"
             )
+    if found is None:
         store.put(_pieces_key(str(plan.head["pieces_sha256"])), plan.pieces_object)
         if tokenizer is not None:
             put_tokenizer(store, tokenizer)
