@@ -249,6 +249,8 @@ def test_a_job_that_could_never_start_is_refused_with_every_reason(
     phalanx: Phalanx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(phalanx.folder)
+    for name in [one for one in os.environ if one.startswith(("PHALANX_", "SLURM_"))]:
+        monkeypatch.delenv(name)
     for name, value in phalanx.environment.items():
         monkeypatch.setenv(name, value)
 
