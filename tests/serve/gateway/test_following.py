@@ -222,6 +222,25 @@ def test_a_step_that_cannot_be_read_at_present_is_tried_again_after_waits_that_d
     assert took_over.startswith("step 3 takes over")
 
 
+def test_a_step_of_a_run_whose_file_cannot_be_read_at_present_is_tried_again(run_dir: Path) -> None:
+    served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
+    opened = open_engine(served)
+    assert isinstance(opened.engine, Engine)
+    said: list[str] = []
+    worker = EngineWorker(opened.engine, opened.identity, step=1)
+    follower = Follower(served, opened.engine, worker, 1, "mixed", said.append)
+    away = (run_dir / "run.toml").rename(run_dir / "elsewhere.toml")
+    follower.look()
+    away.rename(run_dir / "run.toml")
+    for _ in range(2):
+        follower.look()
+    worker.close()
+    failed, took_over = said
+    assert "run.toml" in failed
+    assert failed.endswith("; it is tried again")
+    assert took_over.startswith("step 3 takes over")
+
+
 def test_following_goes_on_after_any_failure_of_a_look(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,10 +150,9 @@ class Follower:
 
 
 def _is_lasting(error: Exception) -> bool:
-    """True for what is wrong with a checkpoint itself, and false for what may pass: memory, or the storage's answer."""
-    return isinstance(error, CheckpointError | RunDirectoryError) and not isinstance(
-        error, StorageError | StorageFullError
-    )
+    """True for what is wrong with a checkpoint itself, and false for what may pass: memory, the storage's answer, or what is wrong with the run's
+    own file, of which no step is at fault."""
+    return isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError)
 
 
 def _said(error: Exception) -> str:
