@@ -119,4 +119,8 @@ def test_a_module_that_could_not_be_compared_is_named_once_however_often_it_is_c
     calls = [f"blocks.{block}.ffn{call}" for block in range(10) for call in ("", " (call 2)", " (call 3)")]
     (line,) = left_out_lines(Compared(None, 5, tuple(calls)))
     assert line.endswith(f"differently: {', '.join(f'blocks.{block}.ffn' for block in range(8))} and 2 more")
+    routers = [f"router{call}[{result}]" for call in ("", " (call 2)") for result in (0, 1)]
+    assert list(left_out_lines(Compared(None, 5, (*routers, "router.weight")))) == [
+        "not compared, because the layouts cut it differently: router, router.weight"
+    ]
     assert list(left_out_lines(Compared(None, 5, ()))) == []

@@ -75,8 +75,8 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
 
 def left_out_lines(found: Compared) -> Iterator[str]:
     """What two replays could not be compared in, if anything."""
-    # A module in lanes is called once for each; a reader wants to know which module.
-    names = list(dict.fromkeys(re.sub(r" \(call \d+\)$", "", name) for name in found.left_out))
+    # A module in lanes is called once for each, and may have several results; a reader wants to know which module.
+    names = list(dict.fromkeys(re.sub(r"( \(call \d+\))?(\[\d+\])?$", "", name) for name in found.left_out))
     if names:
         more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
         yield f"not compared, because the layouts cut it differently: {', '.join(names[:_MOST])}{more}"
