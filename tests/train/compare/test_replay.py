@@ -48,7 +48,8 @@ def on(ranks: Ranks, count: int, spec: RunSpec, order: ReplayOrder, fault: Fault
 
 @pytest.fixture(scope="module")
 def spec(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    return tiny_run(dataset, tmp_path_factory.mktemp("replay") / "run")
+    """Of slots of two micro-batches, which a witness must tell apart."""
+    return tiny_run(dataset, tmp_path_factory.mktemp("replay") / "run", micro_batch_size=1)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,7 @@ def test_layouts_that_only_hold_the_model_differently_agree_in_everything(
     assert found.left_out == ()
     modules = {one.name for seen in healthy.observed for one in seen if one.moment == "forward"}
     assert {"embedding", "blocks.1.attention", "blocks.1.ffn", "norm", "the loss"} <= modules
+    assert {one.micro_batch for seen in healthy.observed for one in seen if one.moment == "forward"} == {0, 1}
     assert found.observations == len(healthy.observed[0])
     weights = [{one.name for one in healthy.observed[0] if one.moment == moment} for moment in GRADIENTS]
     assert weights[0] == weights[1] != set()
@@ -162,7 +164,8 @@ class _GradientInAnotherOrder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        rows = [(upstream[0].flatten(0, 1)[i, :, None] * x.flatten(0, 1)[i]) for i in range(x.shape[1])]
+        pairs = zip(upstream[0].flatten(0, 1), x.flatten(0, 1), strict=True)
+        rows = [slope[:, None] * row for slope, row in pairs]
         return upstream[0] @ weight, functools.reduce(torch.add, reversed(rows))
 
 
@@ -216,7 +219,8 @@ def divided(spec: RunSpec, **parallel: int) -> RunSpec:
 
 
 def test_stages_of_a_pipeline_agree_with_the_whole_model(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
-    untied = replace_at(tiny_run(dataset, tmp_path / "run"), "model.tie_embeddings", False)
+    untied = tiny_run(dataset, tmp_path / "run", micro_batch_size=1)
+    untied = replace_at(untied, "model.tie_embeddings", False)
     order = ReplayOrder(to_step=1)
     whole = on(ranks, 1, untied, order)
     found = compare_replays(whole, on(ranks, 2, divided(untied, pipeline=2), order))
