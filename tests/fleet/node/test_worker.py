@@ -37,9 +37,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "bytes")
 
 
+def a_run(dataset: Path, run_dir: Path) -> RunSpec:
+    """Of slots of two micro-batches, between which an epoch may break, too. Nor are steps so short that the last is over before a node is lost."""
+    return tiny_run(dataset, run_dir, steps=STEPS, micro_batch_size=1)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Any) -> str:
-    spec = tiny_run(dataset, tmp_path_factory.mktemp("undisturbed") / "run", steps=STEPS)
+    spec = a_run(dataset, tmp_path_factory.mktemp("undisturbed") / "run")
     (result,) = ranks.run(1, train_on_this_rank, spec)
     return str(result["weights_sha256"])
 
@@ -58,7 +63,7 @@ def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
         health_checks: bool = False,
         **parallel: Any,
     ) -> Driver:
-        spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
+        spec = a_run(dataset, tmp_path / "run")
         if pieces:
             spec = replace_at(spec, f"model.{pieces}", 2)
         if every_steps is not None:
@@ -205,7 +210,7 @@ def test_a_run_in_fixed_pieces_goes_on_with_half_of_a_slots_ranks_and_later_with
     tmp_path: Path,
     ranks: Any,
 ) -> None:
-    alone = replace_at(tiny_run(dataset, tmp_path / "alone", steps=STEPS), f"model.{pieces}", 2)
+    alone = replace_at(a_run(dataset, tmp_path / "alone"), f"model.{pieces}", 2)
     (expected,) = ranks.run(1, train_on_this_rank, alone)
     driver = make_driver(3, fleet=fleet, pieces=pieces, **degrees)
     first, second, spare = driver.nodes
