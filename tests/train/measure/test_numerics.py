@@ -118,7 +118,7 @@ def test_probes_have_the_shapes_of_a_lane_and_a_tile_where_the_run_computes_by_t
 def test_products_by_heads_and_attention_to_latents_are_tried_where_the_run_has_them(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = tiny_run(dataset, tmp_path / "run")
+    spec = tiny_run(dataset, tmp_path / "run", micro_batch_size=1)
     mla = MlaSpec(kv_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=16)
     latent = replace_at(
         replace_at(replace_at(spec, "model.head_dim", 0), "model.kv_heads", 0), "model.mla", mla
