@@ -147,6 +147,27 @@ def test_products_by_heads_and_attention_to_latents_are_tried_where_the_run_has_
     assert differing(others, probe(latent, CPU)) == []
 
 
+@pytest.mark.parametrize(("lanes", "grouped"), [(0, True), (4, False)])
+def test_attention_to_latents_is_asked_for_as_a_lane_asks_for_it(
+    lanes: int, grouped: bool, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace_at(tiny_run(dataset, tmp_path / "run"), "model.lanes", lanes)
+    mla = MlaSpec(kv_rank=16, nope_head_dim=8, rope_head_dim=8, value_head_dim=16, absorbed=True)
+    latent = replace_at(
+        replace_at(replace_at(spec, "model.head_dim", 0), "model.kv_heads", 0), "model.mla", mla
+    )
+    asked, attend = [], F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if query.shape[-1] == 24:
+            asked.append((query.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    probe(latent, CPU)
+    assert asked == [(spec.model.heads // (lanes or 1), grouped)]
+
+
 def test_only_probes_that_both_machines_computed_are_compared() -> None:
     older = Numerics("one", {"exp": "00", "product 24x64x32": "02"})
     assert differing(older, Numerics("one", {"exp": "00", "product 24x16x32": "03"})) == []

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from phalanx.model.facts.shape import numbered_parameters
 from phalanx.model.layers.attention.absorbed import AbsorbedUp, latents_as_keys
+from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.directory.durable import create_once
@@ -236,14 +237,7 @@ def _latent_attention(spec: RunSpec, mla: MlaSpec, heads: int, dtype: torch.dtyp
     latent = _numbers(1, 1, seq, mla.kv_rank, salt=18, dtype=dtype).requires_grad_()
     shared = _numbers(1, 1, seq, mla.rope_head_dim, salt=19, dtype=dtype).requires_grad_()
     key, value = latents_as_keys(latent, shared)
-    y = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        scale=(mla.nope_head_dim + mla.rope_head_dim) ** -0.5,
-        enable_gqa=True,
-    )
+    y = CausalCore((mla.nope_head_dim + mla.rope_head_dim) ** -0.5)(query, key, value)
     upstream = _numbers(*y.shape, salt=20, dtype=dtype)
     return y, *torch.autograd.grad(y, (query, latent, shared), upstream)
 
