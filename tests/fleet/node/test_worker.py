@@ -38,7 +38,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_run(dataset: Path, run_dir: Path) -> RunSpec:
-    """Of slots of two micro-batches, between which an epoch may break, too. Nor are steps so short that the last is over before a node is lost."""
+    """Two micro-batches to a slot, between which an epoch may break; and steps not so short that the last is over before a node is lost."""
     return tiny_run(dataset, run_dir, steps=STEPS, micro_batch_size=1)
 
 

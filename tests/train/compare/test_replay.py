@@ -48,7 +48,7 @@ def on(ranks: Ranks, count: int, spec: RunSpec, order: ReplayOrder, fault: Fault
 
 @pytest.fixture(scope="module")
 def spec(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """Of slots of two micro-batches, which a witness must tell apart."""
+    """A run with two micro-batches to a slot, which a witness must tell apart."""
     return tiny_run(dataset, tmp_path_factory.mktemp("replay") / "run", micro_batch_size=1)
 
 
