@@ -22,14 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PROMPT, TOKENS, VOCABULARY, ROUNDS, REST_S = 256, 32, 4096, 3, 0.5
-ROWS = tuple((texts, tokens) for texts in (1, 16) for tokens in (1, TOKENS))
-
-
-def texts_and_tokens(text: str) -> tuple[int, int]:
-    """A row: how many texts, and how many tokens each is to write."""
-    texts, tokens = map(int, text.split(","))
-    return texts, tokens
+PROMPT, VOCABULARY, REST_S = 256, 4096, 0.5
 
 
 def prompts(count: int, turn: int) -> list[list[int]]:
@@ -126,26 +119,17 @@ def main() -> None:
     """Prints a line for each shape of the load."""
     import torch
 
-    from bench.serve_engine import GREEDY, engine, random_model
+    from bench.peer_load import ROWS, add_load_options, models_of
+    from bench.serve_engine import GREEDY, engine
     from phalanx.traffic.requests import Request, Token
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llama-python", required=True)
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
+    add_load_options(parser)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--row",
-        action="append",
-        type=texts_and_tokens,
-        metavar="TEXTS,TOKENS",
-        help="measure this row alone; may be repeated",
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds that count; one more comes before")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    # Exact numerics give a model other products, so each engine has its own, with the same weights.
-    models = {kind: random_model(given.dim, given.layers, torch.float32) for kind in ("exact", "fast")}
+    models = models_of(given.dim, given.layers, torch.float32)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as name:
         save(models["fast"], Path(name))

@@ -20,14 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT, TOKENS, VOCABULARY, ROUNDS, REST_S = 256, 32, 4096, 3, 0.5
-ROWS = tuple((texts, tokens) for texts in (1, 16) for tokens in (1, TOKENS))
-
-
-def texts_and_tokens(text: str) -> tuple[int, int]:
-    """A row: how many texts, and how many tokens each is to write."""
-    texts, tokens = map(int, text.split(","))
-    return texts, tokens
+PROMPT, VOCABULARY, REST_S = 256, 4096, 0.5
 
 
 def prompts(count: int, turn: int) -> list[list[int]]:
@@ -68,27 +61,16 @@ def theirs() -> None:
 def main() -> None:
     import torch
 
-    from bench.serve_engine import GREEDY, engine, finish, random_model
+    from bench.peer_load import ROWS, add_load_options, models_of
+    from bench.serve_engine import GREEDY, engine, finish
     from phalanx.traffic.requests import Request
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-python", required=True)
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
+    add_load_options(parser)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument(
-        "--row",
-        action="append",
-        type=texts_and_tokens,
-        metavar="TEXTS,TOKENS",
-        help="measure this row alone; may be repeated",
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds that count; one more comes before")
     given = parser.parse_args()
-    # Exact numerics give a model other products, so each engine has its own, with the same weights.
-    models = {
-        kind: random_model(given.dim, given.layers, getattr(torch, given.dtype)) for kind in ("exact", "fast")
-    }
+    models = models_of(given.dim, given.layers, getattr(torch, given.dtype))
     spec = models["fast"].spec
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -134,7 +116,7 @@ def main() -> None:
                 turn += 1
                 taken["vLLM"].append(asked(count, tokens, turn))
                 for numerics, model in models.items():
-                    served = engine(model, numerics)  # type: ignore[arg-type]
+                    served = engine(model, numerics)
                     for number, prompt in enumerate(prompts(count, turn)):
                         served.submit(Request(str(number), tuple(prompt), tokens, GREEDY))
                     began = time.perf_counter()
