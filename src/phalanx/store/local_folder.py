@@ -167,7 +167,8 @@ class LocalFolder:
 
     def _new_file(self, path: Path) -> tuple[int, Path]:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.writing")
-        for last in (False,) * _MOST_RACES + (True,):
+        races = 0
+        while True:
             try:
                 _make_durable(path.parent)
                 return os.open(
@@ -176,9 +177,9 @@ class LocalFolder:
             except (FileNotFoundError, FileExistsError):
                 # A delete removed the empty folder between two system calls; if it is always so, the working folder is gone, or a
                 # file stands where a folder should be.
-                if last:
+                races += 1
+                if races > _MOST_RACES:
                     raise
-        raise AssertionError
 
     def _path(self, key: str) -> Path:
         require_key(key, self._url)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files_below import files_below, folders_below
 
 names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
 
 
 @settings(max_examples=25)
 @given(names=st.sets(names))
-def test_every_file_is_found_and_nothing_else(
+def test_every_file_and_folder_is_found_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, names: set[str]
 ) -> None:
     root = tmp_path_factory.mktemp("root")
@@ -24,6 +24,7 @@ def test_every_file_is_found_and_nothing_else(
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name / "file").touch()
     assert sorted(files_below(root)) == sorted(path for path in root.rglob("*") if path.is_file())
+    assert sorted(folders_below(root)) == [root, *sorted(path for path in root.rglob("*") if path.is_dir())]
 
 
 def test_a_folder_that_goes_while_it_is_walked_is_passed_over(tmp_path: Path) -> None:

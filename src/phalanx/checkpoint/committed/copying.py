@@ -23,7 +23,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, store_errors
 from phalanx.checkpoint.tiers.tier import Draft, never
 from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files_below import files_below, folders_below
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
@@ -98,8 +98,8 @@ class DiskDraft:
     def commit(self) -> bool:
         self.write_record(CHECKPOINT_INDEX, self._index)
         with storage_errors(self._folder, 1):
-            for folder, _, _ in os.walk(self._folder):
-                sync(Path(folder))
+            for folder in folders_below(self._folder):
+                sync(folder)
             try:
                 os.rename(self._folder, self._tier.folder(self._step))
             except OSError:

@@ -1,4 +1,4 @@
-"""The files below a folder that other processes may change while it is walked.
+"""The files and folders below a folder that other processes may change while it is walked.
 
 ``Path.rglob`` raises ``FileNotFoundError`` if a folder goes away between its listing and its opening (CPython up to 3.12,
 ``pathlib._RecursiveWildcardSelector``), so two preparations into one place, or a look at a checkpoint that is being pruned, would
@@ -22,6 +22,12 @@ def files_below(folder: Path) -> Iterator[Path]:
     for parent, _, names in os.walk(folder, onerror=_raise_unless_gone):
         for name in names:
             yield Path(parent, name)
+
+
+def folders_below(folder: Path) -> Iterator[Path]:
+    """Yields the path of ``folder`` and of every folder in it, in no order. Errors are those of ``files_below``."""
+    for parent, _, _ in os.walk(folder, onerror=_raise_unless_gone):
+        yield Path(parent)
 
 
 def _raise_unless_gone(error: OSError) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError
 from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files_below import files_below, folders_below
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -54,8 +54,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 def _sync_all(folder: Path) -> None:
     for path in files_below(folder):
         sync(path)
-    for below, _, _ in os.walk(folder):
-        sync(Path(below))
+    for below in folders_below(folder):
+        sync(below)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
