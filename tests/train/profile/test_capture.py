@@ -1,4 +1,4 @@
-"""What is told of the profiler's events on every release of PyTorch."""
+"""Events of the profiler have the same kinds on every release of PyTorch."""
 
 from __future__ import annotations
 

@@ -105,11 +105,7 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
         job = grown(lender, made.taken, read_record(lender))
     except FileExistsError:
         return
-    except (
-        EngineError,
-        click.ClickException,
-        OSError,
-    ) as error:  # OSError: not known to others, on a full disk
+    except (EngineError, click.ClickException, OSError) as error:  # the folder's disk may be full
         said = error.message if isinstance(error, click.ClickException) else str(error)
         again = f"phalanx fleet grow {quote(str(lender))} --by {made.taken} asks once more"
         click.echo(f"{lender} does not take its {made.taken} nodes again: {said}; {again}", err=True)

@@ -144,7 +144,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The placements that may be chosen: all but for what somebody asks."""
+    """The limits that options set to a placement; by default there are none."""
 
     unit: int
     """Nodes of a unit; 0 for any number."""

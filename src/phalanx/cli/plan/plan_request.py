@@ -263,7 +263,7 @@ def cluster_asked(name: str, overrides: Iterable[str]) -> Cluster:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned, and where, in the words of the command line."""
+    """The arguments of the command line that say which model is planned, and for which cluster."""
 
     files: tuple[Path, ...]
     model: str | None
@@ -274,7 +274,7 @@ class Subject:
 
     @property
     def fields(self) -> list[str]:
-        """What overrides fields of the run file."""
+        """The overrides of fields of the run file, without those of the cluster."""
         return without_cluster(self.overrides)
 
     def spec(self) -> RunSpec:

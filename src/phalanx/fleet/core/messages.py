@@ -273,7 +273,7 @@ class StopRun(WireMessage, frozen=True):
     """Save and end; asked again, end at once."""
 
     never_at_once: bool = False
-    """Whoever asks only wants the run saved: of a run that saves already, it asks nothing more."""
+    """True if the request only wants the run saved: a run that is saving already goes on with that."""
 
 
 class Shrink(WireMessage, frozen=True):

@@ -219,7 +219,7 @@ def _norm(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _head_products(mla: MlaSpec, heads: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What absorbed latent attention asks of latents and reads from them, products of each head's own matrix, with their gradients."""
+    """The products by each head's own matrix before and after absorbed latent attention, with their gradients."""
     nope, rope, rank, value = mla.nope_head_dim, mla.rope_head_dim, mla.kv_rank, mla.value_head_dim
     weight = _numbers(heads * (nope + value), rank, salt=12, dtype=dtype).requires_grad_()
     query = _numbers(1, heads, rows, nope + rope, salt=13, dtype=dtype).requires_grad_()

@@ -1,1 +1,1 @@
-"""What ``phalanx serve`` starts, and which of its options go together."""
+"""``phalanx serve`` behind its command line: the rules between its options, and the start of the service."""

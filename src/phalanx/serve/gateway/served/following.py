@@ -36,7 +36,7 @@ _MOST_LOOKS = 64
 
 @dataclass(frozen=True)
 class _Failed:
-    """What has become of a step that could not be read."""
+    """A step that could not be read, and when it is tried again."""
 
     again: int
     """The look at which it is tried again; 0: at none."""

@@ -33,7 +33,7 @@ class ModelText:
 
     @property
     def note(self) -> str:
-        """What whoever serves the model has to know of its words; empty if all is well."""
+        """A warning if the tokenizer has tokens that the model does not have; else empty."""
         if self.tokenizer.vocab_size <= self.vocab_size:
             return ""
         return (
