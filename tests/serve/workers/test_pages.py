@@ -1,9 +1,15 @@
-"""Pages between workers over real sockets: what comes is what was offered, and whatever fails leaves the rest to be computed."""
+"""Pages between workers, through shared memory and over real sockets: what comes is what was offered, and what does not is left to be computed."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import resource
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,14 +19,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.workers import page_server
-from phalanx.serve.workers.page_client import Pulled, pull
-from phalanx.serve.workers.page_server import OfferedPages, PageServer
+from phalanx.serve.workers import page_client, page_server
+from phalanx.serve.workers.page_client import Pulled, Way, pull
+from phalanx.serve.workers.page_server import UNLEASED, OfferedPages, PageServer
+from phalanx.serve.workers.shared_pages import Place, SharedPages, opened
 from phalanx.traffic.events import Identity
 
 IDENTITY = Identity("weights", "numerics", "fp32")
 PAGES = {bytes([number]) * 16: os.urandom(10_000) for number in range(4)}
 NAMES = tuple(PAGES)
+
+WAYS: tuple[Way, ...] = ("memory", "socket")
+each_way = pytest.mark.parametrize("way", WAYS)
 
 
 @contextmanager
@@ -32,9 +42,11 @@ def serving(pages: OfferedPages) -> Iterator[PageServer]:
         server.close()
 
 
-def asked(server: PageServer, names: tuple[bytes, ...] = NAMES, **changes: object) -> Pulled:
+def asked(
+    server: PageServer, only: Way | None = None, names: tuple[bytes, ...] = NAMES, **changes: object
+) -> Pulled:
     given = {"token": "token", "identity": IDENTITY, "job": 7, **changes}
-    return pull("127.0.0.1", server.port, names=names, **given)  # type: ignore[arg-type]
+    return pull("127.0.0.1", server.port, names=names, only=only, **given)  # type: ignore[arg-type]
 
 
 def offered(lease_s: float = 60.0) -> OfferedPages:
@@ -43,49 +55,99 @@ def offered(lease_s: float = 60.0) -> OfferedPages:
     return pages
 
 
-def test_pages_come_as_they_were_offered_and_are_freed_then() -> None:
+@each_way
+def test_pages_come_as_they_were_offered_and_are_freed_then(way: Way) -> None:
     pages = offered()
     with serving(pages) as server:
-        assert asked(server) == Pulled({name: bytearray(page) for name, page in PAGES.items()})
+        assert asked(server, way) == Pulled(dict(PAGES), way=way)  # type: ignore[arg-type]
         while pages.count():  # the last word is not answered; the suite's timeout is the limit
             time.sleep(0.01)
 
 
-def test_a_damaged_page_and_all_behind_it_are_left_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = page_server.digest
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            page_server, "digest", lambda page: real(page)[::-1] if page == PAGES[NAMES[2]] else real(page)
-        )
-        pages = offered()
+@each_way
+@pytest.mark.parametrize("names", [NAMES[1:], NAMES[2:3], (NAMES[3], NAMES[1])])
+def test_of_the_pages_of_a_job_those_come_that_are_asked_for(way: Way, names: tuple[bytes, ...]) -> None:
+    with serving(offered()) as server:
+        got = asked(server, way, names)
+    assert {name: bytes(page) for name, page in got.pages.items()} == {name: PAGES[name] for name in names}
+    assert tuple(got.pages) == names
+
+
+@each_way
+def test_pages_under_no_lease_come_too(way: Way) -> None:
+    pages = OfferedPages(look_up=lambda names: {name: PAGES[name] for name in names})
     with serving(pages) as server:
-        got = asked(server)
+        assert asked(server, way, job=UNLEASED) == Pulled(dict(PAGES), way=way)  # type: ignore[arg-type]
+
+
+@each_way
+def test_a_damaged_page_and_all_behind_it_are_left_to_be_computed(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "fast_digest" if way == "memory" else "digest"
+    real = getattr(page_server, name)
+    monkeypatch.setattr(
+        page_server, name, lambda page: real(page)[::-1] if page == PAGES[NAMES[2]] else real(page)
+    )
+    with serving(offered()) as server:
+        got = asked(server, way)
     assert tuple(got.pages) == NAMES[:2]
     assert "damaged" in got.failure
 
 
-def test_a_lease_that_is_over_offers_nothing_and_holds_nothing() -> None:
+@each_way
+def test_a_lease_that_is_over_offers_nothing_and_holds_nothing(way: Way) -> None:
     pages = offered(lease_s=0.0)
     with serving(pages) as server:
-        got = asked(server)
+        got = asked(server, way)
     assert (got.pages, pages.count()) == ({}, 0)
     assert "lease" in got.failure
 
 
-def test_pages_of_other_weights_are_refused_before_the_first_byte() -> None:
+@each_way
+def test_pages_that_were_forgotten_with_their_epoch_are_not_offered(way: Way) -> None:
+    pages = offered()
+    pages.forget()
+    with serving(pages) as server:
+        got = asked(server, way)
+    assert (got.pages, pages.count()) == ({}, 0)
+
+
+@each_way
+def test_a_lease_that_ends_while_pages_are_read_leaves_them_to_the_reader(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = offered()
+
+    def late(place: Place, nbytes: int) -> memoryview:
+        pages.forget()  # between the offer and the first look at it
+        gc.collect()
+        return opened(place, nbytes)
+
+    monkeypatch.setattr(page_client, "opened", late)
+    with serving(pages) as server:
+        got = asked(server, way)
+    pages.forget()
+    gc.collect()
+    assert {name: bytes(page) for name, page in got.pages.items()} == PAGES
+
+
+@each_way
+def test_pages_of_other_weights_are_refused_before_the_first_byte(way: Way) -> None:
     with serving(offered()) as server:
-        got = asked(server, identity=Identity("others", "numerics", "fp32"))
+        got = asked(server, way, identity=Identity("others", "numerics", "fp32"))
     assert got.pages == {}
     assert "others" in got.failure
 
 
-def test_whoever_does_not_know_the_token_gets_nothing_and_others_are_served_on() -> None:
+@each_way
+def test_whoever_does_not_know_the_token_gets_nothing_and_others_are_served_on(way: Way) -> None:
     pages = offered()
     with serving(pages) as server:
-        got = asked(server, token="guessed")
+        got = asked(server, way, token="guessed")
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
-            assert asked(server).failure == ""
+            assert asked(server, way).failure == ""
     assert got.pages == {}
     assert "token" in got.failure
 
@@ -96,11 +158,129 @@ def test_a_port_where_nobody_listens_is_a_failure_and_no_error() -> None:
     assert pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES).failure
 
 
-def test_pages_behind_a_gap_are_not_offered() -> None:
+@each_way
+def test_pages_behind_a_gap_are_not_offered(way: Way) -> None:
     with serving(offered()) as server:
-        got = asked(server, names=(NAMES[0], b"?" * 16, NAMES[1]))
+        got = asked(server, way, (NAMES[0], b"?" * 16, NAMES[1]))
     assert tuple(got.pages) == NAMES[:1]
     assert "not offered" in got.failure
+
+
+@each_way
+def test_pages_of_another_size_are_not_taken(way: Way) -> None:
+    with serving(offered()) as server:
+        got = asked(server, way, page_bytes=9_999)
+    assert got.pages == {}
+    assert "10,000 bytes, where 9999 are one" in got.failure
+
+
+def test_memory_is_the_way_where_it_can_be_and_a_socket_where_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(offered()) as server:
+        assert (asked(server).way, asked(server).unreached) == ("memory", "")
+    elsewhere = offered()
+    with serving(elsewhere) as server:
+        # As in another container, where a number is that of another process.
+        monkeypatch.setattr(page_client, "opened", lambda place, n: opened(_of_parent(place), n))
+        got = asked(server)
+        assert got.unreached
+        monkeypatch.setattr(page_client, "this_machine", lambda: "another")
+        assert asked(server).unreached == ""  # nothing to be told: there is no shared memory between machines
+    assert (got.pages, got.way, got.failure) == (PAGES, "socket", "")
+
+
+def _of_parent(place: Place) -> Place:
+    return Place(place.machine, os.getppid(), place.descriptor, place.device, place.inode)
+
+
+def test_where_no_memory_can_be_had_pages_go_through_sockets_and_it_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pages = OfferedPages()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))  # no room for two pages in any new file
+    try:
+        with caplog.at_level(logging.WARNING):
+            pages.offer(7, PAGES)
+            pages.offer(8, PAGES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.text.count("no memory to share could be had") == 1
+    with serving(pages) as server:
+        assert asked(server) == Pulled(dict(PAGES), way="socket")  # type: ignore[arg-type]
+        assert asked(server, job=8).pages == PAGES
+
+
+def test_pages_in_memory_can_be_neither_changed_nor_shortened_and_others_are_not_taken() -> None:
+    shared = SharedPages(PAGES.values())
+    with pytest.raises(PermissionError):
+        os.pwrite(shared.place.descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared.place.descriptor, 0)
+    assert bytes(opened(shared.place, shared.nbytes)) == b"".join(PAGES.values())
+    with pytest.raises(OSError, match="fewer than it says"):
+        opened(shared.place, shared.nbytes + 1)
+    descriptor = os.memfd_create("loose")
+    try:
+        os.write(descriptor, bytes(100))
+        status = os.fstat(descriptor)
+        loose = Place(shared.place.machine, os.getpid(), descriptor, status.st_dev, status.st_ino)
+        with pytest.raises(PermissionError, match="can still be changed"):
+            opened(loose, 100)
+    finally:
+        os.close(descriptor)
+
+
+def test_descriptors_are_given_back_with_the_pages() -> None:
+    def held() -> int:
+        return sum(1 for one in os.listdir("/proc/self/fd") if _is_page_file(one))
+
+    before, pages = held(), offered()
+    with serving(pages) as server:
+        got = asked(server, "memory")
+        while pages.count():
+            time.sleep(0.01)
+    assert got.pages == PAGES
+    del got
+    gc.collect()
+    assert held() == before
+
+
+def _is_page_file(descriptor: str) -> bool:
+    with suppress(OSError):
+        return "phalanx-pages" in os.readlink(f"/proc/self/fd/{descriptor}")
+    return False
+
+
+SOURCE = """
+import sys
+from phalanx.serve.workers.page_server import OfferedPages, PageServer
+from phalanx.traffic.events import Identity
+pages = OfferedPages()
+pages.offer(7, {bytes([number]) * 16: bytes([number]) * 10_000 for number in range(4)})
+print(PageServer(pages, Identity("weights", "numerics", "fp32"), "token").port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_source_that_is_killed_takes_nothing_from_its_readers_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places: list[Place] = []
+    monkeypatch.setattr(page_client, "opened", lambda place, n: [places.append(place), opened(place, n)][1])
+    command = [sys.executable, "-c", SOURCE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
+        assert source.stdout is not None
+        port = int(source.stdout.readline())
+        got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, only="memory")
+        source.send_signal(signal.SIGKILL)
+        source.wait()
+    assert [bytes(page) for page in got.pages.values()] == [bytes([n]) * 10_000 for n in range(4)]
+    with pytest.raises(FileNotFoundError):
+        opened(places[0], 1)
+    del got
+    assert pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES).failure
 
 
 @contextmanager
@@ -139,11 +319,14 @@ SAID = 40 + 32 + 4
 """Bytes of the server's hello, of its proof, and of the length of its offer."""
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.one_of(st.integers(0, SAID + 300), st.integers(0, SAID + 40_000)), st.integers(1, 255))
-def test_whatever_is_altered_on_the_way_no_page_comes_changed(place: int, value: int) -> None:
-    with serving(offered()) as server, altering(server.port, place, value) as port:
-        got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, within_s=1.0)
+@each_way
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_whatever_is_altered_on_the_way_no_page_comes_changed(way: Way, data: st.DataObject) -> None:
+    most = SAID + 250 if way == "memory" else SAID + 40_000  # no byte of a page is on its way in memory
+    place = data.draw(st.one_of(st.integers(0, SAID + 250), st.integers(0, most)))
+    with serving(offered()) as server, altering(server.port, place, data.draw(st.integers(1, 255))) as port:
+        got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, within_s=1.0, only=way)
     assert tuple(got.pages) == NAMES[: len(got.pages)]
     assert all(page == PAGES[name] for name, page in got.pages.items())
     assert got.failure

@@ -24,7 +24,7 @@ from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.flight import Flight, asked_rows
 from phalanx.serve.engine.kept import KeptName, kept_as
-from phalanx.serve.engine.page_memory import page_bytes, pages_within, piece_bytes
+from phalanx.serve.engine.page_memory import PageBytes, page_bytes, pages_within, piece_bytes
 from phalanx.serve.engine.part import FarLayers, FarSpan, ModelPart, Reading, Readings
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.statistics import EngineStatistics
@@ -209,7 +209,7 @@ class Engine:
         """The bytes of a page. Raises KeyError if it is not held."""
         return self._pages.read(name)
 
-    def write_page(self, name: bytes, content: bytes, before: bytes = b"") -> bool:
+    def write_page(self, name: bytes, content: PageBytes, before: bytes = b"") -> bool:
         """Keeps a page that another worker computed, behind that named ``before``; False if all pages are in use."""
         return self._pages.write(name, content, before)
 

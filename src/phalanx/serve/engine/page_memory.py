@@ -15,6 +15,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.kept import KeptFormat, kept_as
 from phalanx.traffic.pages import PAGE
 
+PageBytes = bytes | bytearray | memoryview
 BLOCK = 512
 """Keys that the attention kernel takes at once."""
 
@@ -95,7 +96,7 @@ class PageMemory:
         """The bytes of a page."""
         return b"".join(_bytes(pool[place]).numpy().tobytes() for pool in self._pools)
 
-    def write(self, place: int, content: bytes) -> None:
+    def write(self, place: int, content: PageBytes) -> None:
         """Fills a page. Raises ValueError if ``content`` has another length."""
         sizes = [_bytes(pool[place]).numel() for pool in self._pools]
         if len(content) != sum(sizes):

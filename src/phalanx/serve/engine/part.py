@@ -22,6 +22,7 @@ from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.few_rows import FewRows, few_rows
+from phalanx.serve.engine.page_memory import PageBytes
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.numerics.layers import attention_chains, keeps_bits
@@ -117,7 +118,7 @@ class FarLayers(Protocol):
 
     def read(self, place: int) -> bytes: ...
 
-    def write(self, place: int, content: bytes) -> None:
+    def write(self, place: int, content: PageBytes) -> None:
         """Has the others keep what they have of the page ``content``."""
         ...
 

@@ -10,7 +10,7 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
 from phalanx.serve.engine.kept import KeptFormat
-from phalanx.serve.engine.page_memory import PageMemory, Piece
+from phalanx.serve.engine.page_memory import PageBytes, PageMemory, Piece
 from phalanx.serve.engine.part import FarLayers
 from phalanx.traffic.batching import Course
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
@@ -167,7 +167,7 @@ class TextPages:
         here = self._memory.read(place)
         return here if self._far is None else here + self._far.read(place)
 
-    def write(self, name: bytes, content: bytes, before: bytes) -> bool:
+    def write(self, name: bytes, content: PageBytes, before: bytes) -> bool:
         """Keeps a page behind that named ``before``; False if all pages are in use. Raises ValueError for ``content`` of another length."""
         if self.table.holds(name):
             return True
@@ -182,7 +182,7 @@ class TextPages:
         self.table.release([self.table.name(place, name, before)])
         return True
 
-    def _write(self, place: int, content: bytes) -> None:
+    def _write(self, place: int, content: PageBytes) -> None:
         if self._far is None:
             return self._memory.write(place, content)
         here = self._memory.page_bytes

@@ -48,6 +48,7 @@ _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240
 _AMONG_WORKERS = (
     ("moved", "requests_moved", "Texts that went on at another worker."),
     ("pulled", "pages_pulled", "Pages that came from another worker."),
+    ("shared", "pages_shared", "Of these, pages that were read in its memory, not from a socket."),
     ("not_pulled", "pages_recomputed", "Pages that were to come from another worker and were computed."),
     ("audits", "audits", "Texts that another worker scored again."),
     ("audits_skipped", "audits_skipped", "Texts that no other worker could score again."),

@@ -20,6 +20,7 @@ from phalanx.model.layers.linear import Affine
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, PartLostError
+from phalanx.serve.engine.page_memory import PageBytes
 from phalanx.serve.engine.part import Ask, FarSpan, Readings
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
@@ -146,7 +147,7 @@ class FarShares:
                 bytes(one.talk.body(one.talk.ask(m.ReadPage(one.due(), place), m.Page).nbytes)) for one in far
             )
 
-    def write(self, place: int, content: bytes) -> None:
+    def write(self, place: int, content: PageBytes) -> None:
         """See ``FarLayers``."""
         view, size = memoryview(content), self._part_bytes
         with self._all() as far:

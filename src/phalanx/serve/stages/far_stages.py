@@ -24,6 +24,7 @@ from phalanx.model.layers.linear import Affine
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import PartLostError
+from phalanx.serve.engine.page_memory import PageBytes
 from phalanx.serve.engine.part import Ask, FarSpan, Readings
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
@@ -156,7 +157,7 @@ class FarStages:
 
         return self._send(at, lambda: b"".join(parts)).result()
 
-    def write(self, place: int, content: bytes) -> None:
+    def write(self, place: int, content: PageBytes) -> None:
         """See ``FarLayers``."""
         visit = self._number + 1
         ends = itertools.accumulate(self._page_bytes, initial=len(content) - self.page_bytes)

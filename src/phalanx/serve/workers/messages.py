@@ -111,11 +111,15 @@ class WorkerBeat(_Message, frozen=True):
     accepted: Count = 0
     streaming: Streaming | None = None
     """Where its weights are streamed."""
+    shared: Count = 0
+    """Of the pages that came, those that were read in the memory of the worker that has them."""
 
     @property
     def counts(self) -> dict[str, float]:
         """All that is counted of it, by name."""
-        found = {name: getattr(self, name) for name in ("pulled", "not_pulled", "drafted", "accepted")}
+        found = {
+            name: getattr(self, name) for name in ("pulled", "shared", "not_pulled", "drafted", "accepted")
+        }
         return found | (asdict(self.streaming) if self.streaming is not None else {})
 
 

@@ -1,7 +1,8 @@
 """Pulling pages from another worker: whatever does not come, whole and undamaged, is left to be computed here.
 
 A pull never fails: it returns the pages that came, from the first on without a gap, and why it ended early. Slower is allowed, other tokens
-are not, so a page counts only if its digest is that of its producer.
+are not, so a page counts only if its digest is that of its producer. Pages of a worker of this machine are taken where they lie in its memory
+(``shared_pages``); if they cannot be reached there, they are fetched over the connection that offered them.
 """
 
 from __future__ import annotations
@@ -11,26 +12,46 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.wire import Wire, secured_client
-from phalanx.serve.workers.page_wire import PURPOSE, Done, Fetch, Offer, Open, Refused, digest, hear, say
+from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_client
+from phalanx.serve.workers.page_wire import (
+    PURPOSE,
+    Coming,
+    Done,
+    Fetch,
+    Offer,
+    Open,
+    Refused,
+    digest,
+    hear,
+    say,
+)
 from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.serve.workers.shared_pages import cut, fast_digest, opened, this_machine
 from phalanx.traffic.events import Identity
 
 _UNHASHED = 2
 """Pages that may wait for their hash."""
 
+Way = Literal["memory", "socket"]
+"""How pages come."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Pulled:
     """What a pull has brought."""
 
-    pages: dict[bytes, bytearray]
+    pages: dict[bytes, bytearray | memoryview] = field(default_factory=dict)
     """Name -> bytes, in the order asked for, without a gap."""
     failure: str = ""
     """Why the rest did not come; empty if all did."""
+    way: Way | None = None
+    """How they came; None if nothing was offered."""
+    unreached: str = ""
+    """Why they could not be taken in memory, though they lie in that of this machine; empty where that is as it should be."""
 
 
 def pull(
@@ -43,62 +64,103 @@ def pull(
     *,
     within_s: float = 10.0,
     page_bytes: int | None = None,
+    only: Way | None = None,
 ) -> Pulled:
-    """Pulls the pages ``names`` that are offered under ``job``, within ``within_s`` seconds; ``page_bytes`` is what one must have."""
-    pages: dict[bytes, bytearray] = {}
+    """Pulls the pages ``names`` that are offered under ``job``, within ``within_s`` seconds; ``page_bytes`` is what one must have.
+
+    ``only`` allows one way alone, to compare them.
+    """
+    pulled = Pulled()
     until_s = time.monotonic() + within_s
     try:
         with socket.create_connection((host, port), within_s) as connection:
             wire = Wire(secured_client(connection, None, host), f"{host}:{port}")
             wire.set_deadline(within_s)
             sealed = SealedWire(wire, token, "client", PURPOSE)
-            failure = _pull(sealed, Open(identity, job, tuple(names)), pages, page_bytes, until_s)
+            _Pull(sealed, pulled, until_s, only).run(Open(identity, job, tuple(names)), page_bytes)
     except (CheckpointError, OSError) as error:
-        failure = str(error) or type(error).__name__
-    return Pulled(pages, failure)
+        pulled.failure = str(error) or type(error).__name__
+    return pulled
 
 
-def _pull(
-    wire: SealedWire,
-    asked: Open,
-    pages: dict[bytes, bytearray],
-    page_bytes: int | None,
-    until_s: float,
-) -> str:
-    say(wire, asked)
-    offer = hear(wire)
-    if isinstance(offer, Refused):
-        return offer.why
-    if not isinstance(offer, Offer) or offer.names != asked.names[: len(offer.names)]:
-        return f"{wire.peer}: offers other pages than were asked for"
-    if len(offer.digests) != len(offer.names) or (offer.names and page_bytes not in (None, offer.page_bytes)):
-        return f"{wire.peer}: offers pages of {offer.page_bytes:,} bytes, where {page_bytes} are one"
-    say(wire, Fetch(len(offer.names)))
-    # A page is hashed, which holds no lock of Python's, while the next one comes.
-    with ThreadPoolExecutor(1) as hashing:
-        came: deque[tuple[bytes, bytes, bytearray, Future[bytes]]] = deque()
-        failure = ""
-        for name, right in zip(offer.names, offer.digests, strict=True):
-            page = bytearray(offer.page_bytes)
-            wire.raw.receive_into(memoryview(page))
-            came.append((name, right, page, hashing.submit(digest, page)))
-            if len(came) > _UNHASHED:
-                failure = _keep(came.popleft(), pages)
-            if not failure and time.monotonic() > until_s:
-                failure = f"{wire.peer}: too slow"
-            if failure:
-                return failure
-        while came:
-            if failure := _keep(came.popleft(), pages):
-                return failure
-    say(wire, Done())
-    missing = len(asked.names) - len(offer.names)
-    return f"{missing} pages are not offered: evicted, or their lease is over" if missing else ""
+@dataclass(frozen=True)
+class _Pull:
+    """A conversation with a page port, and what it brings."""
 
+    wire: SealedWire
+    pulled: Pulled
+    until_s: float
+    only: Way | None
 
-def _keep(one: tuple[bytes, bytes, bytearray, Future[bytes]], pages: dict[bytes, bytearray]) -> str:
-    name, right, page, found = one
-    if found.result() != right:
-        return f"page {name.hex()} came damaged"
-    pages[name] = page
-    return ""
+    def run(self, asked: Open, page_bytes: int | None) -> None:
+        """Takes what is offered. Raises WireError where something does not come as it should."""
+        say(self.wire, asked)
+        offer = hear(self.wire)
+        if isinstance(offer, Refused):
+            self.pulled.failure = offer.why
+            return
+        if not isinstance(offer, Offer) or offer.names != asked.names[: len(offer.names)]:
+            raise WireError(f"{self.wire.peer}: offers other pages than were asked for")
+        if offer.names and page_bytes not in (None, offer.page_bytes):
+            raise WireError(
+                f"{self.wire.peer}: offers pages of {offer.page_bytes:,} bytes, where {page_bytes} are one"
+            )
+        if offer.names and not (self.only != "socket" and self._take(offer)):
+            if self.only == "memory":
+                raise WireError(f"{self.wire.peer}: its memory is not to be had: {self.pulled.unreached}")
+            self._fetch(offer)
+        say(self.wire, Done())
+        if missing := len(asked.names) - len(offer.names):
+            self.pulled.failure = f"{missing} pages are not offered: evicted, or their lease is over"
+
+    def _take(self, offer: Offer) -> bool:
+        """Takes the pages where they lie; whether that is possible. Raises WireError for a damaged one."""
+        place = offer.place
+        if place is None or place.machine != this_machine():
+            return False
+        if not len(offer.names) == len(offer.numbers) == len(offer.digests):
+            raise WireError(f"{self.wire.peer}: offers names without digests")
+        try:
+            memory = opened(place, (max(offer.numbers) + 1) * offer.page_bytes)
+        except OSError as error:
+            self.pulled.unreached = str(error)
+            return False
+        self.pulled.way = "memory"
+        pages = cut(memory, offer.numbers, offer.page_bytes)
+        for name, right, page in zip(offer.names, offer.digests, pages, strict=True):
+            self._keep(name, page, right, fast_digest(page))
+            self._observe_time()
+        return True
+
+    def _fetch(self, offer: Offer) -> None:
+        self.pulled.way = "socket"
+        say(self.wire, Fetch(len(offer.names)))
+        coming = hear(self.wire)
+        if not isinstance(coming, Coming) or len(coming.digests) != len(offer.names):
+            raise WireError(f"{self.wire.peer}: sends pages without digests")
+        # A page is hashed, which holds no lock of Python's, while the next one comes.
+        with ThreadPoolExecutor(1) as hashing:
+            came: deque[tuple[bytes, bytes, bytearray, Future[bytes]]] = deque()
+
+            def keep_next() -> None:
+                name, right, page, found = came.popleft()
+                self._keep(name, page, right, found.result())
+
+            for name, right in zip(offer.names, coming.digests, strict=True):
+                page = bytearray(offer.page_bytes)
+                self.wire.raw.receive_into(memoryview(page))
+                came.append((name, right, page, hashing.submit(digest, page)))
+                if len(came) > _UNHASHED:
+                    keep_next()
+                self._observe_time()
+            while came:
+                keep_next()
+
+    def _keep(self, name: bytes, page: bytearray | memoryview, right: bytes, found: bytes) -> None:
+        if found != right:
+            raise WireError(f"page {name.hex()} came damaged")
+        self.pulled.pages[name] = page
+
+    def _observe_time(self) -> None:
+        if time.monotonic() > self.until_s:
+            raise WireError(f"{self.wire.peer}: too slow")

@@ -1,11 +1,13 @@
 """A worker's page port: offers pages under leases to workers that have proven themselves and compute the same bits.
 
 Each connection has a thread with a blocking socket, since bulk bytes have no place in an event loop; strangers wait in a bounded doorway with
-a deadline, as at the snapshot port. A page's digest is computed when it is first offered, not when it is fetched.
+a deadline, as at the snapshot port. A page's digest is computed when it is offered; the SHA-256 of one that others can read in memory, when it is
+fetched all the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -16,16 +18,68 @@ from contextlib import suppress
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.doorway import Doorway, Newcomer, shut
 from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_server
-from phalanx.serve.workers.page_wire import PURPOSE, Done, Fetch, Offer, Open, Refused, digest, hear, say
+from phalanx.serve.workers.page_wire import (
+    PURPOSE,
+    Coming,
+    Done,
+    Fetch,
+    Offer,
+    Open,
+    Refused,
+    digest,
+    hear,
+    say,
+)
 from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.serve.workers.shared_pages import SharedPages, cut, fast_digest
 from phalanx.traffic.events import Identity
 from phalanx.traffic.leases import Leases
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 5.0
 _SILENT_S = 30.0
+_MOST_FILES = 256
+"""Jobs whose pages are in shared memory at a time: each has a descriptor, of which a process has not many."""
 UNLEASED = 0
 """Pages asked for under this job are those that are held just now, under no lease."""
+
+
+class _Batch:
+    """The pages of a job, in memory that others can read if there is such."""
+
+    def __init__(self, pages: dict[bytes, bytes], shared: SharedPages | None) -> None:
+        self._numbers = {name: number for number, name in enumerate(pages)}
+        self._page_bytes = len(next(iter(pages.values()), b""))
+        self._shared = shared
+        # Whoever reads in memory needs no SHA-256, which costs more than all else.
+        self._pages: Sequence[bytes | memoryview] = [] if shared else list(pages.values())
+        self._fast = [fast_digest(page) for page in pages.values()] if shared else []
+        self._digests = [] if shared else [digest(page) for page in pages.values()]
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def offer(self, names: Sequence[bytes]) -> Offer:
+        """Those of ``names``, from the first on, that are here."""
+        found = tuple(itertools.takewhile(self._numbers.__contains__, names))
+        if self._shared is None:
+            return Offer(found, self._page_bytes)
+        numbers = tuple(self._numbers[name] for name in found)
+        digests = tuple(self._fast[number] for number in numbers)
+        return Offer(found, self._page_bytes, self._shared.place, numbers, digests)
+
+    def fetched(self, names: Sequence[bytes]) -> list[tuple[bytes | memoryview, bytes]]:
+        """The bytes and the SHA-256 of pages that were offered."""
+        with self._lock:
+            if self._shared is not None and not self._pages:
+                self._pages = cut(self._shared.mapped(), range(len(self)), self._page_bytes)
+                self._digests = [digest(page) for page in self._pages]
+        numbers = [self._numbers[name] for name in names]
+        return [(self._pages[number], self._digests[number]) for number in numbers]
+
+
+_NONE = _Batch({}, None)
 
 
 class OfferedPages:
@@ -35,31 +89,29 @@ class OfferedPages:
         self,
         lease_s: float = 30.0,
         look_up: Callable[[Sequence[bytes]], dict[bytes, bytes]] | None = None,
+        *,
+        share: bool = True,
     ) -> None:
-        """``look_up`` finds pages that are held without a lease, which are asked for under job 0."""
+        """``look_up`` finds pages that are held without a lease, which are asked for under job 0. ``share`` lays pages into memory that other processes
+        of this machine can read, as long as the system gives it."""
         self._leases, self._lock, self._look_up = Leases(lease_s), threading.Lock(), look_up
-        self._pages: dict[bytes, tuple[bytes, bytes]] = {}
+        self._batches: dict[object, _Batch] = {}
+        self._share, self._told = share, False
 
     def offer(self, job: int, pages: dict[bytes, bytes]) -> None:
-        """Holds ``pages`` (name -> bytes) until they were fetched or their lease is over."""
-        held = {name: (page, digest(page)) for name, page in pages.items()}
+        """Holds ``pages`` (name -> bytes, all of one size) until they were fetched or their lease is over."""
+        batch = self._batch(pages)
         with self._lock:
-            self._pages |= held
+            self._batches[job] = batch
             self._leases.offer(job, tuple(pages), time.monotonic())
 
-    def offered(self, job: int, names: Sequence[bytes]) -> list[tuple[bytes, bytes, bytes]]:
-        """(name, bytes, digest) of those of ``names``, from the first on, that the lease of ``job`` holds."""
+    def offered(self, job: int, names: Sequence[bytes]) -> _Batch:
+        """What the lease of ``job`` holds, which the caller may go on to read when it is over."""
         if job == UNLEASED and self._look_up is not None:
-            return [(name, page, digest(page)) for name, page in self._look_up(names).items()]
+            return self._batch(self._look_up(names))
         with self._lock:
             self._free(self._leases.expire(time.monotonic()))
-            held = set(self._leases.offered(job, time.monotonic()))
-            found = []
-            for name in names:
-                if name not in held:
-                    break
-                found.append((name, *self._pages[name]))
-            return found
+            return self._batches.get(job, _NONE)
 
     def done(self, job: int) -> None:
         """Ends the lease of a job."""
@@ -71,7 +123,7 @@ class OfferedPages:
         """Ends all leases and drops all pages."""
         with self._lock:
             self._leases.end_all()
-            self._pages.clear()
+            self._batches.clear()
 
     def expire(self) -> int:
         """Ends leases that are over; returns how many have ended so since the start."""
@@ -82,12 +134,25 @@ class OfferedPages:
     def count(self) -> int:
         """Pages that are held."""
         with self._lock:
-            return len(self._pages)
+            return sum(map(len, self._batches.values()))
 
     def _free(self, jobs: Sequence[object]) -> None:
-        if jobs:
-            held = self._leases.held()
-            self._pages = {name: page for name, page in self._pages.items() if name in held}
+        for job in jobs:
+            self._batches.pop(job, None)
+
+    def _batch(self, pages: dict[bytes, bytes]) -> _Batch:
+        shared = None
+        if self._share and pages and len(self._batches) < _MOST_FILES:
+            try:
+                shared = SharedPages(pages.values())
+            except OSError as error:
+                if not self._told:
+                    _log.warning(
+                        "pages go through sockets, which is slower: no memory to share could be had (%s)",
+                        error,
+                    )
+                self._told = True
+        return _Batch(pages, shared)
 
 
 class PageServer:
@@ -167,13 +232,15 @@ class PageServer:
             why = f"these pages are of {self._identity}, and {asked.identity} would read them"
             say(wire, Refused(why))
             return
-        found = self._pages.offered(asked.job, asked.names)
-        nbytes = len(found[0][1]) if found else 0
-        say(wire, Offer(tuple(name for name, _, _ in found), tuple(each for _, _, each in found), nbytes))
+        batch = self._pages.offered(asked.job, asked.names)
+        offer = batch.offer(asked.names)
+        say(wire, offer)
         while True:
             match hear(wire):
                 case Fetch(pages):
-                    for _, page, _ in found[:pages]:
+                    found = batch.fetched(offer.names[:pages])
+                    say(wire, Coming(tuple(each for _, each in found)))
+                    for page, _ in found:
                         wire.raw.send(page)
                 case Done():
                     self._pages.done(asked.job)

@@ -1,8 +1,9 @@
-"""The messages of a worker's page port: identity first, then an offer of names and digests, then raw pages, then done.
+"""The messages of a worker's page port: identity first, then an offer of names, digests and a place in memory, then pages, then done.
 
 Both sides prove that they know the service's token, under a purpose of its own, so that a proof for one port is worth nothing at another.
-Messages are short (msgpack) and sealed; pages follow as raw bytes, and the sealed offer holds the SHA-256 of each, so that a page that was altered
-on its way, by accident or on purpose, is noticed. Nothing is encrypted.
+Messages are short (msgpack) and sealed. Whoever can open the memory that the offer names (``shared_pages``) takes the pages there. Others ask for raw bytes:
+a sealed message before them holds the SHA-256 of each page, so that one that was altered on its way, by accident or on purpose, is noticed.
+Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from msgspec import Meta, Struct
 
 from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.serve.workers.shared_pages import Place
 from phalanx.traffic.events import Identity
 
-PURPOSE = "phalanx page port, version 2"
+PURPOSE = "phalanx page port, version 3"
 MOST_PAGES = 1 << 15
 
 PageName = Annotated[bytes, Meta(max_length=64)]
 PageNames = Annotated[tuple[PageName, ...], Meta(max_length=MOST_PAGES)]
 Digests = Annotated[tuple[Annotated[bytes, Meta(max_length=32)], ...], Meta(max_length=MOST_PAGES)]
+Numbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=MOST_PAGES)], ...], Meta(max_length=MOST_PAGES)]
 
 
 class Open(Struct, frozen=True, tag=True):
@@ -37,14 +40,25 @@ class Offer(Struct, frozen=True, tag=True):
     """These of the pages asked for are there, in this order; all have so many bytes."""
 
     names: PageNames
-    digests: Digests
     page_bytes: Annotated[int, Meta(ge=0, le=1 << 32)]
+    place: Place | None = None
+    """Where they lie in memory, with one another and perhaps with others; None where they can only be fetched."""
+    numbers: Numbers = ()
+    """With ``place``, which of the pages there they are, """
+    digests: Digests = ()
+    """and the xxh3-128 of each."""
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Asks for the bytes of the first ``pages`` of the offer, one page after the other."""
+    """Asks for the bytes of the first ``pages`` of the offer. Answered by ``Coming``, and behind it one page after the other."""
 
     pages: Annotated[int, Meta(ge=0, le=MOST_PAGES)]
+
+
+class Coming(Struct, frozen=True, tag=True):
+    """The SHA-256 of each page that follows."""
+
+    digests: Digests
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -57,12 +71,12 @@ class Refused(Struct, frozen=True, tag=True):
     why: Annotated[str, Meta(max_length=8192)]
 
 
-Message = Open | Offer | Fetch | Done | Refused
+Message = Open | Offer | Fetch | Coming | Done | Refused
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def digest(page: bytes | bytearray) -> bytes:
+def digest(page: bytes | bytearray | memoryview) -> bytes:
     """SHA-256 of a page's bytes."""
     return hashlib.sha256(page).digest()
 

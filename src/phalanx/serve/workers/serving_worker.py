@@ -82,7 +82,8 @@ class ServingWorker:
         self.offered = OfferedPages(look_up=self._look_up)
         self._inbox: queue.SimpleQueue[m.ToWorker | m.Leaving | _Came | _Asked | _Over] = queue.SimpleQueue()
         self._orders: dict[int, m.RunJob] = {}
-        self._steps = self._pulled = self._not_pulled = 0
+        self._steps = self._pulled = self._not_pulled = self._shared = 0
+        self._told_unreached = False
         self._over = threading.Event()
 
     def leave(self) -> None:
@@ -169,13 +170,20 @@ class ServingWorker:
         before = dict(zip(names, [self._engine.root, *names], strict=False))
         kept = 0
         for name, page in came.pulled.pages.items():
-            if name not in before or not self._engine.write_page(name, bytes(page), before[name]):
+            if name not in before or not self._engine.write_page(name, page, before[name]):
                 break
             kept += 1
         self._pulled += kept
+        self._shared += kept if came.pulled.way == "memory" else 0
         self._not_pulled += came.asked - kept
         if came.pulled.failure:
             _log.info("job %d: %s; the rest is computed", came.job, came.pulled.failure)
+        if came.pulled.unreached and not self._told_unreached:
+            _log.warning(
+                "pages come through sockets, which is slower: the memory of a worker of this machine cannot be read (%s)",
+                came.pulled.unreached,
+            )
+            self._told_unreached = True
         self._submit(order)
 
     def _submit(self, order: m.RunJob) -> None:
@@ -257,6 +265,7 @@ class ServingWorker:
                 self._not_pulled,
                 *self._engine.drafts(),
                 self._streaming() if self._streaming is not None else None,
+                self._shared,
             )
             try:
                 self._link.send(m.encode(beat))
