@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.engine.kept import KeptFormat
+from phalanx.serve.engine.page_boxes import PageBox, PageShape
 from phalanx.serve.engine.page_memory import PageMemory
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.opened import OpenedEngine
@@ -147,16 +149,19 @@ def test_texts_that_give_up_their_pages_and_pages_that_come_from_others_have_the
         name: told[:-1] for name, told in expected.items()
     }
     assert crowded.statistics().preempted > 0
-    fresh = paged(staged(run, 3))
-    names = page_names(asked[-1].prompt, fresh.root)
-    sender = paged(staged(run, 3))
-    run_all(sender, asked[-1:])
-    assert sender.held_pages(names) == names
-    for before, name in zip([fresh.root, *names], names, strict=False):
-        assert fresh.write_page(name, sender.read_page(name), before)
-    told = run_all(fresh, asked[-1:])
-    assert told[asked[-1].id][:-1] == expected[asked[-1].id][:-1]
+    names, fresh = page_names(asked[-1].prompt, whole.root), paged(staged(run, 3))
+    give(whole, fresh, names)
+    assert run_all(fresh, asked[-1:])[asked[-1].id][:-1] == expected[asked[-1].id][:-1]
     assert fresh.statistics().cached_tokens == len(names) * 64
+    # A page looks the same whoever has it, so it can go on to any other division of the model.
+    assert [fresh.read_page(name) for name in names] == [whole.read_page(name) for name in names]
+
+
+def give(source: Engine, taker: Engine, names: list[bytes]) -> None:
+    """Gives pages of one engine to another."""
+    assert source.held_pages(names) == names
+    for before, name in zip([taker.root, *names], names, strict=False):
+        assert taker.write_page(name, source.read_page(name), before)
 
 
 def test_a_part_has_the_weights_of_its_layers_alone(tmp_path: Path) -> None:
@@ -220,9 +225,7 @@ def test_processes_that_share_each_layer_tell_what_one_tells_by_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "latent mixture"])
-def test_shares_of_pages_come_back_in_the_place_of_those_given_up_and_go_to_other_servers(
-    tmp_path: Path, kind: str
-) -> None:
+def test_shares_of_pages_come_back_in_the_place_of_those_given_up(tmp_path: Path, kind: str) -> None:
     run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
     whole = paged(open_engine(served(run)))
     asked = [replace(one, prompt_logprobs=False) for one in requests(4)]
@@ -234,14 +237,90 @@ def test_shares_of_pages_come_back_in_the_place_of_those_given_up_and_go_to_othe
         name: told[:-1] for name, told in expected.items()
     }
     assert crowded.statistics().preempted > 0
-    sender, fresh = paged(shared(run, 2)), paged(shared(run, 2))
-    run_all(sender, asked[-1:])
-    names = page_names(asked[-1].prompt, fresh.root)
-    assert sender.held_pages(names) == names
-    for before, name in zip([fresh.root, *names], names, strict=False):
-        assert fresh.write_page(name, sender.read_page(name), before)
-    assert run_all(fresh, asked[-1:])[asked[-1].id][:-1] == expected[asked[-1].id][:-1]
-    assert fresh.statistics().cached_tokens == len(names) * 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dense", {}),
+        ("absorbed", {}),
+        pytest.param(
+            "dense", {"numerics": "fast", "kept": "int8", "dtype": "bfloat16"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_pages_go_between_any_divisions_of_a_model_with_the_bits_of_one_process(
+    tmp_path: Path, kind: str, options: dict[str, str]
+) -> None:
+    spec = resolve(replace(KINDS[kind], head_dim=32)) if "kept" in options else KINDS[kind]
+    run = make_run(tmp_path / "run", spec, seq_len=192)
+    (asked,) = [replace(one, prompt_logprobs=False) for one in requests(5)[-1:]]
+    engines = [
+        paged(opened)
+        for opened in (
+            open_engine(served(run, **options)),
+            shared(run, 2, **options),
+            staged(run, 3, **options),
+        )
+    ]
+    assert len({(one.root, one.page_bytes, one.numerics_id) for one in engines}) == 1
+    names = page_names(asked.prompt, engines[0].root)
+    first = run_all(engines[0], [asked])[asked.id][:-1]
+    pages = [engines[0].read_page(name) for name in names]
+    # 1 to 2, and by way of that to 3 parts of the layers; then what two have computed, to one.
+    for source, taker in pairwise(engines):
+        give(source, taker, names)
+        assert [taker.read_page(name) for name in names] == pages
+        told = run_all(taker, [asked])[asked.id][:-1]
+        if "kept" not in options:
+            assert told == first
+        assert taker.statistics().cached_tokens == len(names) * 64
+    other = replace(asked, id="other", prompt=asked.prompt[::-1])
+    names = page_names(other.prompt, engines[0].root)
+    told = run_all(engines[1], [other])["other"][:-1]
+    give(engines[1], engines[0], names)
+    again = run_all(engines[0], [other])["other"][:-1]
+    if "kept" not in options:
+        assert again == told
+    assert engines[0].statistics().cached_tokens == len(names) * 64
+
+
+boxes = st.integers(1, 3).flatmap(
+    lambda layers: st.integers(1, 4).flatmap(
+        lambda heads: st.tuples(
+            st.just(PageShape(layers, heads, (3, 1, 2))),
+            st.sets(st.integers(1, layers - 1) if layers > 1 else st.nothing()),
+            st.sets(st.integers(1, heads - 1) if heads > 1 else st.nothing()),
+        )
+    )
+)
+
+
+@given(boxes)
+def test_a_box_of_a_page_has_the_bytes_of_its_layers_and_heads_and_all_boxes_are_the_page(
+    drawn: tuple[PageShape, set[int], set[int]],
+) -> None:
+    shape, layer_cuts, head_cuts = drawn
+    places = [
+        (tensor, layer, head, byte)
+        for tensor, cell in enumerate(shape.cells)
+        for layer in range(shape.layers)
+        for head in range(shape.heads)
+        for byte in range(cell)
+    ]
+    page = bytes(range(len(places)))
+    parts = [
+        PageBox(range(*layers), range(*heads))
+        for layers in pairwise([0, *sorted(layer_cuts), shape.layers])
+        for heads in pairwise([0, *sorted(head_cuts), shape.heads])
+    ]
+    for box in parts:
+        assert bytes(shape.cut(page, box)) == bytes(
+            number
+            for number, (_, layer, head, _) in enumerate(places)
+            if layer in box.layers and head in box.heads
+        )
+    assert shape.assemble((box, shape.cut(page, box)) for box in parts) == page
 
 
 def test_a_share_has_its_part_of_the_weights(tmp_path: Path) -> None:
@@ -310,7 +389,7 @@ def linked() -> tuple[StageLink, StageLink]:
 
 def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
     here, there = linked()
-    far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3, 10)
+    far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3)
     there.say(m.Alive())  # what waits to be read is no end
     assert far.trouble() == ""
     there.close()
@@ -345,8 +424,8 @@ def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked:
     (stage, still), (share, still_too) = linked(), linked()
     for one in (stage, share):
         one.expect_life(0.2)
-    stages = FarStages([FarStage(1, range(3, 5), stage)], DENSE, 3, 10)
-    shares = FarShares([FarShare(Share(1, 2), share)], DENSE, 10)
+    stages = FarStages([FarStage(1, range(3, 5), stage)], DENSE, 3)
+    shares = FarShares([FarShare(Share(1, 2), share)], DENSE)
     if asked:
         for far in (stages, shares):
             with pytest.raises(PartLostError, match=r"no sign of life for 0.2 s .*start the server again"):

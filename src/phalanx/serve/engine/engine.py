@@ -24,6 +24,7 @@ from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.flight import Flight, asked_rows
 from phalanx.serve.engine.kept import KeptName, kept_as
+from phalanx.serve.engine.page_boxes import PageShape
 from phalanx.serve.engine.page_memory import PageBytes, page_bytes, pages_within, piece_bytes
 from phalanx.serve.engine.part import FarLayers, FarSpan, ModelPart, Reading, Readings
 from phalanx.serve.engine.rows import Rule, Span
@@ -113,7 +114,10 @@ class Engine:
         layers = range(len(model.blocks))
         if far is not None:
             far.hold(pages)
-        self._pages = TextPages(held, pages, held_form, prefix_cache=prefix_cache, layers=layers, far=far)
+        shape = PageShape.of(spec.layers, form)
+        self._pages = TextPages(
+            held, pages, held_form, prefix_cache=prefix_cache, layers=layers, shape=shape, far=far
+        )
         self._dtype = weight.dtype
         self.numerics_id = numerics_id(
             numerics, weight.dtype, sequence, kept=kept, absorbed=is_absorbed(spec)

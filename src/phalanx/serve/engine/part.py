@@ -22,6 +22,7 @@ from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.few_rows import FewRows, few_rows
+from phalanx.serve.engine.page_boxes import PageBox
 from phalanx.serve.engine.page_memory import PageBytes
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
@@ -86,8 +87,10 @@ class FarLayers(Protocol):
     """Processes that each layer that is here is divided among."""
     flights: int
     """How many steps can be under way at a time, each of other texts."""
-    page_bytes: int
-    """Bytes of a page's keys and values that this process does not have."""
+    own: PageBox
+    """What this process has of a page's keys and values, """
+    boxes: Sequence[PageBox]
+    """and what each of the others has."""
 
     def hold(self, pages: int) -> None:
         """Has each process make room for so many pages, before anything else."""
@@ -116,10 +119,12 @@ class FarLayers(Protocol):
 
     def copy_out(self, piece: int, number: int, place: int) -> None: ...
 
-    def read(self, place: int) -> bytes: ...
+    def read(self, place: int) -> list[bytes]:
+        """What each of the others has of a page."""
+        ...
 
-    def write(self, place: int, content: PageBytes) -> None:
-        """Has the others keep what they have of the page ``content``."""
+    def write(self, place: int, parts: Sequence[PageBytes]) -> None:
+        """Has each of the others keep its part of a page."""
         ...
 
 

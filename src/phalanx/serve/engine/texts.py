@@ -10,6 +10,7 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
 from phalanx.serve.engine.kept import KeptFormat
+from phalanx.serve.engine.page_boxes import PageShape
 from phalanx.serve.engine.page_memory import PageBytes, PageMemory, Piece
 from phalanx.serve.engine.part import FarLayers
 from phalanx.traffic.batching import Course
@@ -66,9 +67,11 @@ class TextPages:
         *,
         prefix_cache: bool,
         layers: range,
+        shape: PageShape,
         far: FarLayers | None = None,
     ) -> None:
-        """Keys and values of ``layers`` are here, and those of the rest ``far`` away."""
+        """Keys and values of ``layers`` are here, and those of the rest ``far`` away; whole pages have a ``shape``."""
+        self._shape = shape
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
         self._layers, self._far, self._numbers = layers, far, itertools.count(1)
         self.table, self._memory = PageTable(pages), PageMemory(len(layers), pages, kept)
@@ -164,8 +167,10 @@ class TextPages:
     def read(self, name: bytes) -> bytes:
         """The bytes of a page. Raises KeyError if it is not held."""
         place = self.table.place(name)
-        here = self._memory.read(place)
-        return here if self._far is None else here + self._far.read(place)
+        here, far = self._memory.read(place), self._far
+        if far is None or far.own == self._shape.whole:
+            return here
+        return bytes(self._shape.assemble(zip((far.own, *far.boxes), (here, *far.read(place)), strict=True)))
 
     def write(self, name: bytes, content: PageBytes, before: bytes) -> bool:
         """Keeps a page behind that named ``before``; False if all pages are in use. Raises ValueError for ``content`` of another length."""
@@ -183,15 +188,14 @@ class TextPages:
         return True
 
     def _write(self, place: int, content: PageBytes) -> None:
+        if len(content) != self._shape.nbytes:
+            raise ValueError(
+                f"a page has {self._shape.nbytes} bytes, and {len(content)} came: the other worker has another model or format"
+            )
         if self._far is None:
             return self._memory.write(place, content)
-        here = self._memory.page_bytes
-        if len(content) != here + self._far.page_bytes:
-            raise ValueError(
-                f"a page has {here + self._far.page_bytes} bytes, and {len(content)} came: the other worker has another model or format"
-            )
-        self._memory.write(place, content[:here])
-        self._far.write(place, content)
+        self._memory.write(place, self._shape.cut(content, self._far.own))
+        self._far.write(place, [self._shape.cut(content, box) for box in self._far.boxes])
         return None
 
     def _root_of(self, held: RunningText) -> bytes:

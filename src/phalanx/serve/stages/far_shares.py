@@ -18,8 +18,10 @@ from torch import Tensor
 
 from phalanx.model.layers.linear import Affine
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, PartLostError
+from phalanx.serve.engine.page_boxes import PageBox
 from phalanx.serve.engine.page_memory import PageBytes
 from phalanx.serve.engine.part import Ask, FarSpan, Readings
 from phalanx.serve.numerics.exact import Exact
@@ -60,13 +62,16 @@ class FarShares:
 
     flights = 1
 
-    def __init__(self, shares: Sequence[FarShare], spec: ModelSpec, share_page_bytes: int) -> None:
-        """``share_page_bytes`` is what a process's part of a page takes."""
+    def __init__(self, shares: Sequence[FarShare], spec: ModelSpec) -> None:
         self._far, self.shares = list(shares), len(shares) + 1
         self.held = held_share(spec, self.shares)
-        self._alike = not keeps_heads(spec)  # all keep the latents, which are of no head
-        self._part_bytes = share_page_bytes
-        self.page_bytes = 0 if self._alike else len(shares) * share_page_bytes
+        heads = attention_kind(spec).cache_row(spec)[0]
+        # All keep the latents, which are of no head.
+        parts = [
+            Share(number, self.shares).rows(heads) if keeps_heads(spec) else range(heads)
+            for number in range(self.shares)
+        ]
+        self.own, *self.boxes = [PageBox(range(spec.layers), part) for part in parts]
         self._model: Transformer | None = None
         self._lost, self._talking = "", Lock()
         Thread(target=self._look, name="look", daemon=True).start()
@@ -138,22 +143,18 @@ class FarShares:
         """See ``FarLayers``."""
         self._later(m.CopyOut(piece, number, place))
 
-    def read(self, place: int) -> bytes:
+    def read(self, place: int) -> list[bytes]:
         """See ``FarLayers``."""
-        if self._alike:
-            return b""
         with self._all() as far:
-            return b"".join(
+            return [
                 bytes(one.talk.body(one.talk.ask(m.ReadPage(one.due(), place), m.Page).nbytes)) for one in far
-            )
+            ]
 
-    def write(self, place: int, content: PageBytes) -> None:
+    def write(self, place: int, parts: Sequence[PageBytes]) -> None:
         """See ``FarLayers``."""
-        view, size = memoryview(content), self._part_bytes
         with self._all() as far:
-            for one in far:
-                begin = 0 if self._alike else one.share.number * size
-                one.talk.say(m.WritePage(one.due(), place, size), view[begin : begin + size])
+            for one, part in zip(far, parts, strict=True):
+                one.talk.say(m.WritePage(one.due(), place, len(part)), memoryview(part))
 
     def trouble(self) -> str:
         """Which process is gone; empty if none is. From any thread."""

@@ -7,7 +7,6 @@ computes some texts, those before it compute others. What becomes of texts and p
 
 from __future__ import annotations
 
-import itertools
 import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,10 @@ from torch import Tensor
 
 from phalanx.model.layers.linear import Affine
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import PartLostError
+from phalanx.serve.engine.page_boxes import PageBox
 from phalanx.serve.engine.page_memory import PageBytes
 from phalanx.serve.engine.part import Ask, FarSpan, Readings
 from phalanx.serve.numerics.exact import Exact
@@ -79,15 +80,14 @@ class _Rows:
 class FarStages:
     """``phalanx.serve.engine.part.FarLayers`` of connected processes. Once one of them is gone, methods and futures raise PartLostError."""
 
-    def __init__(
-        self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int, layer_page_bytes: int
-    ) -> None:
-        """``most_layers`` of ``spec`` are the most that a process has; ``layer_page_bytes`` is what a layer's part of a page takes."""
+    def __init__(self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int) -> None:
+        """``most_layers`` of ``spec`` are the most that a process has."""
         self._far, self.shares = list(stages), 1
         self.flights = len(stages) + 1
         self.held = replace(spec, layers=most_layers)
-        self._page_bytes = [len(one.layers) * layer_page_bytes for one in stages]
-        self.page_bytes = sum(self._page_bytes)
+        heads = range(attention_kind(spec).cache_row(spec)[0])
+        self.own = PageBox(range(stages[0].layers.start), heads)
+        self.boxes = [PageBox(one.layers, heads) for one in stages]
         self._number, self._lost, self._sending = 0, "", Lock()
         self._queues: list[queue.SimpleQueue[_Visit]] = [queue.SimpleQueue() for _ in stages]
         for place in range(len(stages)):
@@ -147,7 +147,7 @@ class FarStages:
         """See ``FarLayers``."""
         self._later(m.CopyOut(piece, number, place))
 
-    def read(self, place: int) -> bytes:
+    def read(self, place: int) -> list[bytes]:
         """See ``FarLayers``."""
         parts: list[bytes] = []
         visit = self._number + 1
@@ -155,17 +155,15 @@ class FarStages:
         def at(stage: FarStage, talk: Talk) -> None:
             parts.append(bytes(talk.body(talk.ask(m.ReadPage(stage.due(visit), place), m.Page).nbytes)))
 
-        return self._send(at, lambda: b"".join(parts)).result()
+        return self._send(at, lambda: parts).result()
 
-    def write(self, place: int, content: PageBytes) -> None:
+    def write(self, place: int, parts: Sequence[PageBytes]) -> None:
         """See ``FarLayers``."""
         visit = self._number + 1
-        ends = itertools.accumulate(self._page_bytes, initial=len(content) - self.page_bytes)
-        parts = iter([memoryview(content)[begin:end] for begin, end in itertools.pairwise(ends)])
 
         def at(stage: FarStage, talk: Talk) -> None:
-            part = next(parts)
-            talk.say(m.WritePage(stage.due(visit), place, len(part)), part)
+            part = parts[stage.number - 1]
+            talk.say(m.WritePage(stage.due(visit), place, len(part)), memoryview(part))
 
         self._send(at, lambda: None)
 

@@ -25,8 +25,6 @@ from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.engine.kept import KeptName, kept_as
-from phalanx.serve.engine.page_memory import page_bytes
 from phalanx.serve.gateway.served.opened import OpenedEngine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.worker import Identity
@@ -36,8 +34,7 @@ from phalanx.serve.stages.far_shares import FarShare, FarShares
 from phalanx.serve.stages.far_stages import FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import checkpoint_name, divided, restored_part, restored_share
-from phalanx.serve.stages.shares import Share, held_share, require_shares
-from phalanx.traffic.pages import PAGE
+from phalanx.serve.stages.shares import Share, require_shares
 
 
 def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
@@ -92,13 +89,10 @@ class _Stages:
     def own(self, run_dir: Path, step: int, dtype: torch.dtype) -> _Restored:
         return restored_part(run_dir, step, self.layers[0], dtype)
 
-    def far(
-        self, links: list[StageLink], spec: ModelSpec, kept: KeptName, dtype: torch.dtype
-    ) -> tuple[FarStages, list[FarStage]]:
+    def far(self, links: list[StageLink], spec: ModelSpec) -> tuple[FarStages, list[FarStage]]:
         pairs = zip(self.layers[1:], links, strict=True)
         stages = [FarStage(n, part, link) for n, (part, link) in enumerate(pairs, 1)]
-        layer_page = kept_as(kept, spec, dtype).row_bytes * PAGE
-        return FarStages(stages, spec, max(map(len, self.layers)), layer_page), stages
+        return FarStages(stages, spec, max(map(len, self.layers))), stages
 
     def note(self, far: Sequence[FarStage | FarShare]) -> str:
         own = f"layers {self.layers[0].start} to {self.layers[0].stop - 1} here"
@@ -117,12 +111,9 @@ class _Shares:
     def own(self, run_dir: Path, step: int, dtype: torch.dtype) -> _Restored:
         return restored_share(run_dir, step, Share(0, self.count), dtype)
 
-    def far(
-        self, links: list[StageLink], spec: ModelSpec, kept: KeptName, dtype: torch.dtype
-    ) -> tuple[FarShares, list[FarShare]]:
+    def far(self, links: list[StageLink], spec: ModelSpec) -> tuple[FarShares, list[FarShare]]:
         shares = [FarShare(Share(n, self.count), link) for n, link in enumerate(links, 1)]
-        held = held_share(spec, self.count)
-        return FarShares(shares, spec, page_bytes(held, kept_as(kept, held, dtype))), shares
+        return FarShares(shares, spec), shares
 
     def note(self, far: Sequence[FarStage | FarShare]) -> str:
         return f"{self.count} shares of each layer: the first here; {'; '.join(map(str, far))}"
@@ -144,7 +135,7 @@ def _opened(
     digests = dict(own)
     for one in ready:
         digests |= {name: TensorDigest(d.dtype, d.shape, d.sha256) for name, d in one.digests.items()}
-    layers, far = parts.far(links, spec, served.kept, dtype)
+    layers, far = parts.far(links, spec)
     digest, context = combine(digests)[:16], served.context or sequence
     engine = Engine(
         model,
