@@ -40,6 +40,9 @@ from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
 from phalanx.serve.stages.shares import Share, require_shares
 from phalanx.serve.stages.stage_main import StageTask, join
+from phalanx.serve.workers.page_client import pull
+from phalanx.serve.workers.page_server import OfferedPages, PageServer
+from phalanx.traffic.events import Identity
 from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Request, Sampling, Told
 from serve.packed_runs import DENSE, LATENT, MIXTURE, make_run
@@ -158,10 +161,19 @@ def test_texts_that_give_up_their_pages_and_pages_that_come_from_others_have_the
 
 
 def give(source: Engine, taker: Engine, names: list[bytes]) -> None:
-    """Gives pages of one engine to another."""
+    """Gives pages of one engine to another, as workers do."""
     assert source.held_pages(names) == names
+    offered = OfferedPages()
+    offered.offer(1, {name: source.read_page(name) for name in names})
+    identity = Identity(source.weights_id, source.numerics_id, source.root.hex())
+    assert identity == Identity(taker.weights_id, taker.numerics_id, taker.root.hex())
+    server = PageServer(offered, identity, TOKEN)
+    try:
+        came = pull("127.0.0.1", server.port, TOKEN, identity, 1, names, page_bytes=taker.page_bytes)
+    finally:
+        server.close()
     for before, name in zip([taker.root, *names], names, strict=False):
-        assert taker.write_page(name, source.read_page(name), before)
+        assert taker.write_page(name, came.pages[name], before)
 
 
 def test_a_part_has_the_weights_of_its_layers_alone(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
 from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.serve.workers.serving_worker import ServingWorker
+from phalanx.traffic import events as e
 from phalanx.traffic.events import Identity, Role
 from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Told
 
@@ -46,6 +48,11 @@ def built() -> Transformer:
 
 def engine(model: Transformer) -> Engine:
     return Engine(model, SPEC, pages=64, sequence=256, rows=64, weights_id="w")
+
+
+def put_all(told: queue.SimpleQueue[Told], some: Sequence[Told]) -> None:
+    for one in some:
+        told.put(one)
 
 
 @dataclass
@@ -101,13 +108,29 @@ class Fleet:
     def submit(self, request: Request) -> queue.SimpleQueue[Told]:
         """Asks; what is told comes in the queue."""
         told: queue.SimpleQueue[Told] = queue.SimpleQueue()
-
-        def sink(some: Sequence[Told]) -> None:
-            for one in some:
-                told.put(one)
-
+        sink = partial(put_all, told)
         self.loop.call_soon_threadsafe(self.router.submit, request, sink)
         return told
+
+    def submit_at_once(self, asked: Sequence[Request]) -> dict[str, queue.SimpleQueue[Told]]:
+        """Asks all before any worker can answer, and lets the router look at its queues then."""
+
+        async def held() -> dict[str, queue.SimpleQueue[Told]]:
+            told: dict[str, queue.SimpleQueue[Told]] = {one.id: queue.SimpleQueue() for one in asked}
+            for one in asked:
+                self.router.submit(one, partial(put_all, told[one.id]))
+            self.router._hear(e.Tick())
+            return told
+
+        return asyncio.run_coroutine_threadsafe(held(), self.loop).result()
+
+    def turn(self, number: int, role: Role) -> None:
+        """Gives a worker another role."""
+
+        def change() -> None:
+            self.router.traffic.pool.workers[number].role = role
+
+        self.loop.call_soon_threadsafe(change)
 
 
 @contextmanager
@@ -190,7 +213,15 @@ def words(told: list[Told]) -> list[object]:
     return [(one.outcome, one.text) if isinstance(one, Ended) else one for one in told]
 
 
-@pytest.mark.parametrize("roles", [("both",), ("prefill", "decode"), ("both", "decode")])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ("both",),
+        ("prefill", "decode"),
+        ("both", "decode"),
+        ("prefill", "prefill", "decode", "decode", "decode"),
+    ],
+)
 def test_clients_hear_from_any_workers_what_one_engine_tells(roles: tuple[Role, ...]) -> None:
     model, asked = built(), requests()
     right = alone(model, asked)
@@ -198,6 +229,26 @@ def test_clients_hear_from_any_workers_what_one_engine_tells(roles: tuple[Role, 
         told = {request.id: served.submit(request) for request in asked}
         for name, one in told.items():
             assert words(heard(one)) == words(right[name])
+
+
+def test_workers_that_change_sides_at_any_time_change_no_token() -> None:
+    model, asked, draw = built(), requests(), random.Random(3)
+    right = alone(model, asked)
+    with fleet(model, "prefill", "prefill", "decode", "decode", "decode") as served:
+        pool = served.router.traffic.pool
+        pool.settings = replace(pool.settings, wait_s=0.001, patience_s=0.0, rest_s=0.0)
+        told = served.submit_at_once(asked)  # rows enough that a decode worker comes to help
+        for name, one in told.items():
+            assert words(heard(one)) == words(right[name])
+        assert pool.role_changes > 0
+        again = [replace(one, id=f"again {one.id}") for one in asked]
+        told = served.submit_at_once(again)
+        for number in (draw.randrange(5) for _ in range(20)):
+            served.turn(number, draw.choice(["prefill", "decode", "both"]))
+            time.sleep(draw.uniform(0, 0.02))
+        for one in asked:
+            got = [replace(each, request=one.id) for each in heard(told[f"again {one.id}"])]
+            assert words(got) == words(right[one.id])
 
 
 def test_workers_are_sent_away_at_the_end_and_none_is_reported_lost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,33 @@ from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers import service
-from phalanx.serve.workers.router_port import Service
+from phalanx.serve.workers.router_port import Division, Service
+from phalanx.traffic.events import Role
 from serve.packed_runs import DENSE, make_run, random_model
 
 
-def settled(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> ServedRun:
+def started(
+    served: ServedRun, monkeypatch: pytest.MonkeyPatch, roles: Sequence[Role], **divisions: Division
+) -> Service:
     """What workers are to open, without starting any."""
     found: list[Service] = []
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
     monkeypatch.setattr(service, "RouterPort", lambda asked, _: found.append(asked))
-    service.open_service(served, None, ("both", "both"), threads=1, audit_share=0.0, tell=lambda _: None)
-    return found[0].task.served
+    service.open_service(
+        served,
+        None,
+        roles,
+        divisions=divisions,  # type: ignore[arg-type]
+        threads=1,
+        audit_share=0.0,
+        tell=lambda _: None,
+    )
+    return found[0]
+
+
+def settled(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> ServedRun:
+    """What workers of one role are to open."""
+    return started(served, monkeypatch, ("both", "both")).task.served
 
 
 def served_step(run_dir: Path, step: int | None, monkeypatch: pytest.MonkeyPatch) -> int | None:
@@ -69,3 +86,31 @@ def test_drafts_of_a_run_that_is_streamed_are_refused_before_it_is_packed(
     with pytest.raises(EngineError, match="--drafts 1: a pack is served without its predictions ahead"):
         settled(served, monkeypatch)
     assert not (run_dir / "packs").exists()
+
+
+def test_workers_divide_the_model_as_their_role_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = make_run(tmp_path / "run", DENSE)
+    served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
+    roles: tuple[Role, ...] = ("prefill", "decode", "both")
+    found = started(
+        served, monkeypatch, roles, prefill=Division(tensor=2), decode=Division(stages=3), both=Division()
+    )
+    opened = [found.task_of(role).served for role in roles]
+    assert [(one.stages, one.tensor) for one in opened] == [(1, 2), (3, 1), (1, 1)]
+    assert {one.step for one in opened} == {1}
+
+
+@pytest.mark.parametrize(
+    ("division", "said"),
+    [
+        (Division(tensor=3), "--tensor 3: .* give --tensor 2"),
+        (Division(stages=6), "--pipeline 6: the model has 5 layers"),
+    ],
+)
+def test_a_division_that_a_role_cannot_have_is_refused_before_any_worker_starts(
+    division: Division, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", DENSE)
+    served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
+    with pytest.raises(EngineError, match=said):
+        started(served, monkeypatch, ("prefill", "decode"), decode=division)

@@ -10,7 +10,7 @@ import click
 from phalanx.cli.weights.memory_option import Bytes
 from phalanx.cli.weights.service.options import require_consistent, require_stage_options
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
-from phalanx.cli.weights.service.worker_roles import WorkerRoles
+from phalanx.cli.weights.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
@@ -90,17 +90,17 @@ _PAGES_BYTES = 1 << 30
 )
 @click.option(
     "--pipeline",
-    default=1,
+    default="1",
     show_default=True,
-    type=click.IntRange(1),
-    help="Processes that share the layers, for models larger than the memory of one. With --workers, of each worker.",
+    type=RoleDegrees(),
+    help="Processes that share the layers, for models larger than the memory of one. With --workers, of each worker, or prefill:2,decode:1.",
 )
 @click.option(
     "--tensor",
-    default=1,
+    default="1",
     show_default=True,
-    type=click.IntRange(1),
-    help="Processes that share each layer: its heads, inner elements, and experts. With --workers, of each worker.",
+    type=RoleDegrees(),
+    help="Processes that share each layer: its heads, inner elements, and experts. With --workers, of each worker, or prefill:2,decode:1.",
 )
 @click.option(
     "--stages-at",
@@ -186,8 +186,8 @@ def command(
     follow: KeptPages | None,
     workers: tuple[Role, ...] | None,
     threads: int,
-    pipeline: int,
-    tensor: int,
+    pipeline: Degrees,
+    tensor: Degrees,
     stages_at: str,
     stage_timeout: float,
     join: str,
@@ -221,7 +221,9 @@ def command(
     if run_dir is None:
         raise click.UsageError("give a run directory or a pack")
     if join or stages_at or token_file:
-        require_stage_options(max(pipeline, tensor), stages_at, join, token_file, with_workers=bool(workers))
+        require_stage_options(
+            max(pipeline.most, tensor.most), stages_at, join, token_file, with_workers=bool(workers)
+        )
     if join and token_file:
         return join_stages(run_dir, join, token_file)
     memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)
@@ -236,15 +238,27 @@ def command(
         drafts=drafts,
         kept=kv,
         stream=stream,
-        stages=pipeline,
-        tensor=tensor,
+        stages=pipeline.every,
+        tensor=tensor.every,
         silence_s=stage_timeout,
         stages_at=stages_at,
         token_file="" if token_file is None else str(token_file),
         texts=requests,
     )
     asked = Start(
-        served, name, host, port, key_file, follow, workers or (), threads, audit, requests, drain_s
+        served,
+        name,
+        host,
+        port,
+        key_file,
+        follow,
+        workers or (),
+        threads,
+        audit,
+        requests,
+        drain_s,
+        pipeline,
+        tensor,
     )
     require_consistent(asked)
     return start(asked, Said(as_json))

@@ -71,7 +71,9 @@ class FarShares:
             Share(number, self.shares).rows(heads) if keeps_heads(spec) else range(heads)
             for number in range(self.shares)
         ]
-        self.own, *self.boxes = [PageBox(range(spec.layers), part) for part in parts]
+        boxes = [PageBox(range(spec.layers), part) for part in parts]
+        self.own = boxes[0]
+        self.boxes: Sequence[PageBox] = boxes[1:]
         self._model: Transformer | None = None
         self._lost, self._talking = "", Lock()
         Thread(target=self._look, name="look", daemon=True).start()

@@ -87,7 +87,7 @@ class FarStages:
         self.held = replace(spec, layers=most_layers)
         heads = range(attention_kind(spec).cache_row(spec)[0])
         self.own = PageBox(range(stages[0].layers.start), heads)
-        self.boxes = [PageBox(one.layers, heads) for one in stages]
+        self.boxes: Sequence[PageBox] = [PageBox(one.layers, heads) for one in stages]
         self._number, self._lost, self._sending = 0, "", Lock()
         self._queues: list[queue.SimpleQueue[_Visit]] = [queue.SimpleQueue() for _ in stages]
         for place in range(len(stages)):

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -43,15 +43,32 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Division:
+    """Into how many processes a worker divides its model: by layers, or each layer."""
+
+    stages: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
 class Service:
     """Which workers a service has, and what each of them opens."""
 
     roles: Sequence[Role]
     task: WorkerTask
-    """The task of each worker, but for number, role, token and the router's address."""
+    """The task of each worker, but for number, role, division, token and the router's address."""
     environment: Mapping[str, str]
     """Variables that each worker starts with, beside this process's."""
     settings: RouterSettings
+    divisions: Mapping[Role, Division] = field(default_factory=dict)
+    """That of workers that start in a role, which they keep when they change sides; without one, the task's."""
+
+    def task_of(self, role: Role) -> WorkerTask:
+        """The task of a worker that starts in this role."""
+        served, division = self.task.served, self.divisions.get(role)
+        if division is not None:
+            served = structs.replace(served, stages=division.stages, tensor=division.tensor)
+        return structs.replace(self.task, role=role, served=served)
 
 
 class RouterPort:
@@ -189,7 +206,7 @@ class RouterPort:
         self._server = await self._router.listen("127.0.0.1")
         host, port = self._server.sockets[0].getsockname()[:2]
         tasks = [
-            structs.replace(service.task, host=host, port=port, token=token, number=number, role=role)
+            structs.replace(service.task_of(role), host=host, port=port, token=token, number=number)
             for number, role in enumerate(service.roles)
         ]
         self._processes = Processes(tasks, service.environment, self._happened)
@@ -218,7 +235,9 @@ class RouterPort:
         )
         if len(self._router.peers) >= len(self._service.roles) and not self._begun.done():
             identity = ready.identity
-            self._begun.set_result(Identity(identity.weights, identity.numerics, ready.context))
+            # Those that divide the model hold more, and a text may go on with any of them.
+            context = min(other.ready.context for other in self._router.peers.values() if other.ready)
+            self._begun.set_result(Identity(identity.weights, identity.numerics, context))
 
     def _unable(self, peer: Peer, why: str) -> None:
         if not self._begun.done():

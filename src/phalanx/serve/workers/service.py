@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from msgspec.structs import replace
@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.rules.portable import numerics_environment
+from phalanx.run.spec import RunSpec
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
-from phalanx.serve.gateway.served.of_processes import newest_step
+from phalanx.serve.gateway.served.of_processes import newest_step, require_divisible
 from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.router import RouterSettings
-from phalanx.serve.workers.router_port import Notice, RouterPort, Service
+from phalanx.serve.workers.router_port import Division, Notice, RouterPort, Service
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.events import Role
 
@@ -27,13 +28,15 @@ def open_service(
     name: str | None,
     roles: Sequence[Role],
     *,
+    divisions: Mapping[Role, Division] | None = None,
     threads: int,
     audit_share: float,
     tell: Callable[[Notice], None],
 ) -> tuple[ModelText, RouterPort]:
     """The words of a run's model and the workers that compute it, ready to be asked.
 
-    Memory and ``threads`` are each worker's; 0 threads divide this machine's processors among them. Without a step all workers, also those
+    ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory and ``threads`` are each worker's;
+    0 threads divide this machine's processors among them. Without a step all workers, also those
     that are started again later, serve the step that is the newest now. Raises EngineError where a worker cannot serve, RunDirectoryError for a run
     without a checkpoint, and as ``load_run_tokenizer`` does.
     """
@@ -44,12 +47,21 @@ def open_service(
     with served_folder(served) as folder:
         spec = read_resolved(RunDirectory(folder))
         words = read_model_text(folder, called, spec.model.vocab_size)
-    task = WorkerTask("", 0, "", 0, "both", served)
-    threads = threads or max(1, len(os.sched_getaffinity(0)) // len(roles))
-    environment = {"OMP_NUM_THREADS": str(threads), **numerics_environment(spec.runtime)}
-    return words, RouterPort(
-        Service(roles, task, environment, RouterSettings(served.rows, audit_share)), tell
+    service = Service(
+        roles,
+        WorkerTask("", 0, "", 0, "both", served),
+        _environment(spec, threads, len(roles)),
+        RouterSettings(served.rows, audit_share),
+        divisions or {},
     )
+    for role in roles:
+        require_divisible(service.task_of(role).served)
+    return words, RouterPort(service, tell)
+
+
+def _environment(spec: RunSpec, threads: int, workers: int) -> dict[str, str]:
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
+    return {"OMP_NUM_THREADS": str(threads), **numerics_environment(spec.runtime)}
 
 
 def _settled(served: ServedRun) -> ServedRun:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
 from phalanx.cli.weights.service.start import Start
+from phalanx.cli.weights.service.worker_roles import Degrees
+from phalanx.traffic.events import Role
 
 
 def require_consistent(asked: Start) -> None:
     """Raises UsageError for options that are for another kind of service than the one asked for."""
     _require_workers(asked)
     served = asked.served
-    divided = "--pipeline" if served.stages > 1 else "--tensor" if served.tensor > 1 else ""
-    if served.stages > 1 and served.tensor > 1:
+    divided = "--pipeline" if asked.pipeline.most > 1 else "--tensor" if asked.tensor.most > 1 else ""
+    for option, degrees in (("--pipeline", asked.pipeline), ("--tensor", asked.tensor)):
+        _require_roles(option, degrees, asked.workers)
+    if any(asked.pipeline.of(role) > 1 < asked.tensor.of(role) for role in asked.workers or ("both",)):
         raise click.UsageError("--tensor shares out each layer, and --pipeline the layers: give one of them")
     _require_stage_timeout(served.silence_s, divided)
     if divided and (served.stream or served.drafts or served.path.is_file()):
@@ -32,6 +37,19 @@ def _require_workers(asked: Start) -> None:
         raise click.UsageError("--threads and --audit are for --workers")
     if asked.audit and len(asked.workers) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
+
+
+def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> None:
+    """Raises UsageError for degrees of roles that no worker has."""
+    if degrees.by_role and not workers:
+        raise click.UsageError(
+            f"{option} names roles, which are those of --workers: give that, or {option} one number"
+        )
+    if unknown := sorted(set(degrees.by_role) - set(workers)):
+        there = ", ".join(dict.fromkeys(workers))
+        raise click.UsageError(
+            f"{option} says how many processes a worker has whose role is {' or '.join(unknown)}, and --workers has none: its roles are {there}"
+        )
 
 
 def _require_followed(asked: Start, divided: str) -> None:

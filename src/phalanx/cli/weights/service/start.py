@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.weights.service.worker_roles import Degrees
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
@@ -68,6 +69,10 @@ class Start:
     audit: float
     requests: int
     drain_s: float
+    pipeline: Degrees
+    """With workers, into how many processes one of each role divides the layers, """
+    tensor: Degrees
+    """and each layer."""
 
 
 def make_key(file: Path, name: str, limits: str) -> None:
@@ -135,6 +140,7 @@ def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
     """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
     from phalanx.serve.gateway.served.following import open_followed
     from phalanx.serve.gateway.served.of_run import open_run
+    from phalanx.serve.workers.router_port import Division
     from phalanx.serve.workers.service import open_service
 
     if asked.workers:
@@ -142,6 +148,9 @@ def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
             asked.served,
             asked.name,
             asked.workers,
+            divisions={
+                role: Division(asked.pipeline.of(role), asked.tensor.of(role)) for role in asked.workers
+            },
             threads=asked.threads,
             audit_share=asked.audit,
             tell=said.notice,

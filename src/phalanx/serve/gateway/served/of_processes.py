@@ -39,19 +39,8 @@ from phalanx.serve.stages.shares import Share, require_shares
 
 def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
     """The engine of a run whose layers, or each of them, are divided over several processes. Raises EngineError, and as ``restored_part`` does."""
-    _require_dividable(served)
     run = read_resolved(RunDirectory(served.path))
-    if run.model.factory:
-        raise EngineError(
-            "a model of your own (model.factory) cannot be divided: serve it without --pipeline and --tensor"
-        )
-    spec = resolve(prediction_ahead.without(run.model))
-    parts: _Stages | _Shares
-    if served.tensor > 1:
-        require_shares(spec, served.tensor)
-        parts = _Shares(served.tensor)
-    else:
-        parts = _Stages(divided(spec, served.stages))
+    parts = _divided(served, run.model)
     step = newest_step(served.path) if served.step is None else served.step
     door: Door
     if served.stages_at:
@@ -67,6 +56,25 @@ def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine
         with suppress(OSError):
             door.close()
         raise
+
+
+def require_divisible(served: ServedRun) -> None:
+    """Raises EngineError for a run whose model cannot be divided so, before any process is started."""
+    if served.tensor > 1 or served.stages > 1:
+        _divided(served, read_resolved(RunDirectory(served.path)).model)
+
+
+def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
+    _require_dividable(served)
+    if model.factory:
+        raise EngineError(
+            "a model of your own (model.factory) cannot be divided: serve it without --pipeline and --tensor"
+        )
+    spec = resolve(prediction_ahead.without(model))
+    if served.tensor > 1:
+        require_shares(spec, served.tensor)
+        return _Shares(served.tensor)
+    return _Stages(divided(spec, served.stages))
 
 
 @dataclass(frozen=True)
