@@ -135,6 +135,31 @@ def test_texts_of_a_worker_whose_stage_is_killed_go_on_elsewhere_to_the_bit(run_
         assert told(list(ask(served))) == reference
 
 
+@pytest.fixture(scope="module")
+def by_one_thread(run_dir: Path) -> list[Any]:
+    with service(run_dir, "--context", "1000", "--workers", "1", "--threads", "1") as one:
+        return told(list(ask(one)))
+
+
+@pytest.mark.parametrize(
+    ("option", "degrees"),
+    [("--tensor", "prefill:2,decode:1"), ("--tensor", "decode:2"), ("--pipeline", "prefill:2")],
+)
+def test_pages_of_workers_that_divide_the_model_otherwise_give_the_text_of_one_process(
+    run_dir: Path, by_one_thread: list[Any], option: str, degrees: str
+) -> None:
+    workers = ("--workers", "prefill:1,decode:1", "--threads", "1")
+    with service(run_dir, "--context", "1000", *workers, option, degrees) as served:
+        until(served.whole)
+        assert [len(stages_of(served.pids[number])) for number in range(2)] == (
+            [0, 1] if degrees == "decode:2" else [1, 0]
+        )
+        assert told(list(ask(served))) == by_one_thread
+        pulled = until(lambda: served.count("phalanx_pages_pulled_total"))
+        assert served.count("phalanx_pages_shared_total") == pulled
+        assert served.count("phalanx_pages_recomputed_total") == 0
+
+
 def test_a_stage_joins_from_elsewhere_and_ends_with_the_server(
     run_dir: Path, undisturbed: list[Any], tmp_path: Path
 ) -> None:

@@ -27,6 +27,8 @@ from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.kept import kept_as
 from phalanx.serve.engine.page_memory import page_bytes
 from phalanx.serve.workers import messages as m
+from phalanx.serve.workers import page_client, serving_worker
+from phalanx.serve.workers.page_client import Way, pull
 from phalanx.serve.workers.page_server import PageServer
 from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
@@ -214,15 +216,20 @@ def words(told: list[Told]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "roles",
+    ("roles", "way"),
     [
-        ("both",),
-        ("prefill", "decode"),
-        ("both", "decode"),
-        ("prefill", "prefill", "decode", "decode", "decode"),
+        (("both",), "memory"),
+        (("prefill", "decode"), "memory"),
+        (("prefill", "decode"), "socket"),
+        (("both", "decode"), "memory"),
+        (("prefill", "prefill", "decode", "decode", "decode"), "memory"),
+        (("prefill", "prefill", "decode", "decode", "decode"), "socket"),
     ],
 )
-def test_clients_hear_from_any_workers_what_one_engine_tells(roles: tuple[Role, ...]) -> None:
+def test_clients_hear_from_any_workers_what_one_engine_tells(
+    roles: tuple[Role, ...], way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_worker, "pull", partial(pull, only=way))
     model, asked = built(), requests()
     right = alone(model, asked)
     with fleet(model, *roles) as served:
@@ -259,14 +266,35 @@ def test_workers_are_sent_away_at_the_end_and_none_is_reported_lost() -> None:
     assert served.left.empty()
 
 
-def test_a_decode_worker_pulls_the_pages_of_a_prompt_and_computes_less_than_a_page() -> None:
+@pytest.mark.parametrize(
+    ("trouble", "counted"),
+    [("none", (8, 8, 0)), ("unreachable", (8, 0, 0)), ("damaged", (0, 0, 8))],
+)
+def test_a_decode_worker_pulls_the_pages_of_a_prompt_or_computes_them_and_the_text_is_the_same(
+    trouble: str,
+    counted: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def elsewhere(*_: object) -> memoryview:
+        raise PermissionError("another user's")
+
+    if trouble == "unreachable":
+        monkeypatch.setattr(page_client, "opened", elsewhere)
+    elif trouble == "damaged":
+        monkeypatch.setattr(page_client, "fast_digest", lambda _: b"another")
     model = built()
+    (request,) = [request for request in requests() if len(request.prompt) == 260]
+    asked = [request, replace(request, id="backwards", prompt=request.prompt[::-1])]
+    right = alone(model, asked)
     with fleet(model, "prefill", "decode") as served:
-        (request,) = [request for request in requests() if len(request.prompt) == 260]
-        heard(served.submit(request))
-        while (beat := served.router.peers[1].beat) is None or not beat.pulled:
+        for one in asked:
+            assert words(heard(served.submit(one))) == words(right[one.id])
+        while (beat := served.router.peers[1].beat) is None or beat.pulled + beat.not_pulled < 8:
             time.sleep(0.02)
-        assert (beat.pulled, beat.not_pulled) == (4, 0)
+        assert (beat.pulled, beat.shared, beat.not_pulled) == counted
+    told = caplog.text.count("the memory of a worker of this machine cannot be read (another user's)")
+    assert told == (1 if trouble == "unreachable" else 0)
 
 
 @pytest.mark.parametrize("seed", range(2))

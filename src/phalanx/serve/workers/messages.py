@@ -112,7 +112,7 @@ class WorkerBeat(_Message, frozen=True):
     streaming: Streaming | None = None
     """Where its weights are streamed."""
     shared: Count = 0
-    """Of the pages that came, those that were read in the memory of the worker that has them."""
+    """Pages, of those that came, that were read in the memory of the worker that has them."""
 
     @property
     def counts(self) -> dict[str, float]:
