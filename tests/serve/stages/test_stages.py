@@ -272,14 +272,14 @@ def test_pages_go_between_any_divisions_of_a_model_with_the_bits_of_one_process(
         for opened in (
             open_engine(served(run, **options)),
             shared(run, 2, **options),
-            staged(run, 3, **options),
+            staged(run, min(3, spec.layers), **options),
         )
     ]
     assert len({(one.root, one.page_bytes, one.numerics_id) for one in engines}) == 1
     names = page_names(asked.prompt, engines[0].root)
     first = run_all(engines[0], [asked])[asked.id][:-1]
     pages = [engines[0].read_page(name) for name in names]
-    # 1 to 2, and by way of that to 3 parts of the layers; then what two have computed, to one.
+    # From one process to two, from these to stages; then what two have computed, to one.
     for source, taker in pairwise(engines):
         give(source, taker, names)
         assert [taker.read_page(name) for name in names] == pages
