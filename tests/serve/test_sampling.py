@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.sampling import LogitsError, draw, draw_rows, gumbel, kept, require_sampling
+import phalanx.serve.sampling as sampling_module
+from phalanx.serve.sampling import (
+    LogitsError,
+    draw,
+    draw_rows,
+    drawn_together,
+    gumbel,
+    kept,
+    require_sampling,
+)
 from phalanx.traffic.requests import Sampling
 
 # Few values, so that many are equal.
@@ -223,3 +232,33 @@ def test_logits_that_rule_out_every_token_are_an_error() -> None:
 def test_numbers_out_of_range_are_refused_by_name(wrong: Sampling) -> None:
     with pytest.raises(ValueError, match=r"^(temperature|top_k|top_p|min_p) = "):
         require_sampling(wrong)
+
+
+# Many rows at once
+
+
+@settings(max_examples=150)
+@given(
+    drawn=st.lists(st.tuples(logits, samplings, st.integers(0, 1000)), min_size=1, max_size=6),
+    at_once=st.sampled_from([1, 50, 1 << 24]),
+)
+def test_rows_drawn_together_are_those_drawn_alone(
+    drawn: list[tuple[torch.Tensor, Sampling, int]], at_once: int
+) -> None:
+    widest = max(len(scores) for scores, _, _ in drawn)
+    padded = [
+        torch.nn.functional.pad(scores, (0, widest - len(scores)), value=-math.inf) for scores, _, _ in drawn
+    ]
+    rows, options, positions = torch.stack(padded), [one for _, one, _ in drawn], [p for _, _, p in drawn]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling_module, "_AT_ONCE", at_once)
+        together = drawn_together(rows, options, positions).tolist()
+    assert together == [draw(*one) for one in zip(rows, options, positions, strict=True)]
+
+
+def test_a_row_of_nothing_takes_no_other_row_along() -> None:
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    options = [Sampling(top_p=0.9), Sampling(top_k=3, temperature=0.5), Sampling(min_p=0.1)]
+    alone = drawn_together(rows, options, [1, 2, 3]).tolist()
+    rows[1] = math.nan
+    assert drawn_together(rows, options, [1, 2, 3])[0::2].tolist() == alone[0::2]

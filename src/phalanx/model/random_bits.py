@@ -16,10 +16,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
+
+from phalanx.hardware.local.device import brought
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -44,9 +47,15 @@ def stream_key(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def random_words(key: int, index: Tensor) -> Tensor:
-    """A uniformly distributed 64-bit word (as int64) for each element of the int64 tensor ``index``."""
-    x = index * _signed(_GOLDEN) + _signed(key)
+def keys_of(keys: Sequence[int], device: torch.device) -> Tensor:
+    """Keys of streams as an int64 tensor ``(n,)``, which ``random_words`` takes."""
+    return brought(torch.tensor([_signed(key) for key in keys], dtype=torch.int64), device)
+
+
+def random_words(key: int | Tensor, index: Tensor) -> Tensor:
+    """A uniformly distributed 64-bit word (as int64) for each element of the int64 tensor ``index``; of several streams at once, if ``key`` is
+    what ``keys_of`` gives, of a shape that goes with ``index``."""
+    x = index * _signed(_GOLDEN) + (key if isinstance(key, Tensor) else _signed(key))
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
     return x ^ _shift_right(x, 31)

@@ -1,8 +1,8 @@
 """Text from a checkpoint: restore the weights alone, and have the engine continue the prompt.
 
-A transformer on the CPU is a client of ``phalanx.serve.engine`` with one request: the same checks and the same code that answer for
-``phalanx serve``, with fast numerics unless exact ones are asked for, since models that are streamed leave no memory for trying kernels. Others are decoded here: a user's own model, whose blocks
-keep nothing, passes over the whole text for each token; on a GPU each layer's keys and values are kept (``phalanx.model.layers.attention.cache``).
+A transformer is a client of ``phalanx.serve.engine`` with one request, where its weights are: the same checks and the same code that answer for
+``phalanx serve``, with fast numerics unless exact ones are asked for, since models that are streamed leave no memory for trying kernels. A user's own model, whose blocks
+keep nothing, is decoded here, and passes over the whole text for each token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from phalanx.model.custom import Chain
-from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.attention.cache import empty_cache
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.supported import require_computable
 from phalanx.serve.numerics.identity import Numerics
@@ -41,9 +40,10 @@ def load_model(
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). Without
     ``step``, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run
-    has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+    has no checkpoint, NoSuchStepError, DeviceMemoryError where a GPU has no memory for them, and what ``restore`` raises.
     """
-    model, spec, _ = restored_model(run_dir, step, device=device, dtype=dtype)
+    with computing_on(torch.device(device), f"the weights in {str(dtype).removeprefix('torch.')}"):
+        model, spec, _ = restored_model(run_dir, step, device=device, dtype=dtype)
     return model, spec
 
 
@@ -75,7 +75,7 @@ def generate(
     request = Request("text", tuple(prompt_ids), tokens, sampling, frozenset(stop))
     require_computable(request, model.spec.vocab_size, context or length)
     require_sampling(sampling)
-    if isinstance(model, Transformer) and next(model.parameters()).device.type == "cpu":
+    if isinstance(model, Transformer):
         return _from_engine(_engine_of(model, length, numerics, sequence), request)
     return _decode(model, list(prompt_ids), length, sampling, frozenset(stop))
 
@@ -106,36 +106,25 @@ def _from_engine(engine: Engine, request: Request) -> Iterator[int]:
 
 
 def _decode(
-    model: Transformer | Chain,
-    prompt_ids: list[int],
+    model: Chain,
+    text: list[int],
     length: int,
     sampling: Sampling,
     stop: frozenset[int],
 ) -> Iterator[int]:
     weight = next(model.parameters())
-    cache = None
-    if isinstance(model, Transformer):
-        cache = empty_cache(model.spec, 1, length, weight.device, weight.dtype)
-    text, unseen = prompt_ids, prompt_ids
     cap = model.spec.logit_cap
 
     def last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
         return logits(hidden[:, -1:], weight, cap)
 
-    for _ in range(length - len(prompt_ids)):
+    for _ in range(length - len(text)):
         # Not around the loop: a generator would leave the mode switched on for whoever consumes it.
         with torch.no_grad():
-            if cache is None:
-                ids = torch.tensor([text], device=weight.device)
-                scores = model(ids, readout=last_logits)[0, 0]
-            else:
-                ids = torch.tensor([unseen], device=weight.device)
-                scores = model(ids, readout=last_logits, cache=cache)[0, 0]
+            ids = torch.tensor([text], device=weight.device)
+            scores = model(ids, readout=last_logits)[0, 0]
         token = draw(scores, sampling, len(text))
         if token in stop:
             return
         yield token
-        text, unseen = [*text, token], [token]
-        if isinstance(model, Transformer) and len(text) == longest_short(model.spec) + 1:
-            # From here on all positions are rotated by other factors, those of the cached keys too.
-            cache, unseen = empty_cache(model.spec, 1, length, weight.device, weight.dtype), text
+        text = [*text, token]

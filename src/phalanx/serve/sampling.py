@@ -8,6 +8,9 @@ kept by temperature, ``top_k``, ``top_p`` (nucleus sampling, Holtzman et al., ar
 Every operation is exact, on integers, or a single rounding of IEEE 754, so devices, vector widths and numbers of threads give the same token.
 Gumbel numbers and exponentials come from tables in fixed point, interpolated in integers, as in ``phalanx.model.random_bits``. Masses are sums
 of integers, which have no order. A probability is off by less than 1e-5 of itself.
+
+On a CPU each row is drawn by itself, and sorts no more of the vocabulary than it needs. Elsewhere that would wait for the device several times a row; there all rows are
+drawn at once by operations of fixed shapes (``drawn_together``), which give the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.model.random_bits import random_words, stream_key
+from phalanx.hardware.local.device import brought, fetched
+from phalanx.model.random_bits import keys_of, random_words, stream_key
 from phalanx.traffic.requests import Sampling
 
 _FRACTION = 30  # bits of a table step, and of gumbel numbers
@@ -33,6 +37,7 @@ _EXPONENT = 24  # bits behind the point of a binary logarithm
 _POWER_CELLS = 12
 _OCTAVE = 1.4426950408889634 * (1 << _EXPONENT)  # log2(e), in these units
 _FIRST_LOOK = 1024  # tokens that hold top_p of most distributions
+_AT_ONCE = 1 << 24  # logits that are drawn from together: 128 MiB for each of some tensors
 
 
 class LogitsError(ValueError):
@@ -55,6 +60,12 @@ def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence
         )
     if not len(logits):
         return []
+    if logits.device.type != "cpu":
+        drawn = drawn_together(logits, samplings, positions)
+        found, finite = fetched(torch.stack((drawn, has_number(logits).to(torch.int64)))).tolist()
+        if not all(finite):
+            _require_numbers(logits)
+        return [int(token) for token in found]
     _require_numbers(logits)
     rows = zip(logits, samplings, positions, strict=True)
     return [int(token) for token in torch.stack([_drawn(*row) for row in rows]).tolist()]
@@ -80,8 +91,13 @@ def require_sampling(sampling: Sampling) -> None:
         raise ValueError(f"min_p = {sampling.min_p}: from 0, which leaves all tokens in, to 1")
 
 
+def has_number(logits: Tensor) -> Tensor:
+    """Whether something can be drawn from each row of ``(rows, vocab)``: bool ``(rows,)``."""
+    return torch.isfinite(logits.amax(dim=-1))  # NaN wherever one of them is
+
+
 def _require_numbers(logits: Tensor) -> None:
-    if bool(torch.isfinite(logits.amax(dim=-1)).all()):  # NaN wherever one of them is
+    if bool(has_number(logits).all()):
         return
     wrong = (torch.isnan(logits) | (logits == math.inf)).nonzero()
     what = f"that of token {int(wrong[0, 1])} is {float(logits[*wrong[0]])}" if len(wrong) else "all are -inf"
@@ -96,7 +112,7 @@ def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
         return logits.argmax()
     scores = _scores(logits, sampling.temperature)
     key = _key(sampling, position)
-    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+    if _keeps_all(sampling):
         ids = torch.arange(len(scores), device=scores.device)
         return (scores + gumbel(key, ids)).argmax()
     ids = _kept(logits, scores, sampling)
@@ -111,7 +127,85 @@ def _key(sampling: Sampling, position: int) -> int:
 def _scores(logits: Tensor, temperature: float) -> Tensor:
     """fp64, the likeliest 0. Less the largest first: a tiny temperature then cannot overflow to NaN."""
     wide = logits.double()
-    return (wide - wide.max()) * min(1 / temperature, 1e300)
+    return (wide - wide.max()) * _factor(temperature)
+
+
+def _factor(temperature: float) -> float:
+    return min(1 / temperature, 1e300)
+
+
+# Many rows at once
+
+
+def drawn_together(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """The tokens ``(rows,)``, int64, that ``draw`` gives for the rows of ``(rows, vocab)``, without a wait for their device.
+
+    Any token for a row that nothing can be drawn from (``has_number``).
+    """
+    greedy = [row for row, one in enumerate(samplings) if one.temperature == 0]
+    drawn = [row for row, one in enumerate(samplings) if one.temperature > 0]
+    if not drawn:
+        return logits.argmax(-1)
+    whole = [row for row in drawn if _keeps_all(samplings[row])]
+    cut = [row for row in drawn if not _keeps_all(samplings[row])]
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    most = max(1, _AT_ONCE // logits.shape[1])
+    for of_kind, find in ((greedy, None), (whole, _all_kept), (cut, _left_in)):
+        for first in range(0, len(of_kind), most):
+            some = of_kind[first : first + most]
+            rows = brought(torch.tensor(some), logits.device)
+            asked = logits if len(some) == len(logits) else logits.index_select(0, rows)
+            if find is None:
+                found = asked.argmax(-1)
+            else:
+                found = _drawn_rows(asked, [samplings[i] for i in some], [positions[i] for i in some], find)
+            tokens.index_copy_(0, rows, found)
+    return tokens
+
+
+def _keeps_all(sampling: Sampling) -> bool:
+    return not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
+
+
+_Keep = Callable[[Tensor, Tensor, Sequence[Sampling]], Tensor | None]
+"""Logits and scores ``(rows, vocab)`` to the tokens that are kept, bool ``(rows, vocab)``; ``None`` for all."""
+
+
+def _drawn_rows(
+    logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], keep: _Keep
+) -> Tensor:
+    wide, device = logits.double(), logits.device
+    factors = [_factor(one.temperature) for one in samplings]
+    scores = (wide - wide.amax(-1, keepdim=True)) * _column(factors, torch.float64, device)
+    named = [_key(one, position) for one, position in zip(samplings, positions, strict=True)]
+    ids = torch.arange(logits.shape[1], device=device)
+    drawn = scores + gumbel(keys_of(named, device)[:, None], ids)
+    kept = keep(logits, scores, samplings)
+    # The first of equal ones is the lower id.
+    return (drawn if kept is None else drawn.masked_fill(~kept, -math.inf)).argmax(-1)
+
+
+def _all_kept(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> None:  # noqa: ARG001  a _Keep
+    return None
+
+
+def _left_in(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The tokens that ``kept`` gives for each row."""
+    vocab, device = logits.shape[1], logits.device
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    masses, rank = _masses(scores).gather(1, order), torch.arange(vocab, device=device)
+    top_k = _column([min(one.top_k or vocab, vocab) for one in samplings], torch.int64, device)
+    top_p = _column([one.top_p for one in samplings], torch.float64, device)
+    least = _column([math.ceil(one.min_p * (1 << _WEIGHT)) for one in samplings], torch.int64, device)
+    total = (masses * (rank < top_k)).sum(-1, keepdim=True)
+    reached = (masses.cumsum(-1) - masses >= (total.double() * top_p).ceil().to(torch.int64)) & (top_p < 1)
+    count = ((rank < top_k) & ~reached).sum(-1, keepdim=True).clamp(min=1)
+    count = ((rank < count) & (masses >= least)).sum(-1, keepdim=True).clamp(min=1)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, rank < count)
+
+
+def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return brought(torch.tensor(values, dtype=dtype)[:, None], device)
 
 
 # The kept tokens
@@ -193,8 +287,9 @@ def _gumbel_table() -> tuple[int, ...]:
     return tuple(round(value * (1 << _FRACTION)) for value in (*upper, *lower))
 
 
-def gumbel(key: int, index: Tensor) -> Tensor:
-    """A number for each element of the int64 ``index``: of Gumbel's standard distribution, from -3.7 to 37.5; fp64.
+def gumbel(key: int | Tensor, index: Tensor) -> Tensor:
+    """A number for each element of the int64 ``index``: of Gumbel's standard distribution, from -3.7 to 37.5; fp64. ``key`` is as
+    ``random_words`` takes it.
 
     The value is an integer times 2^-30, exact in fp64.
     """

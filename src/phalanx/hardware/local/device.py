@@ -137,3 +137,8 @@ def brought(tensor: Tensor, device: torch.device) -> Tensor:
     if not on_gpu(device):
         return tensor.to(device)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def fetched(tensor: Tensor) -> Tensor:
+    """A small tensor of a device in the host's memory, which waits for all that was queued before it; of a CPU, ``tensor`` itself."""
+    return tensor.cpu()

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.hardware.local.device import brought
 from phalanx.model.layers.attention.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
@@ -103,7 +104,8 @@ class Drafter:
         if one.ahead is not None and one.ahead.done[0] == begin:
             return one.ahead
         nothing = [one.hidden[:0] for _ in range(self._depths)]
-        return Ahead(Piece(self._kept, one.hidden.dtype), begin, [begin] * self._depths, nothing)
+        piece = Piece(self._kept, one.hidden.dtype, device=one.hidden.device)
+        return Ahead(piece, begin, [begin] * self._depths, nothing)
 
     def _depth(
         self,
@@ -141,8 +143,8 @@ class Drafter:
         assert isinstance(module, PredictionAhead), "the predictions ahead"
         cache = LayerRows(depth - 1, spans, _RULE, {})
         rows = torch.cat(hidden)
-        embedded = self._model.embedded(torch.tensor(tokens, dtype=torch.int64))
-        cos, sin = self._rotation(torch.tensor(positions), rows.dtype, length)
+        embedded = self._model.embedded(brought(torch.tensor(tokens, dtype=torch.int64), rows.device))
+        cos, sin = self._rotation(brought(torch.tensor(positions), rows.device), rows.dtype, length)
         found = module(rows[None], embedded[None], cos, sin, cache=cache)[0]
         return list(torch.split(found, [len(states) for states in hidden]))
 

@@ -15,18 +15,21 @@ from typing import Literal
 
 import torch
 
+from phalanx.hardware.local.device import brought
 from phalanx.model.custom import Chain
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.computing_device import computing_on, require_device
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.flight import Flight, asked_rows
 from phalanx.serve.engine.kept import KeptName, kept_as
 from phalanx.serve.engine.page_boxes import PageShape
 from phalanx.serve.engine.page_memory import PageBytes, page_bytes, pages_within, piece_bytes
-from phalanx.serve.engine.part import FarLayers, FarSpan, ModelPart, Reading, Readings
+from phalanx.serve.engine.part import FarLayers, FarSpan, ModelPart
+from phalanx.serve.engine.readings import Reading, Readings
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.statistics import EngineStatistics
 from phalanx.serve.engine.supported import require_computable, require_supported
@@ -78,8 +81,8 @@ class Engine:
         numerics are tried on this machine first (``phalanx.serve.numerics``), and give the model products whose rows are independent.
         ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
         text. ``kept`` is the format of keys and values (``phalanx.serve.engine.kept``), with fast numerics. ``far`` has the layers that ``model`` lacks, which then
-        is the first part of one; ``memory_bytes`` is what each process has. Raises EngineError for a model,
-        machine or memory that cannot serve.
+        is the first part of one; ``memory_bytes`` is what each process has. Computes where the weights are, and keeps keys and values there: on a CPU, or
+        with fast numerics on a GPU. Raises EngineError for a model, machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
             raise EngineError(
@@ -89,10 +92,9 @@ class Engine:
         exact = numerics == "exact"
         require_supported(model, exact=exact, drafts=drafts, kept=kept)
         weight = next(model.parameters())
-        if weight.device.type != "cpu":
-            raise EngineError(
-                f"the engine computes on the CPU, and the weights are on {weight.device}: move them"
-            )
+        self.device = weight.device
+        """Where it computes."""
+        require_device(self.device, exact=exact, divided=far is not None)
         form = kept_as(kept, spec, weight.dtype)
         self.page_bytes = page_bytes(spec, form)
         """Bytes of a page as it is kept, and as it travels."""
@@ -115,12 +117,20 @@ class Engine:
         if far is not None:
             far.hold(pages)
         shape = PageShape.of(spec.layers, form)
-        self._pages = TextPages(
-            held, pages, held_form, prefix_cache=prefix_cache, layers=layers, shape=shape, far=far
-        )
+        with computing_on(self.device, f"{pages} pages of keys and values, {pages * needed:,} bytes"):
+            self._pages = TextPages(
+                held,
+                pages,
+                held_form,
+                prefix_cache=prefix_cache,
+                layers=layers,
+                shape=shape,
+                far=far,
+                device=self.device,
+            )
         self._dtype = weight.dtype
         self.numerics_id = numerics_id(
-            numerics, weight.dtype, sequence, kept=kept, absorbed=is_absorbed(spec)
+            numerics, weight.dtype, sequence, kept=kept, absorbed=is_absorbed(spec), device=self.device
         )
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
         self.weights_id = weights_id
@@ -189,14 +199,16 @@ class Engine:
     def step(self) -> list[Told]:
         """Computes some rows and tells what came of them, or of those of an earlier step; ``[]`` if there is nothing to do, or nothing yet.
 
-        Where other processes have a part of the layers, as many steps are under way as keep all of them busy, each of other texts.
+        Where other processes have a part of the layers, as many steps are under way as keep all of them busy, each of other texts. Raises
+        DeviceMemoryError where a GPU's memory gives out, and PartLostError where it does not answer any more.
         """
-        self._admit()
-        planned = self._planned()
-        if planned:
-            self._flights.append(self._begun(planned))
-        if self._flights and (not planned or len(self._flights) >= self.flights):
-            self._land(self._flights.popleft())
+        with computing_on(self.device, f"a step of {len(self._running) + len(self._waiting)} texts"):
+            self._admit()
+            planned = self._planned()
+            if planned:
+                self._flights.append(self._begun(planned))
+            if self._flights and (not planned or len(self._flights) >= self.flights):
+                self._land(self._flights.popleft())
         told, self._pending = self._pending, []
         return told
 
@@ -239,7 +251,7 @@ class Engine:
                 "weights of a model in several stages cannot be exchanged: start another server"
             )
         weight = next(model.parameters())
-        if model.spec != self._spec or weight.dtype != self._dtype or weight.device.type != "cpu":
+        if model.spec != self._spec or weight.dtype != self._dtype or weight.device != self.device:
             raise EngineError(
                 "the weights are of another model, or in another format or place, than those served: start another server for them"
             )
@@ -326,7 +338,7 @@ class Engine:
         asks, owners = asked_rows(planned)
         # Of these, all or none are behind LongRoPE's switch.
         length = max(len(held.text) for held, _ in planned) if longest_short(self._spec) else 0
-        rows, far = torch.tensor(tokens), self._far
+        rows, far = brought(torch.tensor(tokens), self.device), self._far
         if far is None:
             passed = self._part.compute(rows, spans, length, asks)
             readings: Readings | Future[Readings] | None = passed.readings

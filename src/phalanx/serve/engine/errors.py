@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+NOT_EXACT = (
+    "exact numerics rest on what was tried of a CPU's kernels, and nothing is known of a GPU's: serve with --numerics fast, or with "
+    "--device cpu"
+)
+"""Why exact numerics are refused on a GPU."""
+ONLY_STREAMED = "--stream reads weights into the host's memory, where the CPU computes with them: leave out --stream, or --device"
+"""Why streamed weights are."""
+
 
 class RequestError(ValueError):
     """A request cannot be computed; the message says why and what to change, ``param`` names the field."""
@@ -17,3 +25,7 @@ class EngineError(ValueError):
 
 class PartLostError(RuntimeError):
     """A process that had layers of the model is gone, and the engine computes nothing any more; the message says which and why."""
+
+
+class DeviceMemoryError(EngineError):
+    """A GPU has no memory for what was asked of it; the message says for what, and what would help."""

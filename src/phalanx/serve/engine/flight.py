@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.serve.engine.part import Ask, Readings
+from phalanx.serve.engine.readings import Ask, Readings
 from phalanx.serve.engine.rows import Span
 from phalanx.serve.engine.texts import RunningText
 

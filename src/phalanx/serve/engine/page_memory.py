@@ -2,7 +2,8 @@
 
 Attention kernels on a CPU read keys in one piece, and gathering all pages in every step would cost as much as attention itself. So a
 running request has them in one piece for each layer, grown by doubling, and pages are copied out when they are whole and in when a
-request begins with them. That takes up to twice the pages' bytes, which ``pages_within`` reckons with.
+request begins with them. That takes up to twice the pages' bytes, which ``pages_within`` reckons with. Both are where the model computes, on a GPU
+too; as bytes, pages are in the host's memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phalanx.hardware.local.device import brought, fetched
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.kept import KeptFormat, kept_as
@@ -39,12 +41,19 @@ class Piece:
     """The keys and values of one request: for each layer ``(heads, capacity, width)``, zeros where none are yet."""
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, layers: range | None = None, number: int = 0
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        layers: range | None = None,
+        number: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Begins an empty piece for ``layers``, by default all; ``number`` is how other processes that have layers know it."""
         self._heads, *self._widths = attention_kind(spec).cache_row(spec)
         self.layers = {
-            layer: tuple(torch.zeros(self._heads, 0, width, dtype=dtype) for width in self._widths)
+            layer: tuple(
+                torch.zeros(self._heads, 0, width, dtype=dtype, device=device) for width in self._widths
+            )
             for layer in (range(spec.layers) if layers is None else layers)
         }
         self.number = number
@@ -59,7 +68,8 @@ class Piece:
         for layer, tensors in self.layers.items():
             grown = tuple(old.new_zeros(old.shape[0], capacity, old.shape[2]) for old in tensors)
             for new, old in zip(grown, tensors, strict=True):
-                new[:, : self.capacity] = old
+                # A layer may have grown already, if memory gave out before the others had.
+                new[:, : self.capacity] = old[:, : self.capacity]
             self.layers[layer] = grown
         self.capacity = capacity
 
@@ -67,12 +77,15 @@ class Piece:
 class PageMemory:
     """The pages of a process's layers in one tensor for each that is stored of keys and values: ``(pages, layers, heads, 64, width)``."""
 
-    def __init__(self, layers: int, pages: int, kept: KeptFormat) -> None:
+    def __init__(self, layers: int, pages: int, kept: KeptFormat, device: torch.device | str = "cpu") -> None:
         self._kept = kept
         self.page_bytes = layers * kept.row_bytes * PAGE
         """Bytes of a page's part in these layers."""
         self._parts = [
-            tuple(torch.empty(pages, layers, kept.heads, PAGE, width, dtype=dtype) for width, dtype in part)
+            tuple(
+                torch.empty(pages, layers, kept.heads, PAGE, width, dtype=dtype, device=device)
+                for width, dtype in part
+            )
             for part in kept.stores()
         ]
         self._pools = [pool for part in self._parts for pool in part]
@@ -94,7 +107,10 @@ class PageMemory:
 
     def read(self, place: int) -> bytes:
         """The bytes of a page."""
-        return b"".join(_bytes(pool[place]).numpy().tobytes() for pool in self._pools)
+        parts = [_bytes(pool[place]) for pool in self._pools]
+        if parts[0].device.type != "cpu":
+            parts = [fetched(torch.cat(parts))]  # one wait
+        return b"".join(part.numpy().tobytes() for part in parts)
 
     def write(self, place: int, content: PageBytes) -> None:
         """Fills a page. Raises ValueError if ``content`` has another length."""
@@ -103,7 +119,8 @@ class PageMemory:
             raise ValueError(
                 f"a page has {sum(sizes)} bytes, and {len(content)} came: the other worker has another model or format"
             )
-        pieces = torch.split(torch.frombuffer(bytearray(content), dtype=torch.uint8), sizes)
+        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        pieces = torch.split(brought(whole, self._pools[0].device), sizes)
         for pool, piece in zip(self._pools, pieces, strict=True):
             _bytes(pool[place]).copy_(piece)
 

@@ -18,52 +18,20 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.rows.attention import PART, Chains
 from phalanx.hardware.kernels.rows.product import MOST_ROWS
+from phalanx.hardware.local.device import brought
 from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.few_rows import FewRows, few_rows
 from phalanx.serve.engine.page_boxes import PageBox
 from phalanx.serve.engine.page_memory import PageBytes
+from phalanx.serve.engine.readings import Ask, Readings, readings_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.numerics.layers import attention_chains, keeps_bits
-from phalanx.serve.sampling import draw, likeliest
-from phalanx.traffic.requests import Sampling
 from phalanx.train.step.loss import log_probabilities
 
 _ANY_CHAINS = Chains(PART, PART, PART, fuses_sum=False)
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A row of a step whose distribution is asked for."""
-
-    row: int
-    position: int
-    """In prompt and text, of the token that the distribution is of."""
-    given: int
-    """The token that is there already and to be scored; -1 where one is to be drawn."""
-    sampling: Sampling
-    top: int
-    """How many of the likeliest tokens are told; -1 tells no log-probability of a drawn token."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a row's distribution says."""
-
-    finite: bool
-    """False where nothing can be drawn: the logits are not finite."""
-    token: int = -1
-    """The one that was drawn, or that was given."""
-    logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class Readings(Protocol):
-    """The ``Reading`` of each ``Ask`` of a step, by its number."""
-
-    def __getitem__(self, number: int, /) -> Reading: ...
 
 
 @dataclass(frozen=True)
@@ -159,9 +127,8 @@ class ModelPart:
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             if rows := self._padded([ask.row for ask in asks]):
-                found.append(
-                    log_probabilities(hidden[0, rows], weight, model.spec.logit_cap, self._projection)
-                )
+                states = hidden[0].index_select(0, brought(torch.tensor(rows), hidden.device))
+                found.append(log_probabilities(states, weight, model.spec.logit_cap, self._projection))
             return hidden
 
         rows = self._padded(list(range(count)))
@@ -171,13 +138,13 @@ class ModelPart:
                 states = model.norm(states[rows])
                 readout(states[None], model.projection())
         else:
-            x = x if len(rows) == count else x[rows]
-            at = torch.tensor(self._padded(positions))
+            x = x if len(rows) == count else x.index_select(0, brought(torch.tensor(rows), x.device))
+            at = brought(torch.tensor(self._padded(positions)), x.device)
             states = model(x[None], readout, positions=at, length=length, cache=cache)[0]
         states = states[:count]
         if model.norm is None:
             return Passed(states, None)
-        return Passed(states, _Distributions(asks, *found[0]) if found else [])
+        return Passed(states, readings_of(asks, *found[0]) if found else [])
 
     def _padded(self, values: list[int]) -> list[int]:
         """The values with the last one repeated, until rows so many keep their bits."""
@@ -197,20 +164,3 @@ def few_rows_of(model: Transformer, rule: Rule, exact: Exact | None) -> FewRows 
 def _whole(linear: Linear) -> int:
     """A block for products whose order of additions is nobody's concern; 0 where other processes have a part of the product."""
     return linear.weight.shape[1] if linear.affine is None else 0
-
-
-class _Distributions:
-    """Readings as they are asked for: a guess that was wrong is never drawn behind."""
-
-    def __init__(self, asks: Sequence[Ask], scores: Tensor, log_probs: Tensor) -> None:
-        self._asks, self._scores, self._log_probs = asks, scores, log_probs
-
-    def __getitem__(self, number: int, /) -> Reading:
-        ask, scores, log_probs = self._asks[number], self._scores[number], self._log_probs[number]
-        if not bool(torch.isfinite(scores.max())):
-            return Reading(False)
-        if ask.given >= 0:
-            return Reading(True, ask.given, float(log_probs[ask.given]))
-        token = draw(scores, ask.sampling, ask.position)
-        told = float(log_probs[token]) if ask.top >= 0 else 0.0
-        return Reading(True, token, told, likeliest(log_probs, ask.top))

@@ -6,6 +6,8 @@ fewer take another path through the matrix product. A layer with a window is com
 
 Fast numerics absorb latent attention's matrix where that is less work, exact ones where training does (``phalanx.model.layers.attention.absorbed``). All
 heads then have the same keys, and the few queries of a step that decodes are as many of one head.
+
+On a GPU, where numerics are fast, a text's first piece and each single row go without a mask, which FlashAttention does not take.
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ class Rule:
             return end
         block = end + -end % BLOCK
         return min(self.sequence if end <= self.sequence < block else block, capacity)
+
+
+def masks_are_dear(device: torch.device) -> bool:
+    """Whether attention has better kernels without a mask: not on a CPU, whose kernel takes one as it comes."""
+    return device.type != "cpu"
 
 
 class LayerRows:
@@ -125,9 +132,9 @@ class LayerRows:
                 first = max(0, begin - window + 1)
             keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in held)
             asked = query[:, :, begin - span.begin : end - span.begin]
-            heads = query.shape[1]
+            heads, device = query.shape[1], query.device
             if expand is latents_as_keys and heads * (end - begin) < TOGETHER:
-                mask = self._mask_of_heads(heads, begin, end, last)
+                mask = self._mask_of_heads(heads, begin, end, last, device)
                 parts.append(attend_together(asked, *expand(keys, values), mask, core.softmax(None)))
                 continue
             padding = -(end - begin) % ROWS if rule.exact else 0
@@ -140,33 +147,39 @@ class LayerRows:
             ):
                 together = heads * (end - begin) < TOGETHER
                 mask = (
-                    self._mask_of_heads(heads, begin, end, last)
+                    self._mask_of_heads(heads, begin, end, last, device)
                     if together
-                    else self._mask(begin, end, 0, first, last, 0)
+                    else self._mask(begin, end, 0, first, last, 0, device)
                 )
                 parts.append(expand.absorbed(asked, keys, values, mask))
                 continue
             if expand is not None:
                 keys, values = expand(keys, values)
-            mask = self._mask(begin, end, padding, first, last, window)
+            single = end - begin == 1  # which sees all of these keys
+            if masks_are_dear(device) and not rule.exact and (single or (begin == first and not window)):
+                parts.append(core.softmax(sinks, causal=not single)(asked, keys, values, None))
+                continue
+            mask = self._mask(begin, end, padding, first, last, window, device)
             parts.append(core.softmax(sinks)(asked, keys, values, mask)[:, :, : end - begin])
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def _mask_of_heads(self, heads: int, begin: int, end: int, last: int) -> Tensor:
+    def _mask_of_heads(self, heads: int, begin: int, end: int, last: int, device: torch.device) -> Tensor:
         """Which of the first ``last`` keys the queries ``begin`` to ``end`` of each head see, the very last of them repeated: ``(rows, n)``.
 
         Made anew in each layer: those of all texts of a step, of each head, would take more memory than their keys.
         """
-        mask = self._mask(begin, end, 0, 0, last, 0).repeat(heads, 1)
+        mask = self._mask(begin, end, 0, 0, last, 0, device).repeat(heads, 1)
         padding = -len(mask) % ROWS if self._rule.exact else 0
         return torch.cat((mask, mask[-1:].expand(padding, -1))) if padding else mask
 
-    def _mask(self, begin: int, end: int, padding: int, first: int, last: int, window: int) -> Tensor:
+    def _mask(
+        self, begin: int, end: int, padding: int, first: int, last: int, window: int, device: torch.device
+    ) -> Tensor:
         """Which of the keys ``first`` to ``last`` the queries ``begin`` to ``end`` see, the last of them repeated: ``(q, n)``."""
         name = (begin, end, padding, first, last, window)
         if name not in self._masks:
-            queries = torch.arange(begin, end + padding).clamp_(max=end - 1)[:, None]
-            keys = torch.arange(first, last)
+            queries = torch.arange(begin, end + padding, device=device).clamp_(max=end - 1)[:, None]
+            keys = torch.arange(first, last, device=device)
             seen = keys <= queries
             self._masks[name] = seen & (keys > queries - window) if window else seen
         return self._masks[name]

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
@@ -69,12 +71,14 @@ class TextPages:
         layers: range,
         shape: PageShape,
         far: FarLayers | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """Keys and values of ``layers`` are here, and those of the rest ``far`` away; whole pages have a ``shape``."""
+        """Keys and values of ``layers`` are here, on ``device``, and those of the rest ``far`` away; whole pages have a ``shape``."""
         self._shape = shape
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
         self._layers, self._far, self._numbers = layers, far, itertools.count(1)
-        self.table, self._memory = PageTable(pages), PageMemory(len(layers), pages, kept)
+        self._device = device
+        self.table, self._memory = PageTable(pages), PageMemory(len(layers), pages, kept, device)
         self.root = b""
         """What pages' names are rooted in."""
 
@@ -87,7 +91,7 @@ class TextPages:
         return RunningText(request, [*request.prompt, *request.told], self._piece())
 
     def _piece(self) -> Piece:
-        return Piece(self._spec, self._dtype, self._layers, next(self._numbers))
+        return Piece(self._spec, self._dtype, self._layers, next(self._numbers), self._device)
 
     def is_long(self, held: RunningText) -> bool:
         """Whether LongRoPE rotates the text by its long factors."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.serve.engine.errors import PartLostError
+from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
 from phalanx.traffic.requests import Ended, Request, Told
 
 _log = logging.getLogger(__name__)
@@ -278,6 +278,6 @@ def explained(error: Exception) -> str:
     """Why a step has failed: what is wrong with the weights' file, which says what to do, or a defect."""
     return (
         str(error)
-        if isinstance(error, CheckpointError | PartLostError)
+        if isinstance(error, CheckpointError | PartLostError | DeviceMemoryError)
         else f"a defect of the engine: {error!r}"[:500]
     )

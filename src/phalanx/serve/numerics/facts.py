@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from phalanx.hardware.kernels.rows.product import row_kernel
+from phalanx.hardware.local.device import device_name, on_gpu
 from phalanx.hardware.portable.operations import begun
 
 _VERSION = 2
@@ -66,6 +67,16 @@ def machine(threads: int = 0) -> dict[str, str]:
             if name.startswith(_STEERING) and name not in _WAITING
         ),
         "threads": str(threads or torch.get_num_threads()),
+    }
+
+
+def accelerator(device: torch.device) -> dict[str, str]:
+    """What decides how a GPU rounds, besides what ``machine`` has: its kind and its libraries."""
+    return {
+        "type": device.type,
+        "name": device_name(device) or "",
+        "cuda": torch.version.cuda or torch.version.hip or "",
+        "cudnn": str(torch.backends.cudnn.version() if on_gpu(device) else ""),
     }
 
 

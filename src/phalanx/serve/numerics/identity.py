@@ -12,9 +12,10 @@ from typing import Literal
 
 import torch
 
-from phalanx.serve.numerics.facts import machine
+from phalanx.serve.numerics.facts import accelerator, machine
 
 Numerics = Literal["exact", "fast"]
+_CPU = torch.device("cpu")
 _RULES = 2
 """The version of the rules by which exact numerics follow the trainer."""
 
@@ -28,9 +29,11 @@ def numerics_id(
     threads: int = 0,
     kept: str = "compute",
     absorbed: bool = False,
+    device: torch.device = _CPU,
 ) -> str:
     """The id of numerics ``kind`` in this process, with ``threads`` (0: PyTorch's present number), for weights divided over ``tensor`` ranks,
-    keys and values that are ``kept`` in a format, and latent attention that is ``absorbed`` where numerics are exact."""
+    keys and values that are ``kept`` in a format, and latent attention that is ``absorbed`` where numerics are exact. Of another ``device``
+    than the CPU, its kind is in it."""
     facts: dict[str, object] = {
         "rules": _RULES,
         "kind": kind,
@@ -41,6 +44,8 @@ def numerics_id(
     }
     if kept != "compute":
         facts["kept"] = kept
+    if device.type != "cpu":
+        facts["device"] = accelerator(device)
     # Fast numerics choose the form by the number of operations.
     if absorbed and kind == "exact":
         facts["latent"] = "absorbed"

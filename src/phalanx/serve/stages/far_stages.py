@@ -26,7 +26,8 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import PartLostError
 from phalanx.serve.engine.page_boxes import PageBox
 from phalanx.serve.engine.page_memory import PageBytes
-from phalanx.serve.engine.part import Ask, FarSpan, Readings
+from phalanx.serve.engine.part import FarSpan
+from phalanx.serve.engine.readings import Ask, Readings
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import StageLink

@@ -12,7 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx.serve.engine.part import Ask, FarSpan, Reading
+from phalanx.serve.engine.part import FarSpan
+from phalanx.serve.engine.readings import Ask, Reading
 from phalanx.serve.gateway.served.served_run import ServedRun
 
 PURPOSE = "phalanx serving stage, version 2"

@@ -84,8 +84,8 @@ class CausalCore:
             mask = mask.triu(held - new - self.window + 1)
         return softmax(query, key, value, mask)
 
-    def softmax(self, sinks: Tensor | None) -> Softmax:
-        """PyTorch's own, unless there is a cap or a sink, which it does not know."""
+    def softmax(self, sinks: Tensor | None, *, causal: bool = True) -> Softmax:
+        """PyTorch's own, unless there is a cap or a sink, which it does not know. Without a mask, and not ``causal``, each query sees all keys."""
         score = self.score
 
         def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -95,13 +95,15 @@ class CausalCore:
                 key,
                 value,
                 attn_mask=mask,
-                is_causal=mask is None,
+                is_causal=causal and mask is None,
                 scale=score.scale,
                 enable_gqa=grouped,
             )
 
         def with_denominators(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            return attend_whole_rows(query, key, value, sinks, score, causal=mask is None, seen=mask)
+            return attend_whole_rows(
+                query, key, value, sinks, score, causal=causal and mask is None, seen=mask
+            )
 
         return plain if sinks is None and not score.cap else with_denominators
 
