@@ -12,6 +12,7 @@ from phalanx.hardware.kernels.rows.attention import RowPlace, attended
 from phalanx.hardware.kernels.rows.layer import Affinity, LayerWeights
 from phalanx.hardware.kernels.rows.product import row_kernel
 from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.linear import Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
@@ -22,6 +23,7 @@ from phalanx.serve.engine.part import ModelPart, few_rows_of
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.layers import _Attended, attention_chains
+from phalanx.serve.numerics.products import fast_products
 
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3)
 KINDS = {
@@ -37,6 +39,11 @@ OTHERS = {
     "norms after": replace(DENSE, norm_placement="after"),
 }
 
+FORMATS = [torch.float32]
+if fast_products(Linear(8, 8).to(torch.bfloat16)) is not None:
+    # Elsewhere PyTorch has a library for bf16, whose order of additions the kernel does not have.
+    FORMATS.append(torch.bfloat16)
+
 pytestmark = pytest.mark.skipif(
     (kernel := row_kernel()) is None or not kernel.fuses, reason="no C compiler, or no fused multiply-add"
 )
@@ -47,8 +54,8 @@ def built(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Transformer:
     return model
 
 
-def exact_way(spec: ModelSpec) -> FewRows | None:
-    model = built(spec)
+def exact_way(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> FewRows | None:
+    model = built(spec, dtype)
     return few_rows_of(model, Rule(True, 192), exact_numerics(model, model.spec, 192))
 
 
@@ -65,27 +72,33 @@ def test_no_more_rotations_are_kept_than_of_some_thousand_positions() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_rows_have_the_bits_of_the_modules_and_attend_by_the_kernel(kind: str) -> None:
-    way = exact_way(KINDS[kind])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_few_rows_have_the_bits_of_the_modules_and_attend_by_the_kernel(
+    kind: str, dtype: torch.dtype
+) -> None:
+    way = exact_way(KINDS[kind], dtype)
     assert way is not None
-    assert way.attention is not None
+    assert (way.attention is not None) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "norms of heads"])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("begins", [(0,), (511, 3, 640), (1100, 20)])
-def test_texts_of_any_length_have_the_bits_of_the_modules(kind: str, begins: tuple[int, ...]) -> None:
-    model = built(KINDS[kind])
+def test_texts_of_any_length_have_the_bits_of_the_modules(
+    kind: str, dtype: torch.dtype, begins: tuple[int, ...]
+) -> None:
+    model = built(KINDS[kind], dtype)
     rule = Rule(True, 704)
     part = ModelPart(model, rule, exact_numerics(model, model.spec, 704))
     generator = torch.Generator().manual_seed(len(begins))
     counts = range(1, len(begins) + 1)
-    kept = [torch.randn(2, 2, 2, begin, 16, generator=generator) for begin in begins]
+    kept = [torch.randn(2, 2, 2, begin, 16, generator=generator).to(dtype) for begin in begins]
     tokens = torch.randint(0, 160, (sum(counts),), generator=generator)
 
     def states() -> torch.Tensor:
         spans = []
         for begin, count, held in zip(begins, counts, kept, strict=True):
-            piece = Piece(model.spec, torch.float32)
+            piece = Piece(model.spec, dtype)
             piece.grow(begin + count)
             for layer, parts in piece.layers.items():
                 for tensor, rows in zip(parts, held[layer], strict=True):
@@ -102,7 +115,29 @@ def test_texts_of_any_length_have_the_bits_of_the_modules(kind: str, begins: tup
 @pytest.mark.parametrize("kind", OTHERS)
 def test_layers_of_another_kind_go_through_their_modules(kind: str) -> None:
     assert few_rows(built(OTHERS[kind]), lambda linear: linear.weight.shape[1]) is None
-    assert few_rows(built(DENSE, torch.bfloat16), lambda linear: linear.weight.shape[1]) is None
+    assert few_rows(built(DENSE, torch.float64), lambda linear: linear.weight.shape[1]) is None
+
+
+def test_layers_of_several_formats_go_through_their_modules() -> None:
+    model = built(DENSE, torch.bfloat16)
+    model.get_submodule("blocks.1.ffn_norm").float()
+    assert few_rows(model, lambda linear: linear.weight.shape[1]) is None
+
+
+@pytest.mark.skipif(torch.bfloat16 not in FORMATS, reason="PyTorch has a library for bf16 here")
+def test_fast_numerics_take_few_bf16_rows_in_one_call_a_layer_with_the_bits_of_the_modules() -> None:
+    model = built(DENSE, torch.bfloat16)
+    part, tokens = ModelPart(model, Rule(False, 0), None), torch.arange(5)
+
+    def states() -> torch.Tensor:
+        piece = Piece(model.spec, torch.bfloat16)
+        piece.grow(5)
+        return part.compute(tokens, [Span(piece, 0, 5)], 0, []).states
+
+    by_the_kernel = states()
+    assert part.few is not None
+    part.few = None
+    assert torch.equal(states(), by_the_kernel)
 
 
 @pytest.mark.parametrize("watched", ["", "blocks.1", "blocks.0.ffn.up"])

@@ -12,14 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError
-from phalanx.hardware.kernels.rows.product import RowKernel, row_kernel
+from phalanx.hardware.kernels.rows.product import BF16_CHAINS, RowKernel, row_kernel
 from phalanx.model.layers.experts.expert_groups import groups_of_one_slot
+from phalanx.model.layers.linear import Linear
 from phalanx.serve.numerics import facts as kept_facts
 from phalanx.serve.numerics import products
 from phalanx.serve.numerics.facts import Facts, facts_path, numbers_of_rows
-from phalanx.serve.numerics.products import RowProducts, Shape, fewest_rows, product_facts
+from phalanx.serve.numerics.products import (
+    RowProducts,
+    Shape,
+    fast_products,
+    fewest_rows,
+    product_facts,
+    use_fast_products,
+)
 
-FP32 = torch.float32
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+needs_kernel = pytest.mark.skipif(
+    (kernel := row_kernel()) is None or not kernel.fuses, reason="no C compiler, or no fused multiply-add"
+)
+IN_CHAINS = fast_products(Linear(8, 8).to(BF16)) is not None
+"""Whether PyTorch's bf16 products are those that the kernel follows: without the processor's instructions for them."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +51,25 @@ def products_of(*shapes: Shape) -> RowProducts:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from([(64, 96), (704, 250), (250, 40)]), st.integers(1, 70), st.booleans(), st.integers(0, 900)
+    st.sampled_from([(64, 96), (704, 250), (250, 40)]),
+    st.sampled_from([FP32, BF16]),
+    st.integers(1, 70),
+    st.booleans(),
+    st.integers(0, 900),
 )
 def test_any_number_of_rows_has_the_bits_of_many(
-    widths: tuple[int, int], rows: int, bias: bool, seed: int
+    widths: tuple[int, int], dtype: torch.dtype, rows: int, bias: bool, seed: int
 ) -> None:
     inputs, outputs = widths
     generator = torch.Generator().manual_seed(seed)
-    x, matrix = (
-        torch.randn(512, inputs, generator=generator),
-        torch.randn(outputs, inputs, generator=generator),
+    x, matrix, given_bias = (
+        torch.randn(size, generator=generator).to(dtype)
+        for size in ((512, inputs), (outputs, inputs), (outputs,))
     )
-    added = torch.randn(outputs, generator=generator) if bias else None
-    product = products_of(Shape(outputs, inputs, FP32, bias))
+    added = given_bias if bias else None
+    if product_facts(Shape(outputs, inputs, dtype, bias)) is None:
+        return  # Some shapes of bf16 never keep their bits on some processors.
+    product = products_of(Shape(outputs, inputs, dtype, bias))
     begin = seed % (512 - rows)
     part = x[begin : begin + rows]
     with torch.no_grad():
@@ -128,6 +149,91 @@ def test_the_kernel_chains_fused_multiply_adds_within_blocks(
             chain = (products + chain.double()).float()
         expected = expected + chain
     assert torch.equal(kernel(x, matrix, bias, block), expected)
+
+
+def in_64_chains(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A bf16 product ``(m, i)`` by ``(o, i)`` as ``bf16.c`` says it: ``(m, o)``."""
+    terms = x.float()[:, None] * matrix.float()  # (m, o, i), exact
+    whole, vectors, inputs = len(x[0]) // 64 * 64, len(x[0]) // 16 * 16, len(x[0])
+    chains = torch.zeros(*terms.shape[:2], 8, 8)
+    for begin in range(0, whole, 64):
+        chains = chains + terms[:, :, begin : begin + 64].unflatten(2, (8, 8))
+
+    def added(vectors: torch.Tensor) -> torch.Tensor:
+        """The first half of the last dimension but one onto the second, and so on; then lanes alike."""
+        for dim in (2, 3):
+            while vectors.shape[dim] > 1:
+                first, second = vectors.chunk(2, dim)
+                vectors = first + second
+        return vectors[:, :, 0, 0]
+
+    rest = torch.zeros(*terms.shape[:2], 1, 8)
+    for begin in range(whole, vectors, 8):
+        rest = rest + terms[:, :, None, begin : begin + 8]
+    result = added(chains) + added(rest)
+    for last in range(vectors, inputs):
+        result = result + terms[:, :, last]
+    return (result if bias is None else bias.float() + result).bfloat16()
+
+
+def magnitudes(*size: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(-9, 10, size, generator=generator).float().exp2()
+    return (torch.randn(size, generator=generator) * scales).bfloat16()
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 55), st.integers(1, 330), st.integers(1, 60), st.booleans(), st.integers(0, 99))
+def test_the_kernel_of_bf16_has_64_chains_and_the_bits_of_pytorchs_products(
+    rows: int, inputs: int, outputs: int, bias: bool, seed: int
+) -> None:
+    assert kernel is not None
+    x, matrix = magnitudes(rows, inputs, seed=seed), magnitudes(outputs, inputs, seed=seed + 1)
+    added = magnitudes(outputs, seed=seed + 2) if bias else None
+    found = kernel(x, matrix, added, BF16_CHAINS)
+    assert torch.equal(found, in_64_chains(x, matrix, added))
+    if IN_CHAINS:
+        with torch.no_grad():
+            assert torch.equal(found, F.linear(x, matrix, added))
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [1, 3, 17, 100])
+def test_bf16_matrices_that_lie_apart_in_memory_are_multiplied_whole(rows: int) -> None:
+    assert kernel is not None
+    x, matrix = magnitudes(100, 2 * rows, seed=3).t()[::2], magnitudes(100, 41, seed=4).t()
+    added = magnitudes(82, seed=5)[::2]
+    expected = in_64_chains(x.contiguous(), matrix.contiguous(), added.contiguous())
+    assert torch.equal(kernel(x, matrix, added, BF16_CHAINS), expected)
+
+
+@needs_kernel
+def test_bf16_numbers_that_are_none_or_too_large_stay_so() -> None:
+    assert kernel is not None
+    for odd in (float("nan"), float("inf"), -float("inf"), 3e38):
+        x, matrix = torch.ones(5, 80, dtype=BF16), torch.ones(7, 80, dtype=BF16)
+        x[3, 70] = odd
+        matrix[2, 5] = 2 * odd
+        found = kernel(x, matrix, None, BF16_CHAINS)
+        assert torch.equal(found.isnan(), in_64_chains(x, matrix, None).isnan())
+        assert torch.equal(found.nan_to_num(), in_64_chains(x, matrix, None).nan_to_num())
+
+
+@needs_kernel
+def test_fast_numerics_multiply_bf16_by_the_kernel_where_pytorch_has_no_library_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear = Linear(80, 40).to(BF16).requires_grad_(False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    found = use_fast_products(linear)
+    assert found is not None
+    assert linear.affine is found
+    assert found.block(linear) == BF16_CHAINS
+    x = magnitudes(70, 80, seed=0)
+    with torch.no_grad():
+        assert torch.equal(linear(x), in_64_chains(x, linear.weight, linear.bias))
+    assert use_fast_products(Linear(80, 40)) is None
 
 
 def test_a_kernel_that_cannot_be_compiled_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A few rows through a model's layers by the kernel of ``phalanx.hardware.kernels.rows.layer``, where all layers are of the kind that it knows.
 
-That is grouped-query attention before a SwiGLU, both normalized before, in fp32: Llama's layer and Qwen3's. Attention itself is the cache's affair as ever. A model
+That is grouped-query attention before a SwiGLU, both normalized before, in fp32 or bf16: Llama's layer and Qwen3's. Attention itself is the cache's affair as ever. A model
 of any other kind goes through its modules.
 """
 
@@ -26,6 +26,7 @@ from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 
 _LANES = 8
+_FORMATS = (torch.float32, torch.bfloat16)
 _TURNS = 1024
 """Positions at least whose rotation is kept."""
 MOST_TURNS = 8192
@@ -52,21 +53,23 @@ class FewRows:
     def _tables(self, positions: list[int], length: int) -> tuple[_Table, _Table]:
         model, at = self.model, torch.tensor(positions)
         if longest_short(model.spec) or max(positions) >= MOST_TURNS:
-            return model.tables(at, torch.float32, length)
+            return model.tables(at, self.steps.dtype, length)
         if max(positions) >= len(self._turns[0][0]):
             whole = torch.arange(min(max(_TURNS, 2 * max(positions)), MOST_TURNS))
-            self._turns = model.tables(whole, torch.float32, 0)
+            self._turns = model.tables(whole, self.steps.dtype, 0)
         full, windowed = ((cos[at], sin[at]) for cos, sin in self._turns)
         return full, windowed
 
     def attends(self, chains: Chains) -> RowAttention | None:
-        """The kernel's attention with these ``chains``; ``None`` if layers have what it does not know: windows, sinks, caps."""
+        """The kernel's attention with these ``chains``; ``None`` if layers have what it does not know: windows, sinks, caps, another
+        format than fp32."""
         spec, (_, some) = self.model.spec, self._attentions[0]
         cores = [attention.core for _, attention in self._attentions]
         if (
             not all(isinstance(core, CausalCore) and not core.window and not core.score.cap for core in cores)
             or any(attention.sinks is not None for _, attention in self._attentions)
             or some.head_dim % _LANES
+            or self.steps.dtype != torch.float32
         ):
             return None
         scale = spec.score_width**-0.5 if spec.score_width else some.head_dim**-0.5
@@ -111,7 +114,8 @@ def few_rows(model: Transformer, block_of: BlockOf) -> FewRows | None:
         return None
     layers = [_weights(block, model, block_of) for block in model.blocks.values()]
     fitting = [layer for layer in layers if layer is not None]
-    return FewRows(model, fitting) if len(fitting) == len(layers) else None
+    formats = {one.dtype for layer in fitting for one in layer.tensors()}
+    return FewRows(model, fitting) if len(fitting) == len(layers) and len(formats) == 1 else None
 
 
 def _attention(block: nn.Module) -> Attention:
@@ -167,7 +171,7 @@ def _plain(linear: Linear) -> bool:
     weight, bias = linear.weight, linear.bias
     return (
         linear.product is None
-        and weight.dtype == torch.float32
+        and weight.dtype in _FORMATS
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and (bias is None or bias.is_contiguous())
@@ -175,4 +179,4 @@ def _plain(linear: Linear) -> bool:
 
 
 def _plain_norm(norm: RMSNorm) -> bool:
-    return not norm.offset and norm.weight.dtype == torch.float32 and not len(norm.weight) % _LANES
+    return not norm.offset and norm.weight.dtype in _FORMATS and not len(norm.weight) % _LANES

@@ -29,6 +29,7 @@ from phalanx.serve.engine.readings import Ask, Readings, readings_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.numerics.layers import attention_chains, keeps_bits
+from phalanx.serve.numerics.products import fast_products, use_fast_products
 from phalanx.train.step.loss import log_probabilities
 
 _ANY_CHAINS = Chains(PART, PART, PART, fuses_sum=False)
@@ -112,8 +113,9 @@ class ModelPart:
     def __init__(
         self, model: Transformer, rule: Rule, exact: Exact | None, projection: Affine | None = None
     ) -> None:
-        """``projection`` is the product of the output projection; by default PyTorch's."""
-        self._model, self._rule, self._exact, self._projection = model, rule, exact, projection
+        """``projection`` is the product of the output projection; by default PyTorch's, or one that is faster."""
+        products = use_fast_products(model) if exact is None else exact.products
+        self._model, self._rule, self._exact, self._projection = model, rule, exact, projection or products
         self.few = few_rows_of(model, rule, exact)
 
     @torch.no_grad()
@@ -162,5 +164,10 @@ def few_rows_of(model: Transformer, rule: Rule, exact: Exact | None) -> FewRows 
 
 
 def _whole(linear: Linear) -> int:
-    """A block for products whose order of additions is nobody's concern; 0 where other processes have a part of the product."""
-    return linear.weight.shape[1] if linear.affine is None else 0
+    """A block for products whose order of additions is nobody's concern; 0 where other processes have a part of the product, or where a library computes
+    bf16 rows faster."""
+    products = fast_products(linear)
+    if products is not None:
+        return products.block(linear)
+    inputs = 0 if linear.weight.dtype == torch.bfloat16 else linear.weight.shape[1]
+    return inputs if linear.affine is None else 0

@@ -38,8 +38,8 @@ def keeps_bits(few: FewRows) -> bool:
     assert block.attention_norm is not None
     generator = torch.Generator().manual_seed(0)
     magnitudes = torch.randint(-6, 5, (_MANY, 1), generator=generator).float().exp2()
-    states = torch.randn(_MANY, model.spec.dim, generator=generator) * magnitudes
-    heads = torch.randn(1, model.spec.heads, _MANY, attention.head_dim, generator=generator)
+    states = (torch.randn(_MANY, model.spec.dim, generator=generator) * magnitudes).to(few.steps.dtype)
+    heads = torch.randn(1, model.spec.heads, _MANY, attention.head_dim, generator=generator).to(states.dtype)
     cos, sin = model.tables(torch.arange(_MANY), states.dtype, _MANY)[0]
     rows = states[None]
     begun = attention.projected((block.attention_norm(rows),), cos, sin)

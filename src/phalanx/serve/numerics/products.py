@@ -7,14 +7,15 @@ with random rows in many numbers before anything is served. What is found decide
 number is refused by its name.
 
 Few fp32 rows are computed by a kernel of our own (``phalanx.hardware.kernels.rows.product``) where a block of the inner dimension is found with which it
-has the bits of the library's many rows.
+has the bits of the library's many rows; bf16 rows, few or many, where its one order of additions has them. Fast numerics compute bf16 by it wherever PyTorch has no
+library for them: it would read the matrix once for each row.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
-from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
+from phalanx.hardware.kernels.rows.product import BF16_CHAINS, MOST_ROWS, most_rows, row_kernel
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.experts.expert_groups import Groups
 from phalanx.model.layers.experts.moe import Experts
@@ -33,6 +34,8 @@ from phalanx.serve.numerics.facts import Facts, numbers_of_rows, recalled
 
 _MANY = 1024
 """Rows of a micro-batch, in the trainer; kernels have long settled on their largest blocks then."""
+_MORE = (100, 516, _MANY)
+"""Numbers of rows above those of the kernel of fp32 in which that of bf16 is tried."""
 _RULES = ((1, 1), (4, 4), (8, 4), (16, 4), (16, 16), (32, 32))
 """The fewest rows that a product may have, and of which number its rows are a multiple, in the order in which they are tried."""
 
@@ -144,8 +147,13 @@ def _operands(shape: Shape, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _block(rows: Tensor, matrix: Tensor, bias: Tensor | None, expected: Tensor) -> int:
-    """The block of the inner dimension with which the kernel of few rows has the library's bits; 0 if there is none."""
-    if matrix.dtype != torch.float32 or row_kernel() is None:
+    """The block of the inner dimension with which the kernel of few rows has the library's bits; 0 if there is none. That of bf16 is ``BF16_CHAINS``."""
+    if row_kernel() is None:
+        return 0
+    if matrix.dtype == torch.bfloat16:
+        numbers = (*range(1, MOST_ROWS + 1), *(number for number in _MORE if number <= len(rows)))
+        return BF16_CHAINS if _chain_holds(rows, matrix, bias, expected, BF16_CHAINS, numbers) else 0
+    if matrix.dtype != torch.float32:
         return 0
     inputs, some = int(matrix.shape[1]), slice(0, 40)
     few, part = matrix[some].contiguous(), None if bias is None else bias[some]
@@ -166,10 +174,10 @@ def _chain_holds(
     bias: Tensor | None,
     expected: Tensor,
     block: int,
-    numbers: tuple[int, ...] | range,
+    numbers: Iterable[int],
 ) -> bool:
     kernel = row_kernel()
-    if kernel is None:
+    if kernel is None or (matrix.dtype == torch.bfloat16 and block != BF16_CHAINS):
         return False
     try:
         return all(torch.equal(kernel(rows[:n], matrix, bias, block), expected[:n]) for n in numbers)
@@ -180,15 +188,23 @@ def _chain_holds(
 class RowProducts:
     """``torch.nn.functional.linear`` for any number of rows, each with the bits that it has among many."""
 
-    def __init__(self, facts: Mapping[Shape, Facts]) -> None:
-        self._facts = facts
+    def __init__(
+        self, facts: Mapping[Shape, Facts], by_format: Mapping[torch.dtype, Facts] | None = None
+    ) -> None:
+        """``by_format`` has facts of shapes that ``facts`` does not have."""
+        self._facts, self._by_format = facts, by_format or {}
+
+    def _of(self, shape: Shape) -> Facts | None:
+        return self._facts.get(shape, self._by_format.get(shape.dtype))
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """``(..., inputs)`` times the transpose of ``(outputs, inputs)``, plus ``(outputs,)``: ``(..., outputs)``."""
         outputs, inputs = matrix.shape
-        facts = self._facts[Shape(outputs, inputs, matrix.dtype, bias is not None)]
+        shape = Shape(outputs, inputs, matrix.dtype, bias is not None)
+        if (facts := self._of(shape)) is None:
+            raise KeyError(f"a {shape} was not tried")
         count = x.numel() // inputs
-        few = facts.block and 0 < count <= MOST_ROWS and not torch.is_grad_enabled()
+        few = facts.block and 0 < count <= most_rows(matrix.dtype) and not torch.is_grad_enabled()
         if few and (kernel := row_kernel()) is not None:
             return kernel(x.reshape(-1, inputs), matrix, bias, facts.block).view(*x.shape[:-1], outputs)
         added = facts.padding(count)
@@ -201,7 +217,8 @@ class RowProducts:
     def block(self, linear: Linear) -> int:
         """The block with which the kernel of few rows has a layer's bits; 0 if none is known, or other products compute it."""
         shape = shape_of(linear.weight, bias=linear.bias is not None)
-        return self._facts[shape].block if linear.affine == self and shape in self._facts else 0
+        facts = self._of(shape)
+        return facts.block if linear.affine == self and facts is not None else 0
 
     def grouped(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         """Each of ``rows`` ``(m, i)`` times the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``."""
@@ -212,6 +229,21 @@ class RowProducts:
             if len(part)
         ]
         return torch.cat(parts) if parts else rows.new_empty(0, matrices.shape[1])
+
+
+def fast_products(model: nn.Module) -> RowProducts | None:
+    """Products that need not have PyTorch's bits and are faster: those of bf16 on a CPU without instructions for it; ``None`` elsewhere."""
+    kernel, some = row_kernel(), next(model.parameters())
+    fit = kernel is not None and kernel.fuses and some.dtype == torch.bfloat16 and some.device.type == "cpu"
+    if not fit or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return None
+    return _products_by_kernel()
+
+
+@functools.cache
+def _products_by_kernel() -> RowProducts:
+    # Layers that have them are told by their being the same.
+    return RowProducts({}, {torch.bfloat16: Facts(1, 1, BF16_CHAINS), torch.float32: Facts(1, 1)})
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -252,3 +284,12 @@ def use_products(model: nn.Module, products: RowProducts) -> None:
             part.affine = products
         elif isinstance(part, Experts):
             part.product = products.grouped
+
+
+def use_fast_products(model: nn.Module) -> RowProducts | None:
+    """Gives ``fast_products`` to the linear layers of ``model`` that have no other product yet."""
+    products = fast_products(model)
+    for _, part in _parts(model) if products is not None else ():
+        if isinstance(part, Linear) and part.affine is None:
+            part.affine = products
+    return products

@@ -43,6 +43,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.products import fast_products
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def projection_by(matrix: torch.Tensor) -> OutputProjection:
 def assemble(model: Transformer, share: Share, assembly: Assembly, exact: Exact | None) -> Affine:
     """Has a share of each layer compute with the others, by the products that it has; the product of its output projection."""
     rows = None if exact is None else exact.rows
+    through: Affine = (fast_products(model) or F.linear) if exact is None else exact.products
     for block in model.blocks.values():
         assert isinstance(block, Block), "the model's layers"
         ends: list[nn.Module] = [block.attention.output]
@@ -197,8 +199,7 @@ def assemble(model: Transformer, share: Share, assembly: Assembly, exact: Exact 
             ends.append(block.ffn.down)
         for end in ends:
             assert isinstance(end, Linear), "the model's matrices"
-            end.affine = _Assembled(assembly, F.linear if end.affine is None else end.affine)
-    through = F.linear if exact is None else exact.products
+            end.affine = _Assembled(assembly, through if end.affine is None else end.affine)
     return lambda x, matrix, bias: assembly.scores(through(x, matrix, bias))
 
 

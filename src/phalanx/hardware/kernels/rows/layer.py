@@ -1,4 +1,4 @@
-"""The kernel of ``layer.c``: takes a few fp32 rows from one layer's attention to the next layer's in a single call.
+"""The kernel of ``layer.h``: takes a few fp32 or bf16 rows from one layer's attention to the next layer's in a single call.
 
 A decoding step of one text does little in each operation, so calling them one by one costs as much as they do: some seventy calls a layer, and seven
 times all threads are woken. Here it is one call and one time. Between its products it does what PyTorch's operations do, rounding as they do; whether it
@@ -31,7 +31,7 @@ class Affinity:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer with grouped-query attention and a SwiGLU: all fp32 on a CPU, contiguous, in whole vectors of eight."""
+    """A layer with grouped-query attention and a SwiGLU: all of one format on a CPU, fp32 or bf16, contiguous, in whole vectors of eight."""
 
     query: Affinity
     key: Affinity
@@ -51,8 +51,15 @@ class LayerWeights:
     eps: float
 
     def products(self) -> Iterator[Affinity]:
-        """In the order of ``layer.c``."""
+        """In the order of ``layer.h``."""
         yield from (self.query, self.key, self.value, self.output, self.gate, self.up, self.down)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it multiplies with or adds."""
+        for product in self.products():
+            yield from (one for one in (product.matrix, product.bias) if one is not None)
+        norms = (self.attention_norm, self.ffn_norm, self.query_norm, self.key_norm)
+        yield from (one for one in norms if one is not None)
 
 
 class _Matrix(ctypes.Structure):
@@ -74,7 +81,7 @@ class _Layer(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("ended", "begun", "attention", "states", "mixed", "cos", "sin")),
-        *((name, _POINTER) for name in ("query", "key", "value", "normed", "inner", "gate", "up")),
+        *((name, _POINTER) for name in ("query", "key", "value", "normed", "inner", "added", "gate", "up")),
         ("rows", _COUNT),
         ("next", _COUNT * 4),
         *((name, _POINTER) for name in ("barrier", "number", "members")),
@@ -88,16 +95,24 @@ class LayerSteps:
     def __init__(self, kernel: RowKernel, layers: list[LayerWeights], rows: int) -> None:
         """Reads ``layers``, which lie where they are for as long as this does, with at most ``rows`` rows."""
         self._layers, self._made = layers, [_of(layer) for layer in layers]
-        self._call = kernel.library.layer_step
+        some = layers[0]
+        self.dtype = some.up.matrix.dtype
+        library = kernel.library
+        self._call = library.half_layer_step if self.dtype == torch.bfloat16 else library.layer_step
         self._call.argtypes, self._call.restype = [_POINTER, _POINTER], None
         self._parallel = kernel.team.parallel
-        some = layers[0]
-        dim, inner = len(some.attention_norm), len(some.up.matrix)
+        dim, inner, heads = len(some.attention_norm), len(some.up.matrix), len(some.query.matrix)
+
+        def kept(wide: int) -> Tensor:
+            return torch.empty(rows, wide, dtype=self.dtype)
+
         self._query, self._key, self._value = (
-            torch.empty(rows, len(one.matrix)) for one in (some.query, some.key, some.value)
+            kept(len(one.matrix)) for one in (some.query, some.key, some.value)
         )
-        self._mixed = torch.empty(rows, len(some.query.matrix))
-        self._scratch = [torch.empty(rows, wide) for wide in (dim, max(inner, dim), inner, inner)]
+        self._mixed = kept(heads)
+        # What products read is fp32 in any format.
+        read = torch.empty(rows, dim), torch.empty(rows, max(inner, heads))
+        self._scratch = [*read, *map(kept, (dim, inner, inner))]
         team = kernel.team
         self.threads = team.threads(some.up.matrix.numel())
         """Threads at most among which a step is divided."""
@@ -105,7 +120,7 @@ class LayerSteps:
             **{
                 name: tensor.data_ptr()
                 for name, tensor in zip(
-                    ("query", "key", "value", "normed", "inner", "gate", "up"),
+                    ("query", "key", "value", "normed", "inner", "added", "gate", "up"),
                     (self._query, self._key, self._value, *self._scratch),
                     strict=True,
                 )
@@ -121,7 +136,7 @@ class LayerSteps:
         self, ended: int, states: Tensor, mixed: Tensor | RowTable | None, cos: Tensor, sin: Tensor
     ) -> None:
         """Takes ``states`` ``(rows, dim)`` in place to the layer behind ``ended`` (-1: into the first), whose attention gave ``mixed`` ``(rows, heads *
-        width)``, or is computed here; ``cos`` and ``sin`` ``(rows, rotated)`` are the next layer's."""
+        width)``, or is computed here; ``cos`` and ``sin`` ``(rows, rotated)`` are the next layer's. All are in the format of the layers."""
         step, rows = self._step, len(states)
         step.ended = ctypes.addressof(self._made[ended]) if ended >= 0 else None
         step.begun = ctypes.addressof(self._made[ended + 1]) if ended + 1 < len(self._made) else None

@@ -1,7 +1,8 @@
-"""The kernel of ``rows.c``: products of a few fp32 rows by the chain of roundings that a library's product of many rows has.
+"""The kernels of ``rows.c`` and ``bf16.c``: products of rows by the chain of roundings that a library's product of many rows has.
 
 Decoding one text multiplies one row with every matrix, and exact numerics want the bits that the row has among many. The library's own product of
-one row adds in another order, and sixteen rows take three times as long as reading the matrix does.
+one row adds in another order, and sixteen rows take three times as long as reading the matrix does. In bf16, without the instructions for it, PyTorch's product of many rows is one
+scalar product after the other, each of which reads its row of the matrix: the kernel has the same bits and reads them once for up to 48 rows.
 The work is dealt over the threads of the OpenMP runtime that PyTorch has loaded, which waits for it anyway; a second runtime would fight with it.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from pathlib import Path
 
 import torch
@@ -17,16 +19,18 @@ from torch import Tensor
 from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled
 
 MOST_ROWS = 48
-"""Rows up to which the kernel takes no longer than a library (measured: AVX2, one thread)."""
+"""Rows up to which the kernel of fp32 takes no longer than a library (measured: AVX2, one thread)."""
+BF16_CHAINS = 64
+"""The one order of additions of the kernel of bf16: so many chains of fp32 beside each other, in the place of a block."""
 _FOLDER = Path(__file__).parent
-_BESIDE = tuple(_FOLDER / name for name in ("attend.c", "layer.c"))
+_BESIDE = tuple(_FOLDER / name for name in ("attend.c", "layer.c", "bf16.c", "layer_bf16.c"))
 _OPTIONS = (*OPTIONS, "-Wno-psabi")
 _LEAST_SHARE = 1 << 16
 """Elements of a matrix for which another thread is woken."""
 
 
 class RowKernel:
-    """Rows times the transpose of a matrix on a CPU, fp32, in blocks of the inner dimension. Raises ``NoHostKernelsError``."""
+    """Rows times the transpose of a matrix on a CPU, fp32 or bf16. Raises ``NoHostKernelsError``."""
 
     def __init__(self) -> None:
         try:
@@ -34,39 +38,37 @@ class RowKernel:
             self.name = library.stem
             """The digest of its source and the compiler's options."""
             self.library = ctypes.CDLL(str(library))
-            self._product = self.library.row_product
+            self._product, self._half_product = self.library.row_product, self.library.half_row_product
         except (OSError, AttributeError) as error:
             raise NoHostKernelsError(str(error)) from error
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._product.argtypes = [*[pointer] * 4, *[count] * 4, pointer, count]
-        self._product.restype = ctypes.c_int
+        self._half_product.argtypes = [*[pointer] * 5, *[count] * 3, pointer, count]
+        self._product.restype = self._half_product.restype = ctypes.c_int
         self.team = Team()
         self.fuses = bool(self.library.fuses())
         """Whether the processor has fused multiply-adds of eight elements."""
 
     def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, block: int) -> Tensor:
-        """``(m, i)`` times the transpose of ``(o, i)``, plus ``(o,)``: ``(m, o)``. Within ``block`` inner elements a result is a chain of fused
-        multiply-adds; blocks are added one after the other, the first to the bias. Raises ``NoHostKernelsError`` on an unfit processor."""
+        """``(m, i)`` times the transpose of ``(o, i)``, plus ``(o,)``: ``(m, o)``. In fp32, within ``block`` inner elements a result is a chain of fused
+        multiply-adds; blocks are added one after the other, the first to the bias. In bf16 it is ``BF16_CHAINS`` beside each other, added up to one to which the bias is
+        added, and is rounded then. Raises ``NoHostKernelsError`` on an unfit processor."""
         # Named, so that copies live for as long as they are read.
         rows, matrix, bias = (
             rows.contiguous(),
             matrix.contiguous(),
             None if bias is None else bias.contiguous(),
         )
-        outputs, inputs = matrix.shape
-        product = rows.new_empty(len(rows), outputs)
-        done = self._product(
-            rows.data_ptr(),
-            matrix.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            product.data_ptr(),
-            len(rows),
-            inputs,
-            outputs,
-            block,
-            self.team.parallel,
-            self.team.threads(matrix.numel()),
-        )
+        (outputs, inputs), count = matrix.shape, len(rows)
+        product = rows.new_empty(count, outputs)
+        operands = (rows.data_ptr(), matrix.data_ptr(), None if bias is None else bias.data_ptr())
+        team = self.team.parallel, self.team.threads(matrix.numel())
+        if matrix.dtype == torch.bfloat16:
+            widened = torch.empty(count, inputs)
+            places = product.data_ptr(), widened.data_ptr()
+            done = self._half_product(*operands, *places, count, inputs, outputs, *team)
+        else:
+            done = self._product(*operands, product.data_ptr(), count, inputs, outputs, block, *team)
         if not done:
             raise NoHostKernelsError("this processor has no fused multiply-add of eight fp32 elements")
         return product
@@ -94,6 +96,11 @@ class Team:
         if self.parallel is None:
             return 1
         return min(torch.get_num_threads(), 1 + elements // _LEAST_SHARE)
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows up to which a kernel takes no longer than the library whose bits it has."""
+    return sys.maxsize if dtype == torch.bfloat16 else MOST_ROWS
 
 
 @functools.cache
