@@ -7,8 +7,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from phalanx.launch.engines.order import FOLDER
 from phalanx.launch.engines.submission import Submitted, order_of, read_record
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import FleetSpec, RunSpec
-from phalanx_process import RUN_FILE
+from phalanx_process import ENVIRONMENT, RUN_FILE
 from watch.why.watched import fleet_file
 
 
@@ -251,6 +254,66 @@ def test_the_script_of_a_job_asks_its_run_to_save_however_often_it_is_told_of_it
         told = CliRunner().invoke(fleet_command.command, ["stop", "--for-now", str(tmp_path)])
         assert told.output == "accepted\n"
     assert asked == [tmp_path] * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "earlier"),
+    [("start", False), ("word", True)],
+    ids=["before any host is", "before the word, after an earlier start"],
+)
+def test_a_run_that_is_cancelled_while_it_is_being_started_does_not_run(
+    before: str, earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, program = tmp_path / "run", tmp_path / "python"
+    began = tmp_path / "began"
+    program.write_text(
+        f'#!/bin/bash\n[ "$1" != -c ] || exec {sys.executable} "$@"\necho $$ >> {began}; exec sleep 900\n'
+    )
+    program.chmod(0o755)
+    if earlier:
+        lends(run_dir, "local")
+        (run_dir / FOLDER / "stopped").touch()
+    (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data="words"))
+    monkeypatch.chdir(tmp_path)
+    cancels: list[subprocess.Popen[str]] = []
+
+    def cancel() -> None:
+        words = [sys.executable, "-m", "phalanx", "cancel", str(run_dir)]
+        cancels.append(
+            subprocess.Popen(words, env=ENVIRONMENT, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        )
+        while not (run_dir / FOLDER / "stopped").exists() and cancels[0].poll() is None:
+            time.sleep(0.01)
+
+    start, write = bare.start, bare.write_atomically
+
+    def started(*given: Any) -> list[bare.Started]:
+        if before == "start":
+            cancel()
+        return start(*given)
+
+    def written(path: Path, content: bytes) -> None:
+        if before == "word" and path.name == "go":
+            cancel()
+        write(path, content)
+
+    monkeypatch.setattr(submission, "sys", SimpleNamespace(executable=str(program)))
+    monkeypatch.setattr(bare, "start", started)
+    monkeypatch.setattr(bare, "write_atomically", written)
+    words = ["tiny.toml", "--on", "local", "--set", f'run_dir="{run_dir}"']
+    submitted = CliRunner().invoke(submit_command.command, words)
+    (cancelled,) = cancels
+    said, _ = cancelled.communicate()
+    try:
+        assert (cancelled.returncode, bare.alive(run_dir)) == (0, ([], [])), said
+    finally:
+        bare.end(run_dir, bare.started_on(run_dir), signal.SIGKILL)
+    assert "cancelled" in said
+    assert "has ended already" not in said
+    assert (submitted.exit_code == 0) == (before == "word")
+    if before == "start":
+        assert "was cancelled while it was being submitted" in submitted.output
+        assert not began.exists()
 
 
 def test_a_run_that_could_queue_itself_again_is_not_said_to_be_cancelled_but_can_be_ended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ _POLL_S = 1.0
 def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespace: str) -> None:
     """Cancel the job of the run in RUN_DIR: one that trains saves first; it is not queued again.
 
-    The run can be submitted again later and goes on from there.
+    The run can be submitted again later and goes on from there. One that is being submitted at the moment does not start.
 
     \b
       phalanx cancel runs/big-1f3a9c04
@@ -42,7 +43,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
     """
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.standing import end_now, sentence, submission_of, title, wait_until_ended
-    from phalanx.launch.engines.submission import mark_stopped
+    from phalanx.launch.engines.submission import read_record, submitter_of, wait_for_submitter
     from phalanx.launch.engines.tools import EngineError
 
     if engine is not None:
@@ -54,20 +55,25 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
     refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
     demand_folder(run_dir)
     with explained(EngineError):
-        made = submission_of(run_dir)
-        if made is None:
+        if not submitter_of(run_dir) and submission_of(run_dir) is None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
-        try:
-            mark_stopped(run_dir)
-        except EngineError as error:
-            if not now:  # a job that is ended at once does not come to queue itself again
-                raise EngineError(f"{error}; phalanx cancel --now ends it without saving") from error
+        _mark(run_dir, now)
+        # Noted first: a submission that does not see it has let be seen what it starts.
+        submitter = wait_for_submitter(run_dir, partial(click.echo, err=True))
+        made = None if submitter and read_record(run_dir) is None else submission_of(run_dir)
+        if made is None:
+            click.echo(f"{submitter} has started nothing: the run is cancelled")
+            return
         if made.engine == "slurm":
             slurm.cancel_joining(run_dir, waiting_only=True)  # they would get nodes for a run that ends
         if sentence(run_dir, made) is None:
-            click.echo(f"{title(made)} has ended already")
+            click.echo(
+                f"nothing of what {submitter} was to start runs: the run is cancelled"
+                if submitter
+                else f"{title(made)} has ended already"
+            )
             if made.engine == "slurm":
                 slurm.cancel_joining(run_dir)
             _give_back(run_dir, made)
@@ -87,6 +93,18 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         if not no_wait or (job is not None and job.state == "PENDING"):
             _give_back(run_dir, made)
     click.echo(f"{title(made)} is cancelled" if not no_wait else f"{title(made)} is asked to end")
+
+
+def _mark(run_dir: Path, now: bool) -> None:
+    """Notes that a run is cancelled. Raises ``EngineError`` where it could queue itself again."""
+    from phalanx.launch.engines.submission import mark_stopped
+    from phalanx.launch.engines.tools import EngineError
+
+    try:
+        mark_stopped(run_dir)
+    except EngineError as error:
+        if not now:  # a job that is ended at once does not come to queue itself again
+            raise EngineError(f"{error}; phalanx cancel --now ends it without saving") from error
 
 
 def _give_back(run_dir: Path, made: Submitted) -> None:

@@ -282,10 +282,12 @@ def _submit(
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import (
+        forget_stopped,
         how_to_follow,
         only_submission,
         order_of,
         record,
+        refuse_stopped,
         write_files,
     )
     from phalanx.launch.engines.tools import EngineError
@@ -294,6 +296,7 @@ def _submit(
     script = batch_script(order)  # what no job can have is refused before anything is written, or borrowed
     with only_submission(order):
         _refuse_second(order)
+        forget_stopped(order)
         path = write_files(order, spec, script)
         expected = slurm.test_submit(path)
         if lender is not None:
@@ -301,6 +304,7 @@ def _submit(
         try:
             if lender is not None:
                 write_files(order, spec, batch_script(order))
+            refuse_stopped(order)
             job = slurm.submit(path)
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error

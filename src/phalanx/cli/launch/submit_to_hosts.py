@@ -14,6 +14,7 @@ from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.standing import refuse_second
 from phalanx.launch.engines.submission import (
+    forget_stopped,
     how_to_follow,
     only_submission,
     order_of,
@@ -73,6 +74,7 @@ def _verified(
     Raises ``EngineError`` with everything that keeps it from starting.
     """
     refuse_second(order.run_dir, read_record(order.run_dir))
+    forget_stopped(order)
     wrong = bare.preflight(order, hosts)
     verdict, why_not = _verdict(spec, listed, hosts) if engine == "ssh" and not wrong else (None, "")
     if spec.launch.most_lost_ms and not wrong and engine == "ssh":

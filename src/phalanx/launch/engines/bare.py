@@ -29,6 +29,7 @@ from phalanx.launch.engines.hosts import (
     unreachable,
 )
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
+from phalanx.launch.engines.submission import refuse_stopped
 from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.peers.clocks import own_clock_is_wrong
@@ -162,7 +163,7 @@ def _facts(host: Host, said: str) -> tuple[str, float]:
 def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list[Started]:
     """Starts the run on the hosts, the first of which leads; or has them join the fleet that trains it. On all of them or on none.
 
-    Raises ``EngineError`` with every reason.
+    A run that is cancelled before the word that lets it begin does not begin. Raises ``EngineError`` with every reason.
     """
     word, head = secrets.token_hex(8), None if joins else hosts[0]
     names = {host.name for host in hosts}
@@ -179,8 +180,12 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
     started = [Started(host, pids[host.name]) for host in hosts if host.name in pids]
     try:
         _note(order, [*earlier, *started])
+        if not joins:
+            refuse_stopped(order)
         if not wrong:
             write_atomically(go, word.encode())
+    except EngineError as error:
+        wrong.append(str(error))
     except OSError as error:
         wrong.append(f"cannot write {order.folder}: {error.strerror}; give another run_dir")
     if wrong:

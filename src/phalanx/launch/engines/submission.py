@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,7 +39,12 @@ _OF_KUBERNETES = (
     "run_as",
 )
 STOPPED = "stopped"
-"""A file of this name keeps a job from queueing itself again."""
+"""A file of this name keeps a job from queueing itself again, and a run that is being submitted from starting."""
+_SUBMITTING = "submitting"
+_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.05
+"""Whoever looks at the lock holds it for a moment."""
+_SUBMITS_S = 180.0
+"""For so long it is waited for who submits a run: longer than hosts that do not answer are asked."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
 
     Raises ``EngineError`` naming who holds the lock, or if it cannot be had; its file stays, since who removes one that another waits for lets in a third.
     """
-    path = order.folder / "submitting"
+    path = order.folder / _SUBMITTING
     try:
         order.folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # as far as the umask lets a group submit the run
@@ -141,14 +146,13 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
         raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-            raise EngineError(
-                f"the run in {order.run_dir} is being submitted by {holder}: wait for it, then phalanx status {quote(str(order.run_dir))}"
-            ) from error
+            taken = _lock(fd)
         except OSError as error:
             raise EngineError(f"cannot lock {path}: {error.strerror}; give another run_dir") from error
+        if not taken:
+            raise EngineError(
+                f"the run in {order.run_dir} is being submitted by {_named_in(fd)}: wait for it, then phalanx status {quote(str(order.run_dir))}"
+            )
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -157,6 +161,57 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Takes the lock of submissions; false if another submission has it."""
+    for tried in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S if tried < _LOCK_TRIES - 1 else 0.0)
+    return False
+
+
+def _named_in(fd: int) -> str:
+    return os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+
+
+def submitter_of(run_dir: Path) -> str:
+    """The process that submits a run at this moment; empty if none does, or if the file system has no locks to tell."""
+    try:
+        fd = os.open(run_dir / FOLDER / _SUBMITTING, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        return _named_in(fd)
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+def wait_for_submitter(run_dir: Path, tell: Callable[[str], None]) -> str:
+    """Waits until nobody submits a run any more, so that what was started can be seen; returns who did, empty if nobody.
+
+    Raises ``EngineError`` if that takes too long.
+    """
+    deadline_s, told = time.monotonic() + _SUBMITS_S, ""
+    while submitter := submitter_of(run_dir):
+        if submitter != told:
+            told = submitter
+            tell(f"the run is being submitted by {submitter}, which is told and waited for")
+        if time.monotonic() > deadline_s:
+            raise EngineError(
+                f"the run in {run_dir} is being submitted by {submitter}, which does not get on: it starts nothing once it comes to look for "
+                f"{run_dir / FOLDER / STOPPED}; end it, and give the same command again"
+            )
+        time.sleep(_LOCK_PAUSE_S)
+    return told
 
 
 def refuse_finished(order: LaunchOrder) -> None:
@@ -172,7 +227,6 @@ def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
     path = order.folder / "job.sh"
     try:
         order.folder.mkdir(parents=True, exist_ok=True)
-        (order.folder / STOPPED).unlink(missing_ok=True)
         write_atomically(order.run_file, tomli_w.dumps(to_table(spec)).encode())
         write_atomically(path, script.encode(), mode=0o755)
     except OSError as error:
@@ -228,8 +282,28 @@ def read_record(run_dir: Path) -> Submitted | None:
         return None
 
 
+def forget_stopped(order: LaunchOrder) -> None:
+    """Forgets that an earlier start of the run was stopped, as a submission begins; who stops the run from then on stops this one.
+
+    Raises ``EngineError``.
+    """
+    try:
+        (order.folder / STOPPED).unlink(missing_ok=True)
+    except OSError as error:
+        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
+
+
+def refuse_stopped(order: LaunchOrder) -> None:
+    """Raises ``EngineError`` if somebody has stopped the run since its submission began.
+
+    What the submission has started so far must be noted before: then either this sees who stops the run, or that one sees what runs.
+    """
+    if (order.folder / STOPPED).exists():
+        raise EngineError(f"the run in {order.run_dir} was cancelled while it was being submitted")
+
+
 def mark_stopped(run_dir: Path) -> None:
-    """Keeps the run's job from queueing itself again. Raises ``EngineError``."""
+    """Keeps the run's job from queueing itself again, and a submission that is under way from starting it. Raises ``EngineError``."""
     folder = run_dir / FOLDER
     # Whoever made it before may be another user, whose file nobody else may write.
     if not folder.is_dir() or (folder / STOPPED).is_file():
