@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.fleet import ask, fleet_command, resize_command
-from phalanx.cli.launch import cancel_command, submit_command
+from phalanx.cli.launch import cancel_command, submit_command, submit_to_hosts
+from phalanx.cli.watch import status_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase
@@ -27,7 +28,7 @@ from phalanx.launch.engines.hosts import HERE, Host
 from phalanx.launch.engines.order import FOLDER
 from phalanx.launch.engines.submission import Submitted, order_of, read_record
 from phalanx.launch.engines.tools import EngineError
-from phalanx.run.spec import FleetSpec, RunSpec
+from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import ENVIRONMENT, RUN_FILE
 from watch.why.watched import fleet_file
 
@@ -62,7 +63,7 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
     assert grown == []
 
 
-@pytest.mark.parametrize("full", ["script", "record", "record and scancel"])
+@pytest.mark.parametrize("full", ["script", "record", "number", "number and scancel"])
 def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes_them_again(
     full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,19 +93,69 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
         monkeypatch.setattr(submission, "write_atomically", write_atomically)
         return {}
 
+    def submit(_script: Path) -> str:
+        fill()
+        return "7"
+
     monkeypatch.setattr(slurm, "refuse_second", lambda *_: None)
     monkeypatch.setattr(slurm, "test_submit", lambda _: "")
     monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
-    monkeypatch.setattr(slurm, "submit", lambda _: "7")
+    monkeypatch.setattr(slurm, "submit", submit)
     monkeypatch.setattr(slurm, "cancel", cancel)
     monkeypatch.setattr(resize_command, "asked_to_go", lambda *_: ["n1", "n2"])
-    monkeypatch.setattr(resize_command, "wait_until_gone", fill)
+    # Before the job is queued, or once it is.
+    early = full in ("script", "record")
+    monkeypatch.setattr(resize_command, "wait_until_gone", fill if early else lambda *_: {})
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
         submit_command._submit(spec, tmp_path, None, "", False, lender)
     assert "No space left on device" in str(told.value)
-    assert cancelled == ([] if full == "script" else ["7"])
+    assert cancelled == ([] if early else ["7"])
     assert ("scancel 7" in str(told.value)) == ("scancel" in full)
+
+
+@pytest.mark.parametrize("earlier", ["ssh", "slurm", ""], ids=["on hosts", "as a job", "none"])
+def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earlier_start(
+    earlier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, tools = tmp_path / "run", tmp_path / "tools"
+    if earlier:
+        lends(run_dir, earlier)
+    queue = tmp_path / "queue"
+    line = f"9|PENDING|Resources|2||N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
+    queue.write_text("")
+    tools.mkdir()
+    for name, does in (
+        ("squeue", f"cat {queue}"),
+        ("scancel", f'echo "$@" >> {tmp_path}/cancelled; > {queue}'),
+    ):
+        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+
+    class KilledError(BaseException):
+        """As by SIGKILL: nothing catches it."""
+
+    def submit(_script: Path) -> str:
+        queue.write_text(line)
+        raise KilledError
+
+    monkeypatch.setattr(slurm, "test_submit", lambda _: "")
+    monkeypatch.setattr(slurm, "submit", submit)
+    spec = RunSpec(name="run", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
+    with pytest.raises(KilledError):
+        submit_command._submit(spec, tmp_path, None, "", False, None)
+    assert status_command._job_line(run_dir).startswith("job 9 (slurm): waits for 2 nodes")  # type: ignore[union-attr]
+    here = order_of(replace(spec, launch=LaunchSpec(engine="local")), tmp_path)
+    with pytest.raises(EngineError, match=r"is job 9 already"):
+        submit_to_hosts._verified(here, spec, "local", [], [])
+    told = CliRunner().invoke(cancel_command.command, [str(run_dir)])
+    assert told.output == "job 9 (slurm) is cancelled\n"
+    assert (tmp_path / "cancelled").read_text() == "9\n"
+    assert (
+        status_command._job_line(run_dir)
+        == "job of unknown number (slurm): ended without a word, or before it began"
+    )
 
 
 def lends(run_dir: Path, engine: str) -> None:

@@ -16,6 +16,7 @@ from phalanx.cli.errors import explained
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.order import LaunchOrder
+    from phalanx.launch.engines.submission import Submitted
     from phalanx.launch.placing.choose import Choice
     from phalanx.run.spec import LaunchSpec, RunSpec
 
@@ -286,7 +287,7 @@ def _submit(
         how_to_follow,
         only_submission,
         order_of,
-        record,
+        recorded,
         refuse_stopped,
         write_files,
     )
@@ -304,20 +305,12 @@ def _submit(
         try:
             if lender is not None:
                 write_files(order, spec, batch_script(order))
-            refuse_stopped(order)
-            job = slurm.submit(path)
+            # Or of a job whose submitter did not live to note it the record would be that of an earlier start, perhaps elsewhere.
+            with recorded(order, "slurm", ""):
+                refuse_stopped(order)
+                made = _noted(order, slurm.submit(path))
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error
-        try:
-            made = record(order, "slurm", job)
-        except EngineError as error:  # nobody would find it, and it could not write a line
-            try:
-                slurm.cancel(job)
-            except EngineError as also:
-                raise EngineError(
-                    f"job {job} can neither be noted ({error}) nor taken back ({also}): end it with scancel {job}{_still_lent(order)}"
-                ) from error
-            raise EngineError(f"job {job} is taken back: {error}{_still_lent(order)}") from error
     if as_json:
         price = (
             None if best is None else {"slowest_s": best.price.slowest_s, "certified": best.price.certified}
@@ -326,12 +319,30 @@ def _submit(
         return
     spares = f" and {order.spares} spares" if order.spares else ""
     click.echo(
-        f"job {job}: {order.nodes} nodes{spares}, {order.nodes * spec.fleet.workers_per_node} ranks; run directory {order.run_dir}"
+        f"job {made.job}: {order.nodes} nodes{spares}, {order.nodes * spec.fleet.workers_per_node} ranks; run directory {order.run_dir}"
     )
     if expected:
         click.echo(f"  expected to start {expected}")
     click.echo(f"  placement: {_placement_line(best, why_not)}")
     click.echo(how_to_follow(order.run_dir))
+
+
+def _noted(order: LaunchOrder, job: str) -> Submitted:
+    """The record of a job that is queued. Raises ``EngineError`` if it cannot be written, and takes the job back, which could not write a line either."""
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.submission import record
+    from phalanx.launch.engines.tools import EngineError
+
+    try:
+        return record(order, "slurm", job)
+    except EngineError as error:
+        try:
+            slurm.cancel(job)
+        except EngineError as also:
+            raise EngineError(
+                f"job {job} can neither be noted ({error}) nor taken back ({also}): end it with scancel {job}"
+            ) from error
+        raise EngineError(f"job {job} is taken back: {error}") from error
 
 
 def _placement(spec: RunSpec) -> tuple[Choice | None, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -18,16 +19,20 @@ _SILENT_S = 30.0
 
 
 def submission_of(run_dir: Path) -> Submitted | None:
-    """The last submission of a run, by its record; by Slurm's queue if whoever submitted it did not live to write one.
+    """The last submission of a run, by its record; by Slurm's queue if whoever submitted it did not live to note the job's number.
 
     Raises ``EngineError``.
     """
     made = read_record(run_dir)
-    if made is not None or not (run_dir / FOLDER).is_dir() or shutil.which("squeue") is None:
+    if made is not None and (made.engine != "slurm" or made.job):
+        return made
+    if not (run_dir / FOLDER).is_dir() or shutil.which("squeue") is None:
         return made
     job = slurm.job_of(run_dir)
     if job is None:
-        return None
+        return made
+    if made is not None:
+        return replace(made, job=job.id)
     return Submitted("slurm", job.id, job.name.removeprefix("phalanx-"), job.nodes, 0, 0.0, "")
 
 
@@ -66,7 +71,9 @@ def wait_until_ended(run_dir: Path, made: Submitted, poll_s: float) -> None:
 
 def title(made: Submitted) -> str:
     """The name of what was started, as the user knows it."""
-    return f"job {made.job} (slurm)" if made.engine == "slurm" else f"run on {made.job} ({made.engine})"
+    if made.engine == "slurm":
+        return f"job {made.job} (slurm)" if made.job else "job of unknown number (slurm)"
+    return f"run on {made.job} ({made.engine})"
 
 
 def log_of(run_dir: Path, made: Submitted) -> Path:

@@ -53,6 +53,7 @@ class Submitted:
 
     engine: str
     job: str
+    """Slurm's number of it, empty until sbatch has answered; or what a run without a scheduler is started on."""
     name: str
     nodes: int
     spares: int
@@ -249,7 +250,7 @@ def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submi
 
 
 @contextmanager
-def recorded(order: LaunchOrder, engine: str, job: str, leader: str) -> Iterator[Submitted]:
+def recorded(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Iterator[Submitted]:
     """Notes a submission before what is inside starts it, so that what runs is known whatever becomes of who has started it.
 
     If it was not started (``EngineError``), the record is again what it was.
