@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -367,21 +368,40 @@ def test_a_run_that_is_cancelled_while_it_is_being_started_does_not_run(
         assert not began.exists()
 
 
-def test_a_run_that_could_queue_itself_again_is_not_said_to_be_cancelled_but_can_be_ended(
-    tmp_path: Path,
+@pytest.mark.parametrize("engine", ["local", "slurm"])
+def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_itself_again(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lends(tmp_path, "local")
-    (tmp_path / FOLDER / "stopped").mkdir()  # as of another user, or on a full disk
-    session = subprocess.Popen(["bash", "-c", "sleep 900; true", str(tmp_path)], start_new_session=True)
+    run_dir, tools, asked = tmp_path / "run", tmp_path / "tools", list[object]()
+    lends(run_dir, engine)
+    (run_dir / FOLDER / "stopped").mkdir()  # as of another user, or on a full disk
+    line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
+    tools.mkdir()
+    for name, does in (
+        ("squeue", f"[ -e {tmp_path}/cancelled ] || echo '{line}'"),
+        ("scancel", f'echo "$@" > {tmp_path}/cancelled'),
+    ):
+        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    session = subprocess.Popen(["bash", "-c", "sleep 900; true", str(run_dir)], start_new_session=True)
     started = bare.Started(Host("host", HERE, 0, "127.0.0.1"), session.pid)
-    (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
-    for command in (cancel_command.command, fleet_command.command.commands["stop"]):
-        told = CliRunner().invoke(command, [str(tmp_path)])
-        assert told.exit_code == 1
-        assert f"cannot write {tmp_path / FOLDER / 'stopped'}" in told.output
-    assert session.poll() is None
-    assert CliRunner().invoke(cancel_command.command, [str(tmp_path), "--now"]).exit_code == 0
-    assert session.wait() == -signal.SIGKILL
+    (run_dir / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
+    monkeypatch.setattr(ask, "ask", lambda _, request, __: asked.append(request) or "accepted")
+    refused = engine == "slurm"
+    for command in (fleet_command.command.commands["stop"], cancel_command.command):
+        told = CliRunner().invoke(command, [str(run_dir)])
+        assert told.exit_code == refused, told.output
+        assert f"cannot write {run_dir / FOLDER / 'stopped'}" in told.output
+        assert ("nothing else queues it again" in told.output) != refused
+    assert asked == ([] if refused else [StopRun()])
+    assert session.poll() == (None if refused else -signal.SIGTERM)
+    assert not (tmp_path / "cancelled").exists()
+    assert CliRunner().invoke(cancel_command.command, [str(run_dir), "--now"]).exit_code == 0
+    assert (tmp_path / "cancelled").exists() == refused
+    with suppress(ProcessLookupError):
+        os.killpg(session.pid, signal.SIGKILL)
+    session.wait()
 
 
 def test_nodes_whose_return_cannot_be_noted_are_said_to_be_lent_still(

@@ -11,6 +11,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.fleet.ask import ask_and_print, operation_options
 from phalanx.cli.fleet.resize_command import grow, shrink
+from phalanx.cli.run_folder import full_disk
 
 
 @click.group("fleet")
@@ -76,12 +77,15 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
       phalanx fleet stop runs/quickstart-1f3a9c04
     """
     from phalanx.fleet.core.messages import StopRun
-    from phalanx.launch.engines.submission import mark_stopped
+    from phalanx.launch.engines.submission import noted_as_stopped, read_record
     from phalanx.launch.engines.tools import EngineError
 
     if not for_now:
         with explained(EngineError):
-            mark_stopped(run_dir)
+            if unnoted := noted_as_stopped(run_dir, read_record(run_dir)):
+                click.echo(unnoted, err=True)
+    if full := full_disk(run_dir):
+        click.echo(full, err=True)
     ask_and_print(run_dir, StopRun(never_at_once=for_now), certificates, as_json)
 
 

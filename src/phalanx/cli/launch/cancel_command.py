@@ -43,7 +43,12 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
     """
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.standing import end_now, sentence, submission_of, title, wait_until_ended
-    from phalanx.launch.engines.submission import read_record, submitter_of, wait_for_submitter
+    from phalanx.launch.engines.submission import (
+        noted_as_stopped,
+        read_record,
+        submitter_of,
+        wait_for_submitter,
+    )
     from phalanx.launch.engines.tools import EngineError
 
     if engine is not None:
@@ -59,13 +64,15 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
-        _mark(run_dir, now)
+        unnoted = noted_as_stopped(run_dir, read_record(run_dir), at_once=now)
         # Noted first: a submission that does not see it has let be seen what it starts.
         submitter = wait_for_submitter(run_dir, partial(click.echo, err=True))
         made = None if submitter and read_record(run_dir) is None else submission_of(run_dir)
         if made is None:
             click.echo(f"{submitter} has started nothing: the run is cancelled")
             return
+        if unnoted and (unnoted := noted_as_stopped(run_dir, made, at_once=now)):
+            click.echo(unnoted, err=True)
         if made.engine == "slurm":
             slurm.cancel_joining(run_dir, waiting_only=True)  # they would get nodes for a run that ends
         if sentence(run_dir, made) is None:
@@ -93,18 +100,6 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         if not no_wait or (job is not None and job.state == "PENDING"):
             _give_back(run_dir, made)
     click.echo(f"{title(made)} is cancelled" if not no_wait else f"{title(made)} is asked to end")
-
-
-def _mark(run_dir: Path, now: bool) -> None:
-    """Notes that a run is cancelled. Raises ``EngineError`` where it could queue itself again."""
-    from phalanx.launch.engines.submission import mark_stopped
-    from phalanx.launch.engines.tools import EngineError
-
-    try:
-        mark_stopped(run_dir)
-    except EngineError as error:
-        if not now:  # a job that is ended at once does not come to queue itself again
-            raise EngineError(f"{error}; phalanx cancel --now ends it without saving") from error
 
 
 def _give_back(run_dir: Path, made: Submitted) -> None:

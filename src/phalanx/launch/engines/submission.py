@@ -40,6 +40,8 @@ _OF_KUBERNETES = (
 )
 STOPPED = "stopped"
 """A file of this name keeps a job from queueing itself again, and a run that is being submitted from starting."""
+OF_PODS = "submission"
+"""A file of this name is written by the pods of a run on Kubernetes, and says of which start they are."""
 _SUBMITTING = "submitting"
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.05
 """Whoever looks at the lock holds it for a moment."""
@@ -315,3 +317,23 @@ def mark_stopped(run_dir: Path) -> None:
         raise EngineError(
             f"cannot write {folder / STOPPED}, which keeps the run from queueing itself again: {error.strerror}"
         ) from error
+
+
+def noted_as_stopped(run_dir: Path, made: Submitted | None, *, at_once: bool = False) -> str:
+    """Marks a run as stopped that is to end; returns what follows where that cannot be written, as on a full disk, and empty where it was.
+
+    Raises ``EngineError`` for a Slurm job, which would queue itself again, unless it is ended ``at_once``.
+    """
+    try:
+        mark_stopped(run_dir)
+    except EngineError as error:
+        if made is not None and made.engine == "slurm":
+            if at_once:
+                return ""
+            raise EngineError(f"{error}; phalanx cancel --now ends it without saving") from error
+        if (run_dir / FOLDER / OF_PODS).exists():
+            return f"{error}. It is told to end all the same, and its pods start it again: phalanx cancel NAME --on kubernetes ends their job"
+        return (
+            f"{error}. It is told to end all the same: no scheduler has it, and nothing else queues it again"
+        )
+    return ""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.launch.engines.order import FOLDER
-from phalanx.launch.engines.submission import STOPPED
+from phalanx.launch.engines.submission import OF_PODS, STOPPED
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.kubernetes.manifests import EXIT_GOES_ON, EXIT_OVER
 from phalanx.run.directory.durable import write_atomically
@@ -42,7 +42,7 @@ def show_life(path: Path) -> None:
 def begin_submission(run_dir: Path, submission: str) -> None:
     """Forgets that an earlier start of the run was stopped for good; a later pod of the same start does not forget it."""
     folder = run_dir / FOLDER
-    known = folder / "submission"
+    known = folder / OF_PODS
     folder.mkdir(parents=True, exist_ok=True)
     if not known.exists() or known.read_text() != submission:
         (folder / STOPPED).unlink(missing_ok=True)
