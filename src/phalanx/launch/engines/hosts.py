@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
+from phalanx.launch.engines.ports import port_of
 from phalanx.launch.engines.tools import EngineError
 
 ASKED = "asked-to-end"
 """Begins the names of the folders that say which sessions have got SIGTERM."""
 HERE = ""
 """The destination of this machine, which needs no ssh."""
-_PORTS = 20_000, 20_000
 _HOST = re.compile(r"(?:(?P<user>[\w][^@\s]*)@)?(?P<host>\w[\w.-]*)(?::(?P<port>\d+))?")
 """Nothing begins with a dash: ssh would take it for an option."""
 _NAME = re.compile(r"\w[\w.-]*")
@@ -134,8 +134,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def coordinator_port(order: LaunchOrder) -> int:
-    """The coordinator's TCP port: ``fleet.port``, else one that follows from the run directory."""
-    return order.port or _PORTS[0] + zlib.crc32(str(order.run_dir).encode()) % _PORTS[1]
+    """The coordinator's TCP port: ``fleet.port``, else one that follows from the run directory and the ports of this machine's connections.
+
+    Hosts of one cluster are taken to be set alike.
+    """
+    return order.port or port_of(zlib.crc32(str(order.run_dir).encode()), order.connections)
 
 
 def check_script(order: LaunchOrder, word: str) -> str:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.launch.engines.ports import USUAL_RANGE
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import LaunchSpec
 
@@ -44,6 +45,8 @@ class LaunchOrder:
     """The run that has given nodes for this one, and gets as many again at its end."""
     taken: int = 0
     """Number of those nodes."""
+    connections: tuple[int, int] = USUAL_RANGE
+    """The first and last port that the kernel gives to outgoing connections, which no coordinator should need."""
 
     @property
     def folder(self) -> Path:

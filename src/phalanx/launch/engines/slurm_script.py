@@ -22,6 +22,7 @@ import shlex
 from collections.abc import Iterator
 
 from phalanx.launch.engines.order import FOLDER, LaunchOrder, seconds_of, slurm_time
+from phalanx.launch.engines.ports import port_in_shell
 from phalanx.launch.engines.slurm_options import options_in, refuse
 from phalanx.launch.engines.tools import EngineError
 
@@ -37,8 +38,6 @@ _IN_VAIN = 3
 """Jobs whose time was up and that have saved nothing, after which the run is not queued again."""
 _LAST_WORDS_S, _COPIES_S = 30, 600
 """Seconds after the end of a fleet in which the first node may say that it is there, and more in which other agents may still copy to a store."""
-_PORTS = 20_000, 20_000
-"""The first port, and how many, of which a job takes one by its number."""
 
 
 def batch_script(order: LaunchOrder) -> str:
@@ -164,8 +163,13 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     phalanx = shlex.join(order.program)
     folder, run_dir = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir))
     yield from _environment(order)
-    port = str(order.port) if order.port else f"$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))"
-    yield f'head="$(hostname):{port}"' if order.port else f'head="$(hostname):"{port}'
+    if order.port:
+        yield f'head="$(hostname):{order.port}"'
+    else:
+        yield 'head="$(hostname):$('  # a shell of its own: the names are not those that a prologue may have exported
+        yield from (f"  {line}" for line in port_in_shell("SLURM_JOB_ID"))
+        yield '  echo "$port"'
+        yield ')"'
     yield f"nonce={folder}/nonce"
     yield f"rm -rf {folder}/at-work {folder}/concluded"
     # Who cancels a run at the moment at which its job queues itself again finds it here.

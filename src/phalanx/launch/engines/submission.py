@@ -18,6 +18,7 @@ from shlex import quote
 import tomli_w
 
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
+from phalanx.launch.engines.ports import range_of_connections
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.durable import write_atomically
@@ -132,6 +133,7 @@ def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
         port=fleet.port,
         python=sys.executable,
         launch=launch,
+        connections=range_of_connections(),
     )
 
 
