@@ -74,3 +74,6 @@ class MemoryStore:
         for key in list(keys):
             self.before("delete", key)
             self.objects.pop(key, None)
+
+    def remove_unfinished(self) -> None:
+        """Nothing: an object is there or not."""

@@ -77,6 +77,16 @@ def test_a_folder_never_lists_what_a_killed_writer_left(tmp_path: Path) -> None:
     assert [info.key for info in store.list()] == ["a/b"]
 
 
+def test_a_folder_removes_what_a_killed_writer_left_and_nothing_else(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("a/b", b"x")
+    own = tmp_path / "a" / ".notes.writing"
+    own.write_text("of the user")
+    (tmp_path / "a" / ".b.0123456789ab.writing").write_bytes(b"half")
+    store.remove_unfinished()
+    assert sorted((tmp_path / "a").iterdir()) == [own, tmp_path / "a" / "b"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_the_right_to_write_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from phalanx.run.directory.durable import sync
+from phalanx.run.directory.files_below import files_below
 from phalanx.store.errors import (
     BadUrlError,
     DeniedError,
@@ -134,6 +135,12 @@ class LocalFolder:
         # Deepest first: a folder that is empty now does not exist for a store.
         for parent in sorted(parents, key=lambda path: -len(path.parts)):
             self._prune(parent)
+
+    def remove_unfinished(self) -> None:
+        with self._errors("", "delete"):
+            for path in files_below(self._root):
+                if _TEMPORARY.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _prune(self, folder: Path) -> None:
         while folder != self._root:

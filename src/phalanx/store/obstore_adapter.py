@@ -220,6 +220,9 @@ class RemoteStore:
                 for key in batch:
                     self._delete_one(key)
 
+    def remove_unfinished(self) -> None:
+        """Nothing: an upload that was not completed has no key, and the rules of its bucket end it (docs/object-stores.md)."""
+
     def _delete_all(self, keys: Sequence[str]) -> None:
         self._repeated(lambda: obstore.delete(self._writes, keys), keys[0], "delete")
 

@@ -82,6 +82,10 @@ class Store(Protocol):
         """Removes objects; a key that is not there is no error."""
         ...
 
+    def remove_unfinished(self) -> None:
+        """Removes what killed writers left behind that is no object, as far as the store does not do so itself; nobody may be writing."""
+        ...
+
 
 def require_create(store: Store, probe_key: str) -> None:
     """The probe: makes sure that ``create`` is refused for a key that is taken, by trying it; some stores ignore the condition.

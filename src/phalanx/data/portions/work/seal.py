@@ -6,7 +6,6 @@ Until ``index.json`` is there, there is no dataset; and it is written by a creat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, put_tokenizer
@@ -23,7 +22,6 @@ from phalanx.data.stored.index import (
     Split,
     digest_of_shards,
 )
-from phalanx.run.directory.files_below import files_below
 from phalanx.store.errors import ExistsError
 from phalanx.store.store import MOST_CREATED_BYTES
 
@@ -103,10 +101,8 @@ def _require_objects(place: Workplace, manifests: list[TaskManifest]) -> None:
 
 
 def sweep(place: Workplace, stages: Sequence[str]) -> None:
-    """Remove what only earlier stages needed, and files that killed writers left in a folder. The dataset must be sealed."""
+    """Remove what only earlier stages needed, and what killed writers left. The dataset must be sealed."""
     for stage in stages:
         below = f"{PREPARATION}/{stage}"
         place.store.delete([info.key for info in place.store.list(below)])
-    for left in files_below(Path(place.url)):
-        if left.name.startswith(".") and left.name.endswith(".writing"):
-            left.unlink(missing_ok=True)
+    place.store.remove_unfinished()
