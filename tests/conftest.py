@@ -45,6 +45,7 @@ LONGEST = (
     "fleet/health/test_live_audit.py",
     "checkpoint/tiers/test_object_tier.py",
     "watch/page/test_browser.py",
+    "watch/page/test_browser_live.py",
     "train/optimizers/test_runs.py",
     "cli/test_data_commands.py",
     "cli/test_commands.py",

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from fleet.control.test_transport import CREDENTIALS, Caller, ClientStream, Ear, Wire, until
+from fleet.control.wire import CREDENTIALS, Caller, ClientStream, Ear, Wire, until
 from fleet.fleet_processes import FLEET, make_run
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from launch.engines.test_slurm_script import order
+from launch.engines.slurm_orders import order
 from phalanx.launch.engines.slurm_options import (
     FIELDS,
     LETTERS,

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from observe.served_runs import SERVED
-from phalanx.observe.serving import ServingNote
-from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.page.export import export_run
-from phalanx.watch.page.server import listen, uvicorn_of
-from phalanx.watch.page.views.runs import Runs
-from recorded_runs import RecordedRun, a_folder_of_runs, renamed
+from recorded_runs import RecordedRun
+from watch.page.browsing import (
+    CHROMIUM,
+    HOSTILE,
+    HOSTILE_NAME,
+    Open,
+    go,
+    id_of,
+    serving,
+)
 
-CHROMIUM = Path("/usr/bin/chromium")
 playwright_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: the page is NOT tested in a browser"
 )
 pytestmark = pytest.mark.skipif(
     not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: the page is NOT tested in a browser"
 )
-from playwright.sync_api import Browser, BrowserContext, Page, expect  # noqa: E402
+from playwright.sync_api import expect  # noqa: E402
 
-PATIENCE_MS = 100_000
-"""The patience that a busy machine needs: Chromium waits for two still frames before it clicks."""
-expect.set_options(timeout=PATIENCE_MS)
-
-HOSTILE_NAME = "<img src=x onerror=window.hacked=1>"  # a run's name has no slash
-HOSTILE = f"<script>window.hacked=1</script>{HOSTILE_NAME}"
 LEGENDS_UNDER_TOOLS = """[...document.querySelectorAll("figcaption")].filter((head) => {
   const tools = head.querySelector(".tools")?.getBoundingClientRect();
   return tools && [...head.querySelectorAll(".entry")].map((entry) => entry.getBoundingClientRect())
@@ -50,150 +36,6 @@ LEGENDS_UNDER_TOOLS = """[...document.querySelectorAll("figcaption")].filter((he
 """The heads of charts in which a legend runs into the buttons."""
 VIEWS = ("", "/time", "/ranks", "/fleet", "/logs", "/profile", "/checkpoints")
 """Views of one run."""
-
-
-# --- a server, a browser, a page whose console and requests are watched ------------------------------
-
-
-@contextmanager
-def serving(folder: Path, port: int = 0) -> Iterator[int]:
-    """A server of the page over ``folder``; the port that it listens at."""
-    sock = listen("127.0.0.1", port)
-    server = uvicorn_of(Runs([folder]), "127.0.0.1", "")
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield sock.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-        sock.close()
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs, recorded by the writers of real ones; the last is by somebody who means harm."""
-    folder = tmp_path_factory.mktemp("runs")
-    for _ in a_folder_of_runs(folder):
-        pass
-    tiny = RecordedRun(folder / "tiny", "tiny", 4)
-    tiny.train(4)
-    tiny.finish()
-    hostile = RecordedRun(folder / "hostile", "hostile", 10)
-    renamed(hostile, HOSTILE_NAME)
-    hostile.train(3)
-    hostile.say(HOSTILE)
-    for name, says in (("tiny", "serving"), ("hostile", HOSTILE)):
-        said = replace(SERVED, model=says, state=says, seen_s=time.time() + 3600)
-        ServingNote(RunDirectory(folder / name), "here", lambda said=said: said).once()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def site(runs: Path) -> Iterator[str]:
-    with serving(runs) as port:
-        yield f"http://127.0.0.1:{port}/"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with playwright_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
-
-
-@dataclass
-class Watched:
-    """A page, what its console said, and what it asked for."""
-
-    page: Page
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._listeners: dict[Any, Callable[[Any], None]] = {
-            "console": lambda message: self.said.append(message.text),
-            "pageerror": lambda error: self.said.append(str(error)),
-            "request": lambda request: self.asked.append(request.url),
-        }
-        for event, listener in self._listeners.items():
-            self.page.on(event, listener)
-
-    def hosts(self) -> set[str | None]:
-        """Hosts that were asked, beside what is part of the page itself."""
-        return {urlsplit(url).hostname for url in self.asked if not url.startswith(("data:", "blob:"))}
-
-    def leave(self) -> None:
-        """Leaves the page empty, as if nobody had been there."""
-        for event, listener in self._listeners.items():
-            self.page.remove_listener(event, listener)
-        self.page.unroute_all()
-        self.page.evaluate("() => { try { localStorage.clear(); sessionStorage.clear(); } catch {} }")
-        self.page.goto("about:blank")
-
-
-Open = Callable[..., Watched]
-
-
-@pytest.fixture(scope="module")
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    """What the pages of tests without wishes of their own have in common: nothing that a test leaves."""
-    made = browser.new_context()
-    made.set_default_timeout(PATIENCE_MS)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser, context: BrowserContext, site: str) -> Iterator[Open]:
-    """Opens the page at an address; at the end, its console must have said nothing and no other host been asked.
-
-    A page that the test before has left is used again: half of what a new one costs is its process.
-    """
-    own, opened, quiet_ones = [], [], []
-
-    def open_at(
-        address: str = "", width: int = 1280, quiet: bool = True, alone: bool = False, **options: object
-    ) -> Watched:
-        if alone or options:
-            own.append(browser.new_context(**options))  # type: ignore[arg-type]
-            own[-1].set_default_timeout(PATIENCE_MS)
-            page = own[-1].new_page()
-        else:
-            used = {watched.page for watched in opened}
-            free = [page for page in context.pages if page not in used]
-            page = free[0] if free else context.new_page()
-        watched = Watched(page)
-        page.set_viewport_size({"width": width, "height": 800})
-        page.goto(address if ":" in address else site + address)
-        opened.append(watched)
-        if quiet:
-            quiet_ones.append(watched)
-        return watched
-
-    yield open_at
-    for watched in opened:
-        if not watched.page.is_closed():
-            watched.leave()
-    for one in own:
-        one.close()
-    for watched in quiet_ones:
-        assert watched.said == []
-        assert watched.hosts() <= {"127.0.0.1", None}
-
-
-def id_of(page: Page, name: str) -> str:
-    """The identifier of the run called ``name``."""
-    rows = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
-    return next(row["id"] for row in rows if row["name"] == name)
-
-
-def go(page: Page, name: str, view: str = "", query: str = "") -> None:
-    """Goes to a view of the run called ``name``."""
-    page.evaluate("(hash) => { location.hash = hash; }", f"#/run/{id_of(page, name)}{view}{query}")
 
 
 # --- runs ------------------------------------------------------------------------------------------
@@ -552,134 +394,3 @@ def test_it_is_dark_where_the_system_is_and_where_a_person_chose_so(open_page: O
     page.reload()
     expect(page.locator("header button", has_text="dark")).to_be_visible()
     assert page.evaluate(ground) == dark
-
-
-def test_a_run_that_goes_on_is_followed_without_a_reload(open_page: Open, tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "live", "live", 100)
-    run.train(5)
-    with serving(tmp_path) as port:
-        page = open_page(f"http://127.0.0.1:{port}/").page
-        expect(page.locator("tbody .c-step")).to_contain_text("5 / 100")
-        run.train(2)
-        expect(page.locator("tbody .c-step")).to_contain_text("7 / 100")
-        go(page, "live")
-        expect(page.locator(".tile").first).to_contain_text("7 / 100")
-        expect(page.locator(".live")).to_have_attribute("data-state", "live")
-        run.train(3)
-        expect(page.locator(".tile").first).to_contain_text("10 / 100")
-        page.goto("about:blank")
-
-
-def test_it_says_so_while_the_server_is_away_and_catches_up_when_it_is_back(
-    open_page: Open, tmp_path: Path
-) -> None:
-    run = RecordedRun(tmp_path / "live", "live", 100)
-    run.train(5)
-    with serving(tmp_path) as port:
-        page = open_page(f"http://127.0.0.1:{port}/", quiet=False).page
-        expect(page.locator(".live")).to_have_attribute("data-state", "live")
-    expect(page.locator(".live")).to_have_attribute("data-state", "reconnecting")
-    run.train(1)
-    with serving(tmp_path, port):
-        expect(page.locator(".live")).to_have_attribute("data-state", "live")
-        expect(page.locator("tbody .c-step")).to_contain_text("6 / 100")
-        page.goto("about:blank")
-
-
-def test_a_run_whose_directory_vanishes_is_said_to_be_gone_and_leaves_the_list(
-    open_page: Open, tmp_path: Path
-) -> None:
-    for name in ("stays", "goes"):
-        RecordedRun(tmp_path / name, name, 100).train(5)
-    with serving(tmp_path) as port:
-        page = open_page(f"http://127.0.0.1:{port}/", quiet=False).page
-        go(page, "goes")
-        expect(page.locator(".tile").first).to_contain_text("5 / 100")
-        expect(page.locator(".live")).to_have_attribute("data-state", "live")
-        shutil.rmtree(tmp_path / "goes")
-        expect(page.locator(".trouble")).to_contain_text("no run")
-        expect(page.locator(".tile").first).to_contain_text("5 / 100")  # what was known stays
-        page.keyboard.press("g")
-        page.keyboard.press("r")
-        expect(page.locator("tbody .c-name a")).to_have_text(["stays"])
-        expect(page.locator(".trouble")).to_be_hidden()
-        page.goto("about:blank")
-
-
-def test_compared_runs_of_one_name_are_told_apart_by_their_folders(open_page: Open, tmp_path: Path) -> None:
-    for folder in ("first", "second"):
-        RecordedRun(tmp_path / folder, "twin", 10).train(3)
-    with serving(tmp_path) as port:
-        page = open_page(f"http://127.0.0.1:{port}/").page
-        rows = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
-        page.goto(f"http://127.0.0.1:{port}/#/compare?ids={','.join(row['id'] for row in rows)}")
-        expect(page.locator(".legendbox b")).to_have_text(["first", "second"])
-        page.goto("about:blank")
-
-
-@pytest.mark.slow
-def test_a_server_that_stands_still_with_its_connections_open_is_told_from_one_that_lives(
-    open_page: Open, tmp_path: Path
-) -> None:
-    RecordedRun(tmp_path / "runs" / "live", "live", 100).train(5)
-    command = [sys.executable, "-m", "phalanx", "ui", str(tmp_path / "runs"), "--port", "0", "--no-open"]
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    )
-    try:
-        assert server.stdout is not None
-        # Its clock is that of its context.
-        page = open_page(server.stdout.readline().split()[0], quiet=False, alone=True).page
-        sign = page.locator(".live")
-        expect(sign).to_have_attribute("data-state", "live")
-        page.clock.install()
-        page.reload()
-        expect(sign).to_have_attribute("data-state", "live")
-        server.send_signal(signal.SIGSTOP)
-        page.clock.fast_forward(39_000)
-        expect(sign).to_have_attribute("data-state", "live")
-        page.clock.fast_forward(2_000)
-        expect(sign).to_have_attribute("data-state", "reconnecting")
-        server.send_signal(signal.SIGCONT)
-        expect(sign).to_have_attribute("data-state", "live")
-        page.goto("about:blank")
-    finally:
-        server.kill()
-        server.wait()
-
-
-def lists(watched: Watched) -> int:
-    """How often the page asked for all runs."""
-    return sum(url.endswith("/api/runs") for url in watched.asked)
-
-
-def test_a_slow_answer_never_makes_requests_pile_up_and_a_hidden_tab_asks_nothing(
-    open_page: Open, tmp_path: Path
-) -> None:
-    run = RecordedRun(tmp_path / "live", "live", 1000)
-    run.train(5)
-    with serving(tmp_path) as port:
-        watched = open_page(f"http://127.0.0.1:{port}/")
-        page = watched.page
-        expect(page.locator("tbody tr")).to_have_count(1)
-        held = []
-        page.route("**/api/runs", lambda route: route.continue_() if held else held.append(route))
-        before = lists(watched)
-        for _ in range(4):
-            run.train(1)
-            page.wait_for_timeout(400)
-        assert lists(watched) == before + 1  # one is being answered, the rest is remembered
-        held[0].continue_()
-        expect(page.locator("tbody .c-step")).to_contain_text("9 / 1,000")
-        page.evaluate(
-            "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
-            "document.dispatchEvent(new Event('visibilitychange'))"
-        )
-        expect(page.locator(".live")).to_have_attribute("data-state", "paused")
-        before = len(watched.asked)
-        run.train(1)
-        page.wait_for_timeout(1500)
-        assert len(watched.asked) == before
-        page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-        expect(page.locator("tbody .c-step")).to_contain_text("10 / 1,000")
-        page.goto("about:blank")
