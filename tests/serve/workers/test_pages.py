@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -268,18 +267,24 @@ def test_a_source_that_is_killed_takes_nothing_from_its_readers_and_leaves_nothi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     places: list[Place] = []
-    monkeypatch.setattr(page_client, "opened", lambda place, n: [places.append(place), opened(place, n)][1])
     command = [sys.executable, "-c", SOURCE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
+
+        def opened_last(place: Place, nbytes: int) -> memoryview:
+            places.append(place)
+            memory = opened(place, nbytes)
+            source.kill()
+            source.wait()
+            return memory
+
+        monkeypatch.setattr(page_client, "opened", opened_last)
         assert source.stdout is not None
         port = int(source.stdout.readline())
         got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, only="memory")
-        source.send_signal(signal.SIGKILL)
-        source.wait()
     assert [bytes(page) for page in got.pages.values()] == [bytes([n]) * 10_000 for n in range(4)]
+    assert got.failure == ""
     with pytest.raises(FileNotFoundError):
         opened(places[0], 1)
-    del got
     assert pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES).failure
 
 

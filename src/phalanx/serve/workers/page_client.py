@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,7 +110,8 @@ class _Pull:
             if self.only == "memory":
                 raise WireError(f"{self.wire.peer}: its memory is not to be had: {self.pulled.unreached}")
             self._fetch(offer)
-        say(self.wire, Done())
+        with suppress(WireError):  # what came is whole, also if its source has just died
+            say(self.wire, Done())
         if missing := len(asked.names) - len(offer.names):
             self.pulled.failure = f"{missing} pages are not offered: evicted, or their lease is over"
 
