@@ -26,7 +26,6 @@ from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.flight import Flight, asked_rows
 from phalanx.serve.engine.kept import KeptName, kept_as
-from phalanx.serve.engine.page_boxes import PageShape
 from phalanx.serve.engine.page_memory import PageBytes, page_bytes, pages_within, piece_bytes
 from phalanx.serve.engine.part import FarLayers, FarSpan, ModelPart
 from phalanx.serve.engine.readings import Reading, Readings
@@ -116,17 +115,9 @@ class Engine:
         layers = range(len(model.blocks))
         if far is not None:
             far.hold(pages)
-        shape = PageShape.of(spec.layers, form)
         with computing_on(self.device, f"{pages} pages of keys and values, {pages * needed:,} bytes"):
             self._pages = TextPages(
-                held,
-                pages,
-                held_form,
-                prefix_cache=prefix_cache,
-                layers=layers,
-                shape=shape,
-                far=far,
-                device=self.device,
+                held, pages, held_form, prefix_cache=prefix_cache, layers=layers, far=far, device=self.device
             )
         self._dtype = weight.dtype
         self.numerics_id = numerics_id(

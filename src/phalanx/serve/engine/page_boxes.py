@@ -6,7 +6,7 @@ of the layers, or some heads of each, has a box of it; so a page of two processe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,14 @@ class PageShape:
     """Bytes of a head's 64 tokens in a layer, of each tensor that is stored."""
 
     @classmethod
-    def of(cls, layers: int, kept: KeptFormat) -> PageShape:
-        """That of pages of so many layers in a format."""
+    def around(cls, boxes: Collection[PageBox], kept: KeptFormat) -> PageShape:
+        """That of pages in a format, of which all processes together have these boxes."""
         stores = (store for part in kept.stores() for store in part)
-        return cls(layers, kept.heads, tuple(PAGE * width * dtype.itemsize for width, dtype in stores))
+        return cls(
+            max(box.layers.stop for box in boxes),
+            max(box.heads.stop for box in boxes),
+            tuple(PAGE * width * dtype.itemsize for width, dtype in stores),
+        )
 
     @property
     def whole(self) -> PageBox:

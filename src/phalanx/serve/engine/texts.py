@@ -12,7 +12,7 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
 from phalanx.serve.engine.kept import KeptFormat
-from phalanx.serve.engine.page_boxes import PageShape
+from phalanx.serve.engine.page_boxes import PageBox, PageShape
 from phalanx.serve.engine.page_memory import PageBytes, PageMemory, Piece
 from phalanx.serve.engine.part import FarLayers
 from phalanx.traffic.batching import Course
@@ -69,12 +69,12 @@ class TextPages:
         *,
         prefix_cache: bool,
         layers: range,
-        shape: PageShape,
         far: FarLayers | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Keys and values of ``layers`` are here, on ``device``, and those of the rest ``far`` away; whole pages have a ``shape``."""
-        self._shape = shape
+        """Keys and values of ``layers`` are here, on ``device``, and those of the rest ``far`` away."""
+        own = PageBox(layers, range(kept.heads))
+        self._shape = PageShape.around([own] if far is None else [far.own, *far.boxes], kept)
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
         self._layers, self._far, self._numbers = layers, far, itertools.count(1)
         self._device = device
