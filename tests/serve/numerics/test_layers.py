@@ -22,8 +22,8 @@ from phalanx.serve.engine.page_memory import Piece
 from phalanx.serve.engine.part import ModelPart, few_rows_of
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.layers import _Attended, attention_chains
-from phalanx.serve.numerics.products import fast_products
+from phalanx.serve.numerics.layers import Attended, AttentionKind, attention_chains
+from phalanx.serve.numerics.products import fast_products, use_fast_products
 
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3)
 KINDS = {
@@ -59,6 +59,14 @@ def exact_way(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> FewRows | 
     return few_rows_of(model, Rule(True, 192), exact_numerics(model, model.spec, 192))
 
 
+def fast_way(dtype: torch.dtype) -> FewRows:
+    model = built(DENSE, dtype)
+    use_fast_products(model)
+    way = few_rows(model, lambda linear: linear.weight.shape[1])
+    assert way is not None
+    return way
+
+
 def test_no_more_rotations_are_kept_than_of_some_thousand_positions() -> None:
     # 128k positions of a head of 128 would be half a gigabyte, for numbers that a step computes in no time.
     model = built(DENSE)
@@ -78,7 +86,7 @@ def test_few_rows_have_the_bits_of_the_modules_and_attend_by_the_kernel(
 ) -> None:
     way = exact_way(KINDS[kind], dtype)
     assert way is not None
-    assert (way.attention is not None) == (dtype == torch.float32)
+    assert way.attention is not None
 
 
 @pytest.mark.parametrize("kind", ["grouped", "norms of heads"])
@@ -125,7 +133,7 @@ def test_layers_of_several_formats_go_through_their_modules() -> None:
 
 
 @pytest.mark.skipif(torch.bfloat16 not in FORMATS, reason="PyTorch has a library for bf16 here")
-def test_fast_numerics_take_few_bf16_rows_in_one_call_a_layer_with_the_bits_of_the_modules() -> None:
+def test_fast_numerics_take_few_bf16_rows_in_one_call_a_layer_again_with_the_same_bits() -> None:
     model = built(DENSE, torch.bfloat16)
     part, tokens = ModelPart(model, Rule(False, 0), None), torch.arange(5)
 
@@ -136,8 +144,9 @@ def test_fast_numerics_take_few_bf16_rows_in_one_call_a_layer_with_the_bits_of_t
 
     by_the_kernel = states()
     assert part.few is not None
-    part.few = None
     assert torch.equal(states(), by_the_kernel)
+    part.few = None
+    torch.testing.assert_close(by_the_kernel, states(), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("watched", ["", "blocks.1", "blocks.0.ffn.up"])
@@ -177,45 +186,42 @@ def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert exact_way(DENSE) is None
 
 
-def test_the_chains_of_attention_are_found_and_no_others_hold() -> None:
-    model = built(DENSE)
-    way = few_rows(model, lambda linear: linear.weight.shape[1])
-    assert way is not None
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_the_chains_of_attention_are_found_and_no_others_hold(dtype: torch.dtype) -> None:
+    way = fast_way(dtype)
     found = attention_chains(way, 704)
     assert found is not None
     assert attention_chains(way, 700) is None, "four keys are left over"
-    case, places = _Attended(way, 704), range(0, 704, 5)
+    halves = dtype == torch.bfloat16
+    kind = AttentionKind(2, 16, 0.25, dtype)
+    case, places = Attended(kind, 704, cancels=halves), (511, 703) if halves else range(0, 704, 5)
     assert case.holds(found, places)
-    for wrong in (
-        replace(found, score=8),
-        replace(found, whole=16),
-        replace(found, last=16),
-        replace(found, fuses_sum=not found.fuses_sum),
-    ):
+    for wrong in (replace(found, score=8), replace(found, whole=16), replace(found, last=16)):
         assert not case.holds(wrong, places)
+    # In bf16 that shows in one of a million results, and is what fp32's chains say.
+    assert halves or not case.holds(replace(found, fuses_sum=not found.fuses_sum), places)
 
 
-def test_the_last_part_of_a_sequence_longer_than_is_tried_has_its_chain() -> None:
-    way = few_rows(built(DENSE), lambda linear: linear.weight.shape[1])
-    assert way is not None
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_the_last_part_of_a_sequence_longer_than_is_tried_has_its_chain(dtype: torch.dtype) -> None:
     sequence = 4096 + 392
-    found = attention_chains(way, sequence)
+    found = attention_chains(fast_way(dtype), sequence)
     assert found is not None
-    assert _Attended(way, sequence).holds(found, (4096, sequence - 1))
+    assert Attended(AttentionKind(2, 16, 0.25, dtype), sequence).holds(found, (4096, sequence - 1))
 
 
 @pytest.mark.parametrize("low", [slice(0, 704), slice(0, 512), slice(512, 704)], ids=str)
-def test_scores_below_all_numbers_have_pytorchs_attention(low: slice) -> None:
-    way = few_rows(built(DENSE), lambda linear: linear.weight.shape[1])
-    assert way is not None
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_scores_below_all_numbers_have_pytorchs_attention(low: slice, dtype: torch.dtype) -> None:
+    way = fast_way(dtype)
     assert kernel is not None
     chains = attention_chains(way, 704)
     assert chains is not None
     attention = way.attends(chains)
     assert attention is not None
-    query, keys = torch.full((4, 704, 16), 3e38), torch.zeros(2, 704, 16)
+    query, keys = torch.full((4, 704, 16), 3e38, dtype=dtype), torch.zeros(2, 704, 16, dtype=dtype)
     keys[:, low] = -3e38
-    values = torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(keys.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = CausalCore(attention.scale)(query[None], keys[None], values[None])[0].transpose(0, 1)
     places = range(0, 704, 7)
     rows = [RowPlace(place, 704) for place in places]

@@ -61,15 +61,13 @@ class FewRows:
         return full, windowed
 
     def attends(self, chains: Chains) -> RowAttention | None:
-        """The kernel's attention with these ``chains``; ``None`` if layers have what it does not know: windows, sinks, caps, another
-        format than fp32."""
+        """The kernel's attention with these ``chains``; ``None`` if layers have what it does not know: windows, sinks, caps."""
         spec, (_, some) = self.model.spec, self._attentions[0]
         cores = [attention.core for _, attention in self._attentions]
         if (
             not all(isinstance(core, CausalCore) and not core.window and not core.score.cap for core in cores)
             or any(attention.sinks is not None for _, attention in self._attentions)
             or some.head_dim % _LANES
-            or self.steps.dtype != torch.float32
         ):
             return None
         scale = spec.score_width**-0.5 if spec.score_width else some.head_dim**-0.5

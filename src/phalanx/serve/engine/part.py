@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.rows.attention import PART, Chains
 from phalanx.hardware.kernels.rows.product import MOST_ROWS
 from phalanx.hardware.local.device import brought
 from phalanx.model.layers.linear import Affine, Linear
@@ -28,11 +27,9 @@ from phalanx.serve.engine.page_memory import PageBytes
 from phalanx.serve.engine.readings import Ask, Readings, readings_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact
-from phalanx.serve.numerics.layers import attention_chains, keeps_bits
+from phalanx.serve.numerics.layers import ANY_CHAINS, attention_chains, keeps_bits
 from phalanx.serve.numerics.products import fast_products, use_fast_products
 from phalanx.train.step.loss import log_probabilities
-
-_ANY_CHAINS = Chains(PART, PART, PART, fuses_sum=False)
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ def few_rows_of(model: Transformer, rule: Rule, exact: Exact | None) -> FewRows 
     few = few_rows(model, _whole if exact is None else exact.products.block)
     if few is None or (exact is not None and not keeps_bits(few)):
         return None
-    chains = _ANY_CHAINS if exact is None else attention_chains(few, rule.sequence)
+    chains = ANY_CHAINS if exact is None else attention_chains(few, rule.sequence)
     few.attention = few.attends(chains) if chains is not None else None
     return few
 

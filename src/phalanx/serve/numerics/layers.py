@@ -5,13 +5,20 @@ The model's own first layer is tried, with random states of several magnitudes a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.rows.attention import PART, Chains, RowPlace, attended
+from phalanx.hardware.kernels.rows.attention import (
+    PART,
+    Chains,
+    RowAttention,
+    RowPlace,
+    attended,
+)
 from phalanx.hardware.kernels.rows.product import row_kernel
 from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import Attention, CausalCore
@@ -21,6 +28,10 @@ _LANES = 8
 _MANY = 64
 _NUMBERS = (1, 2, 3, 4, 5, 7, 8, 16, 33)
 _LONGEST = 4096
+_LARGE = 9
+_RESULTS, _MOST_HEADS = 1 << 21, 32
+ANY_CHAINS = Chains(PART, PART, PART, fuses_sum=False)
+"""Where the order of additions is nobody's concern."""
 _PLACES = (
     *range(0, _LONGEST, 13),
     *(border + beside for border in range(0, _LONGEST, 64) for beside in (-1, 0, 1)),
@@ -66,21 +77,53 @@ def _behind(block: Block, x: Tensor, mixed: Tensor) -> Tensor:
     return x + inner
 
 
-@torch.no_grad()
 def attention_chains(few: FewRows, sequence: int) -> Chains | None:
     """The chains with which the kernel of few rows attends with the bits of PyTorch's over ``sequence`` tokens (0: not known), and over longer texts; ``None`` if
     none are found.
 
-    PyTorch's kernel takes the exponentials of keys that are left over in a vector by another function, so a sequence has whole ones."""
-    if sequence % _LANES or few.attends(Chains(PART, PART, PART, fuses_sum=False)) is None:
+    PyTorch's kernel takes the exponentials of keys that are left over in a vector by another function, so a sequence has whole ones. They are sought in fp32, where each
+    rounding shows. bf16 numbers are multiplied by the same library, widened, so their chains are the same, if they hold where roundings show in bf16 too."""
+    like = few.attends(ANY_CHAINS)
+    if sequence % _LANES or like is None:
         return None
-    whole = (PART, PART // 2, 192, 384, *range(16, PART, 16))
+    kind = AttentionKind(like.heads // like.kept, like.width, like.scale, few.steps.dtype)
+    return _chains(kind, sequence, torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What decides an attention's bits besides lengths: heads that read the same keys, their width, the factor of scores, and the format."""
+
+    heads: int
+    width: int
+    scale: float
+    dtype: torch.dtype
+
+
+@functools.cache
+@torch.no_grad()
+def _chains(kind: AttentionKind, sequence: int, threads: int) -> Chains | None:  # noqa: ARG001  what is found holds for a number of threads
     lengths = [2 * PART, *([_tried_length(sequence)] if sequence else [])]
-    cases = [_Attended(few, length) for length in lengths]
+    found = _chains_in_fp32(replace(kind, dtype=torch.float32), lengths)
+    if found is None or kind.dtype == torch.float32:
+        return found
+    # Roundings of a sum of weights show in one of some hundred thousand results.
+    many = replace(kind, heads=min(_MOST_HEADS, _RESULTS // (lengths[0] * kind.width) + 1))
+    if not Attended(many, lengths[0]).holds(found, range(lengths[0])):
+        return None
+    for length in lengths:
+        cancelling = Attended(kind, length, cancels=True).holds(found, (PART - 1, length - 1))
+        if not cancelling or not Attended(kind, length).holds(found, _PLACES):
+            return None
+    return found
+
+
+def _chains_in_fp32(kind: AttentionKind, lengths: Sequence[int]) -> Chains | None:
+    whole = (PART, PART // 2, 192, 384, *range(16, PART, 16))
+    cases = [Attended(kind, length) for length in lengths]
     rest = lengths[-1] % PART
     last = (rest, (rest + 1) // 2, *whole) if rest else (PART,)
-    width = few.model.spec.head_dim
-    for score in (width, (width + 1) // 2):
+    for score in (kind.width, (kind.width + 1) // 2):
         for fuses in (True, False):
             for block in whole:
                 if not cases[0].holds(Chains(score, block, PART, fuses), (300, 511, 700)):
@@ -99,30 +142,44 @@ def _tried_length(sequence: int) -> int:
     return sequence if sequence <= _LONGEST else _LONGEST - -sequence % PART
 
 
-class _Attended:
-    """Random queries, keys and values of a model's heads, and what PyTorch makes of a whole sequence of them."""
+class Attended:
+    """Random queries, keys and values, and what PyTorch makes of a whole sequence of them."""
 
-    def __init__(self, few: FewRows, length: int) -> None:
-        self._few, self._length = few, length
+    def __init__(self, kind: AttentionKind, length: int, *, cancels: bool = False) -> None:
+        """What ``cancels`` adds up to zero over all elements of a head, for scores, and over all keys of a part of 512: what is left are roundings."""
+        self._kind, self._length = kind, length
         generator = torch.Generator().manual_seed(length)
-        like = few.attends(Chains(PART, PART, PART, fuses_sum=False))
-        assert like is not None
-        group = like.heads // like.kept
-        self._query, self._keys, self._values = (
-            torch.randn(heads, length, like.width, generator=generator) for heads in (group, 1, 1)
+        query, keys, values = (
+            torch.randn(heads, length, kind.width, generator=generator) for heads in (kind.heads, 1, 1)
         )
-        # Some attend to all keys alike, others to few.
-        self._query *= torch.randint(-3, 4, (group, length, 1), generator=generator).float().exp2()
-        core = CausalCore(like.scale)
+        if cancels:
+            _cancel(query, keys, values)
+        else:
+            # Some attend to all keys alike, others to few.
+            query *= torch.randint(-3, 4, (kind.heads, length, 1), generator=generator).float().exp2()
+        self._query, self._keys, self._values = (one.to(kind.dtype) for one in (query, keys, values))
+        core = CausalCore(kind.scale)
         self._expected = core(self._query[None], self._keys[None], self._values[None])[0].transpose(0, 1)
-        self._like = replace(like, heads=group, kept=1)
 
     def holds(self, chains: Chains, places: Sequence[int]) -> bool:
         """Whether queries at these places have their bits."""
-        kernel = row_kernel()
+        kernel, kind = row_kernel(), self._kind
         assert kernel is not None
         tried = [place for place in places if 0 <= place < self._length]
         rows = [RowPlace(place, self._length) for place in tried]
         query = self._query[:, tried].transpose(0, 1)
-        found = attended(kernel, replace(self._like, chains=chains), query, self._keys, self._values, rows)
+        attention = RowAttention(kind.heads, 1, kind.width, kind.scale, chains, threads=1)
+        found = attended(kernel, attention, query, self._keys, self._values, rows)
         return torch.equal(found, self._expected[tried])
+
+
+def _cancel(query: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Makes the second half of a head's products, and of a part's values, the negatives of the first, in place: tensors ``(heads, length, width)``."""
+    apart = query.shape[2] // 2
+    # As large as lets the roundings of a score move its exponential.
+    query[:, :, apart : 2 * apart] = query[:, :, :apart].mul_(2.0**_LARGE)
+    keys[:, :, apart : 2 * apart] = -keys[:, :, :apart].mul_(2.0**_LARGE)
+    for begin in range(0, keys.shape[1], PART):
+        half = min(PART, keys.shape[1] - begin) // 2
+        first, second = slice(begin, begin + half), slice(begin + half, begin + 2 * half)
+        keys[:, second], values[:, second] = keys[:, first], -values[:, first]

@@ -235,9 +235,12 @@ def fast_products(model: nn.Module) -> RowProducts | None:
     """Products that need not have PyTorch's bits and are faster: those of bf16 on a CPU without instructions for it; ``None`` elsewhere."""
     kernel, some = row_kernel(), next(model.parameters())
     fit = kernel is not None and kernel.fuses and some.dtype == torch.bfloat16 and some.device.type == "cpu"
-    if not fit or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return None
-    return _products_by_kernel()
+    library = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return (
+        None
+        if not fit or (library and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        else _products_by_kernel()
+    )
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The kernel of ``attend.c``: attention of a few fp32 rows, each to the keys and values of its own text.
+"""The kernel of ``attend.h``: attention of a few fp32 or bf16 rows, each to the keys and values of its own text.
 
 It is called by the layer that it belongs to (``phalanx.hardware.kernels.rows.layer``), all rows and heads in the parallel region of that layer.
 """
@@ -15,6 +15,8 @@ from torch import Tensor
 from phalanx.hardware.kernels.rows.product import RowKernel
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_WIDENED = 64
+"""Keys of another format than fp32 that a thread widens at a time."""
 PART = 512
 """Keys that PyTorch's kernel takes at once."""
 
@@ -76,7 +78,9 @@ class RowAttention:
     def begin(self, places: Sequence[RowPlace]) -> RowTable:
         """A step of rows at these places, which has all that is the same in each layer."""
         longest = max(place.position for place in places) + 8
-        stride = self.heads // self.kept * longest
+        group = self.heads // self.kept
+        # A result, queries and scores of a group, and keys, all in fp32.
+        stride = (1 + group + _WIDENED) * self.width + group * longest
         if self._scratch.numel() < self.threads * stride:
             self._scratch = torch.empty(2 * self.threads * stride)
         chains = self.chains
@@ -121,7 +125,8 @@ def attended(
     query = query.contiguous()
     table, mixed = attention.begin(places), torch.empty_like(query)
     table.point([(keys, values, len(places))])
-    call = kernel.library.attend_rows
+    library = kernel.library
+    call = library.half_attend_rows if query.dtype == torch.bfloat16 else library.attend_rows
     call.argtypes, call.restype = [_POINTER, _POINTER, _POINTER, _COUNT], None
     call(table.address, query.data_ptr(), mixed.data_ptr(), len(places))
     return mixed

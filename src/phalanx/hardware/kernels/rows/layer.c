@@ -28,19 +28,40 @@ INLINE void share_of(const float *w, const float *bias, const float *x, float *y
     outputs_between(&p, begin, end);
 }
 
-#include "layer.h"
+enum { KEYS = 1 << 20, SUMS_OF_WEIGHTS = 1 }; /* all keys */
 
-INLINE void attend(Step *s, Member me) {
-    Attention *a = s->attention;
-    for (int64_t row = me.number; row < s->rows; row += me.threads) keep_row(a, s->key, s->value, row);
-    meet(s, me);
-    float *scores = a->scratch + me.number * a->scratch_stride;
-    for (int64_t share; (share = taken(&a->next, 1)) < s->rows * a->kept;)
-        attend_row(a, s->query, s->mixed, share / a->kept, share % a->kept, scores);
-    meet(s, me);
+INLINE const float *widened(const float *from, int64_t count, float *to) {
+    (void)count, (void)to;
+    return from;
 }
 
-FUSING static void work(void *data) { layer_work(data, attend); }
+/* e^x for x up to 0: Vectorized<float>::exp_u20 of PyTorch's vec256_float.h. */
+INLINE lanes exponential_of_negative(lanes x) {
+    const words tiny = x < all(-0x1.5d58ap+6f); /* ln of the smallest normal number */
+    x = (lanes)(((words)x & ~tiny) | (tiny & (words)all(-0x1.5d58ap+6f)));
+    lanes fx = fused(x, all(0x1.715476p+0f), all(0.5f));
+    words n;
+#if defined(__x86_64__)
+    fx = (lanes)_mm256_floor_ps((__m256)fx);
+    n = (words)_mm256_cvtps_epi32((__m256)(fx - all(1.0f)));
+#else
+    for (int i = 0; i < LANES; i++) fx[i] = __builtin_floorf(fx[i]), n[i] = (int32_t)(fx[i] - 1.0f);
+#endif
+    const lanes r = fused(-fx, all(0x1.62e430p-1f), x);
+    lanes y = fused(r, all(0.00828929059f), all(0.0418978221f));
+    y = fused(r, y, all(0.166676521f));
+    y = fused(r, y, all(0.499991506f));
+    y = fused(r, y, all(0.999999701f));
+    y = fused(r, y, all(1.0f));
+    const lanes power = (lanes)(((n + 127) << 23) & ~tiny);
+    return y * power * all(2.0f);
+}
+
+#include "layer.h"
+
+FUSING static void work(void *data) { layer_work(data); }
+
+FUSING void attend_rows(const Attention *a, const float *query, float *mixed, int64_t rows) { attend_all(a, query, mixed, rows); }
 
 /* Takes rows from one attention to the next. */
 void layer_step(Step *s, parallel_function parallel) {

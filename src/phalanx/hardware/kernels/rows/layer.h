@@ -7,8 +7,6 @@
    It is compiled for each format by a file that says beforehand what an `element` in memory is, how eight of them, `load`, or one, `load_one`, become fp32, how fp32 is
    rounded to them, `nearest`, and kept, `store` and `store_one`, how sixteen neighbors become what a product reads, `spread`, and how a share of its outputs is
    computed, `share_of`, of GRAIN outputs; and calls `layer_work`. */
-#include <string.h>
-
 #include "attend.h"
 
 typedef struct {
@@ -226,10 +224,20 @@ INLINE void begin_layer(Step *s, Member me) {
     turn_heads(s, s->key, l->key_norm, l->kept, me);
 }
 
+INLINE void attend(Step *s, Member me) {
+    Attention *a = s->attention;
+    for (int64_t row = me.number; row < s->rows; row += me.threads) keep_row(a, s->key, s->value, row);
+    meet(s, me);
+    float *scratch = a->scratch + me.number * a->scratch_stride;
+    for (int64_t share; (share = taken(&a->next, 1)) < s->rows * a->kept;)
+        attend_row(a, s->query, s->mixed, share / a->kept, share % a->kept, scratch);
+    meet(s, me);
+}
+
 /* What one thread of a team does. */
-INLINE void layer_work(Step *s, void (*attend)(Step *, Member)) {
+INLINE void layer_work(Step *s) {
     const Member me = s->threads > 1 ? (Member){s->number(), s->members()} : (Member){0, 1};
-    if (s->attention && attend) attend(s, me);
+    if (s->attention) attend(s, me);
     if (s->ended) end_layer(s, me);
     if (s->begun) begin_layer(s, me);
 }

@@ -23,7 +23,7 @@ MOST_ROWS = 48
 BF16_CHAINS = 64
 """The one order of additions of the kernel of bf16: so many chains of fp32 beside each other, in the place of a block."""
 _FOLDER = Path(__file__).parent
-_BESIDE = tuple(_FOLDER / name for name in ("attend.c", "layer.c", "bf16.c", "layer_bf16.c"))
+_BESIDE = tuple(_FOLDER / name for name in ("layer.c", "bf16.c", "layer_bf16.c"))
 _OPTIONS = (*OPTIONS, "-Wno-psabi")
 _LEAST_SHARE = 1 << 16
 """Elements of a matrix for which another thread is woken."""
