@@ -10,6 +10,7 @@ computing its new rows alone, and tokens/s over ``transformers`` for a Llama of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -117,8 +118,8 @@ def over_modules(dim: int, layers: int, turns: int = 5) -> None:
     """Prints the processor time of a decoding step in one call a layer and by the model's modules, the least of ``turns``, on one thread: others that wait count too."""
     torch.set_num_threads(1)
     numerics: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
-    for kind in numerics:
-        model = random_model(dim, layers, torch.float32)
+    for dtype, kind in itertools.product((torch.float32, torch.bfloat16), numerics):
+        model = random_model(dim, layers, dtype)
         in_one_call, by_modules = engine(model, kind), engine(model, kind)
         by_modules._part.few = None
         for batch in (1, 16):
@@ -128,7 +129,7 @@ def over_modules(dim: int, layers: int, turns: int = 5) -> None:
             ]
             few, modules = (min(column) * 1e3 for column in zip(*rows, strict=True))
             print(
-                f"{kind}, B={batch}: {few:.1f} ms in one call a layer, {modules:.1f} by modules: {few / modules:.2f}",
+                f"{dtype} {kind}, B={batch}: {few:.1f} ms in one call a layer, {modules:.1f} by modules: {few / modules:.2f}",
                 flush=True,
             )
 
