@@ -213,20 +213,21 @@ def test_a_stage_that_is_gone_is_named_and_the_engine_computes_nothing_any_more(
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares"),
+    ("kind", "shares", "dtype"),
     [
-        ("tied", 2),
-        ("latent mixture", 2),
-        ("absorbed", 2),
-        pytest.param("dense", 2, marks=pytest.mark.slow),
-        pytest.param("window", 2, marks=pytest.mark.slow),
+        ("tied", 2, "float32"),
+        ("latent mixture", 2, "float32"),
+        ("absorbed", 2, "float32"),
+        ("dense", 2, "bfloat16"),
+        pytest.param("dense", 2, "float32", marks=pytest.mark.slow),
+        pytest.param("window", 2, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_processes_that_share_each_layer_tell_what_one_tells_by_bits(
-    tmp_path: Path, kind: str, shares: int
+    tmp_path: Path, kind: str, shares: int, dtype: str
 ) -> None:
     run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
-    whole, parted = open_engine(served(run)), shared(run, shares)
+    whole, parted = open_engine(served(run, dtype=dtype)), shared(run, shares, dtype=dtype)
     assert parted.identity == whole.identity
     asked = requests(4)
     assert run_all(paged(parted), asked) == run_all(paged(whole), asked)

@@ -42,6 +42,15 @@ INLINE half element(const HalfProduct *p, const float *x, const half *w, int64_t
     return narrow(p->bias ? wide(p->bias[j]) + sum : sum);
 }
 
+/* Read once for all outputs, and not anew for each. */
+INLINE void in_register(lanes *x) {
+#if defined(__x86_64__)
+    __asm__("" : "+x"(*x));
+#else
+    (void)x;
+#endif
+}
+
 /* `rows` rows from x on, and `outputs` outputs from j on; meanwhile the lines from `next` on come into the cache. */
 INLINE void half_tile(const HalfProduct *p, const float *x, half *y, int64_t j, const int rows, const int outputs, const half *next) {
     const int64_t inputs = p->inputs, turns = inputs / TURN;
@@ -62,7 +71,8 @@ INLINE void half_tile(const HalfProduct *p, const float *x, half *y, int64_t j, 
             for (int o = 0; o < outputs; o++) column[o] = c % 2 ? odds(from + o * inputs) : evens(from + o * inputs);
             UNROLL
             for (int row = 0; row < rows; row++) {
-                const lanes each = at(of + row * inputs);
+                lanes each = at(of + row * inputs);
+                in_register(&each);
                 UNROLL
                 for (int o = 0; o < outputs; o++) sum[row][o] = fused(each, column[o], sum[row][o]);
             }
