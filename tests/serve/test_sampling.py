@@ -237,7 +237,7 @@ def test_numbers_out_of_range_are_refused_by_name(wrong: Sampling) -> None:
 # Many rows at once
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     drawn=st.lists(st.tuples(logits, samplings, st.integers(0, 1000)), min_size=1, max_size=6),
     at_once=st.sampled_from([1, 50, 1 << 24]),

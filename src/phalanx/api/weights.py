@@ -62,12 +62,14 @@ def generate_text(
     seed: int = 0,
     step: int | None = None,
     chat: bool = False,
+    device: str = "auto",
 ) -> str:
     """Returns text that continues ``prompt``, at most ``tokens`` tokens, without the prompt.
 
     What the tokenizer puts before each text comes before the prompt; any of the model's end tokens ends the text. With ``chat`` the
     prompt is a user's message, which the chat template of an imported model frames. The same seed gives the same text. ``temperature`` 0
-    takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in. Raises ``RunDirectoryError`` where the run has saved nothing,
+    takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in. ``device`` computes: "cpu", "cuda", "cuda:1", or "auto", which is a GPU
+    if there is one; another kind may round to another text. Raises ``RunDirectoryError`` where the run has saved nothing,
     ``CheckpointError``, ``DataError`` where it has no tokenizer or no chat template, and ``ValueError`` for numbers out of range.
     """
     return "".join(
@@ -81,6 +83,7 @@ def generate_text(
             seed=seed,
             step=step,
             chat=chat,
+            device=device,
         )
     )
 

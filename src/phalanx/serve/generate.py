@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.computing_device import computing_on
+from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.supported import require_computable
 from phalanx.serve.numerics.identity import Numerics

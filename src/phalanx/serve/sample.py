@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.hardware.local.device import gpus
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import SampleSpec
+from phalanx.serve.computing_device import device_named
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.prompt import (
     encode_chat,
@@ -32,20 +35,26 @@ def continued(
     step: int | None = None,
     chat: bool = False,
     model: Transformer | Chain | None = None,
+    device: str = "auto",
 ) -> Iterator[str]:
     """Text that continues ``prompt``, piece by piece as it is generated, at most ``tokens`` tokens; ends with the document.
 
     With ``chat`` the prompt is a user's message, framed by the run's chat template, and the text is the answer.
-    ``model`` is one that is open already (``phalanx.serve.weights``), in the place of the run's own; ``step`` says nothing then.
+    ``model`` is one that is open already (``phalanx.serve.weights``), in the place of the run's own; ``step`` and ``device`` say nothing then.
+    Else ``device`` computes: "cpu", "cuda", "cuda:1", or "auto", which is a GPU if there is one, but for a run of portable numerics the CPU.
     The other arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
     templates = template_folder(run_dir, published)
     prompt_ids = encode_chat(templates, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
-    opened = load_model(run_dir, step)[0] if model is None else model
+    if model is None:
+        runtime = read_resolved(RunDirectory(run_dir)).runtime
+        portable = device == "auto" and runtime.numerics == "portable"
+        computing = device_named("cpu" if portable else device, gpus())
+        model, _ = load_model(run_dir, step, device=computing)
     ids = generate(
-        opened,
+        model,
         prompt_ids,
         tokens=tokens,
         temperature=temperature,
@@ -64,6 +73,14 @@ def _text(ids: Iterator[int], stream: TextStream) -> Iterator[str]:
 
 
 def sample_text(run_dir: Path, sample: SampleSpec) -> str:
-    """The prompt and what the newest checkpoint of a run makes of it; the same text every time."""
-    pieces = continued(run_dir, sample.prompt, tokens=sample.tokens, temperature=sample.temperature)
+    """The prompt and what the newest checkpoint of a run makes of it, on a device of the kind that the run was trained on; on one the same text
+    every time."""
+    trained_on = read_resolved(RunDirectory(run_dir)).runtime.device
+    pieces = continued(
+        run_dir,
+        sample.prompt,
+        tokens=sample.tokens,
+        temperature=sample.temperature,
+        device="auto" if trained_on == "cuda" else "cpu",
+    )
     return sample.prompt + "".join(pieces)

@@ -62,7 +62,8 @@ def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence
         return []
     if logits.device.type != "cpu":
         drawn = drawn_together(logits, samplings, positions)
-        found, finite = fetched(torch.stack((drawn, has_number(logits).to(torch.int64)))).tolist()
+        both = torch.stack((drawn, has_number(logits).to(torch.int64)))
+        found, finite = fetched(both).tolist()
         if not all(finite):
             _require_numbers(logits)
         return [int(token) for token in found]

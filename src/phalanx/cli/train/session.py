@@ -199,10 +199,11 @@ def _report(
 
 def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
     """The text at the end of a run; ``None``, said aloud, where this process cannot compute as its ranks did."""
+    from phalanx.serve.engine.errors import DeviceMemoryError
     from phalanx.serve.sample import sample_text
 
     try:
         return sample_text(path, sample)
-    except NotPortableError as error:
+    except (NotPortableError, DeviceMemoryError) as error:
         console.print(f"no sample: {error}", markup=False, style="yellow")
         return None

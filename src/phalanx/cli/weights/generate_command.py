@@ -11,6 +11,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.memory_option import Bytes
 
 
@@ -54,6 +55,13 @@ from phalanx.cli.weights.memory_option import Bytes
     default="float32",
     help="Of the weights and of what is computed with them (float32).",
 )
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=DeviceName(),
+    help="What computes: cpu, cuda, or one GPU, cuda:1. auto: a GPU if there is one; with --stream the CPU.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     place: Path,
@@ -68,6 +76,7 @@ def command(
     stream: bool,
     memory: int | None,
     dtype: str,
+    device: str,
     as_json: bool,
 ) -> None:
     """Generate text with the weights in PLACE: a run directory, a checkpoint, or a pack (`phalanx pack`).
@@ -78,6 +87,7 @@ def command(
     \b
       phalanx generate runs/quickstart-1f3a9c04 --prompt "def "
       phalanx generate runs/quickstart-1f3a9c04 --prompt "import " --temperature 0 --tokens 50
+      phalanx generate runs/quickstart-1f3a9c04 --prompt "def " --device cpu
       phalanx generate model.pack --stream --memory 2GiB --prompt "def "
       phalanx generate imported/llama --chat --prompt "Why is the sky blue?"
     """
@@ -98,11 +108,17 @@ def command(
             import torch
 
             from phalanx.checkpoint.pack.reader import open_pack
+            from phalanx.hardware.local.device import gpus
+            from phalanx.serve.computing_device import computing_on, device_named
+            from phalanx.serve.engine.errors import ONLY_STREAMED
             from phalanx.serve.weights.open_model import open_model, run_folder
 
+            computing = device_named(device, gpus(), only_cpu=ONLY_STREAMED if stream else "")
             model, _ = open_model(
                 run_dir, stream=stream, memory_bytes=memory, dtype=getattr(torch, dtype), step=step
             )
+            with computing_on(computing, f"the weights in {dtype}"):
+                model.to(computing)
             if packed:
                 run_dir = stack.enter_context(run_folder(open_pack(place).index))
         pieces = continued(
@@ -116,6 +132,7 @@ def command(
             step=step,
             chat=chat,
             model=model,
+            device=device,
         )
         if as_json:
             click.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))

@@ -15,6 +15,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.memory_option import Bytes
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ if TYPE_CHECKING:
     help="With --stream: what the process may take, 2GiB, 500MiB (four fifths of what is free).",
 )
 @click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    type=DeviceName(),
+    help="What computes: cpu, whose numbers exact serving is held to, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print a JSON object for each text, with all log-probabilities."
 )
 def command(
@@ -51,6 +59,7 @@ def command(
     dtype: Literal["fp32", "bf16"] | None,
     stream: bool,
     memory: int | None,
+    device: str,
     as_json: bool,
 ) -> None:
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, or a pack (`phalanx pack`).
@@ -85,14 +94,15 @@ def command(
                 raise
             tokenizer = None  # tokens alone are scored without one, but not by the byte
         texts = [_encoded(one, tokenizer) for one in given]
-        scorer = _scorer(place if place.is_file() else run_dir, step, dtype, stream, memory)
+        scorer = _scorer(place if place.is_file() else run_dir, step, dtype, stream, memory, device)
         found = scorer.score(texts, _progress(len(texts)))
         computed = numerics_id(
-            "exact",
+            "exact" if scorer.device.type == "cpu" else "score",
             scorer.dtype,
             scorer.length,
             threads=scorer.spec.runtime.threads,
             absorbed=is_absorbed(scorer.spec.model),
+            device=scorer.device,
         )
     if scorer.note:
         click.echo(f"note: {scorer.note}", err=True)
@@ -126,14 +136,31 @@ def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
 
 
 def _scorer(
-    place: Path, step: int | None, dtype: Literal["fp32", "bf16"] | None, stream: bool, memory: int | None
+    place: Path,
+    step: int | None,
+    dtype: Literal["fp32", "bf16"] | None,
+    stream: bool,
+    memory: int | None,
+    device: str,
 ) -> Scorer:
+    from phalanx.hardware.local.device import gpus, on_gpu
+    from phalanx.hardware.local.environment import set_for_rank
+    from phalanx.run.directory.paths import RunDirectory, read_resolved
+    from phalanx.serve.computing_device import computing_on, device_named
     from phalanx.serve.weights.scorer import scorer_of
     from phalanx.train.score.score import Scorer
 
-    if stream or place.is_file():
+    of_pack = stream or place.is_file()
+    if device == "auto" and (of_pack or read_resolved(RunDirectory(place)).runtime.device != "cuda"):
+        device = "cpu"
+    only_cpu = "a pack, and what is streamed, is scored by the CPU: leave out --device" if of_pack else ""
+    computing = device_named(device, gpus(), only_cpu=only_cpu)
+    if on_gpu(computing):
+        set_for_rank()  # before CUDA starts: deterministic mode needs it
+    if of_pack:
         return scorer_of(place, step, dtype, stream=stream, memory_bytes=memory)
-    return Scorer.of_run(place, step, dtype)
+    with computing_on(computing, "the weights"):
+        return Scorer.of_run(place, step, dtype, computing)
 
 
 def _progress(count: int) -> Callable[[int], None] | None:

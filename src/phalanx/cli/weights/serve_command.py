@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.memory_option import Bytes
 from phalanx.cli.weights.service.options import require_consistent, require_stage_options
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
@@ -38,8 +39,8 @@ _PAGES_BYTES = 1 << 30
 @click.option(
     "--memory",
     type=Bytes(),
-    help="What keys and values may take: 2GiB, 500MiB (1GiB); as much again goes to texts that are being computed. With --stream what the "
-    "whole process may take (four fifths of what is free).",
+    help="What keys and values may take: 2GiB, 500MiB (1GiB); as much again goes to texts that are being computed. On a GPU, of its memory. With "
+    "--stream what the whole process may take (four fifths of what is free).",
 )
 @click.option(
     "--stream",
@@ -59,6 +60,14 @@ _PAGES_BYTES = 1 << 30
     show_default=True,
     type=click.Choice(["exact", "fast"]),
     help="exact: a token's bits do not depend on what is computed beside it. fast: they may.",
+)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=DeviceName(),
+    help="What computes: cpu, cuda, or one GPU, cuda:1. auto: with --numerics fast a GPU if there is one, else the CPU. Of --workers, each takes the "
+    "next GPU.",
 )
 @click.option(
     "--kv",
@@ -181,6 +190,7 @@ def command(
     stream: bool,
     rows: int,
     numerics: Literal["exact", "fast"],
+    device: str,
     kv: KeptName,
     drafts: int | None,
     follow: KeptPages | None,
@@ -208,6 +218,7 @@ def command(
     \b
       phalanx serve runs/quickstart-1f3a9c04
       phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2
+      phalanx serve runs/quickstart-1f3a9c04 --numerics fast --device cuda --memory 20GiB --dtype bfloat16
       phalanx serve model.pack --stream --memory 8GiB
       phalanx serve runs/quickstart-1f3a9c04 --pipeline 2
       phalanx serve runs/quickstart-1f3a9c04 --tensor 2
@@ -244,6 +255,7 @@ def command(
         stages_at=stages_at,
         token_file="" if token_file is None else str(token_file),
         texts=requests,
+        device=device,
     )
     asked = Start(
         served,

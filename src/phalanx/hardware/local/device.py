@@ -11,8 +11,10 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _GPU = "cuda"
@@ -139,6 +141,6 @@ def brought(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-def fetched(tensor: Tensor) -> Tensor:
-    """A small tensor of a device in the host's memory, which waits for all that was queued before it; of a CPU, ``tensor`` itself."""
-    return tensor.cpu()
+def fetched(tensor: Tensor) -> NDArray[Any]:
+    """The numbers of a small tensor of a device in the host's memory, which waits for all that was queued before."""
+    return tensor.cpu().numpy()

@@ -21,7 +21,7 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.computing_device import computing_on, require_device
+from phalanx.serve.computing_device import computing_on, require_device
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.flight import Flight, asked_rows

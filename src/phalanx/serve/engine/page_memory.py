@@ -109,7 +109,7 @@ class PageMemory:
         """The bytes of a page."""
         parts = [_bytes(pool[place]) for pool in self._pools]
         if parts[0].device.type != "cpu":
-            parts = [fetched(torch.cat(parts))]  # one wait
+            return fetched(torch.cat(parts)).tobytes()  # one wait
         return b"".join(part.numpy().tobytes() for part in parts)
 
     def write(self, place: int, content: PageBytes) -> None:

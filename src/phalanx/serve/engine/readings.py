@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.hardware.local.device import brought, fetched
@@ -98,31 +100,41 @@ class TogetherRead:
             values, ids = likely.sort(descending=True, stable=True)
             parts += [ids[:, : self._top].flatten(), _as_whole(values[:, : self._top].flatten())]
         self._queued = torch.cat(parts)
-        self._come: tuple[Tensor, ...] | None = None
+        self._come: _Come | None = None
 
     def __getitem__(self, number: int) -> Reading:
-        finite, tokens, told, *tops = self._here()
-        ask = self._asks[number]
-        if not int(finite[number]):
+        if self._come is None:
+            self._come = _Come.of(fetched(self._queued), len(self._asks), len(self._place))
+        come, ask = self._come, self._asks[number]
+        if not come.finite[number]:
             return Reading(False)
-        token, log_prob = int(tokens[number]), float(told[number])
+        token, log_prob = int(come.tokens[number]), float(come.told[number])
         if ask.given >= 0:
             return Reading(True, ask.given, log_prob)
         if number not in self._place:
             return Reading(True, token, log_prob if ask.top >= 0 else 0.0)
-        ids, values = (top[self._place[number], : ask.top].tolist() for top in tops)
+        place = self._place[number]
+        ids, values = come.top_ids[place, : ask.top].tolist(), come.top_values[place, : ask.top].tolist()
         return Reading(True, token, log_prob, tuple(zip(ids, values, strict=True)))
 
-    def _here(self) -> tuple[Tensor, ...]:
-        if self._come is None:
-            count, topped = len(self._asks), len(self._place)
-            sizes = [count] * 3 + ([topped * self._top] * 2 if topped else [])
-            finite, tokens, told, *tops = torch.split(fetched(self._queued), sizes)
-            tables = [top.view(topped, -1) for top in tops]
-            if tables:
-                tables[1] = tables[1].view(torch.float64)
-            self._come = (finite, tokens, told.view(torch.float64), *tables)
-        return self._come
+
+@dataclass(frozen=True)
+class _Come:
+    """What has come to the host of a step."""
+
+    finite: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    told: NDArray[np.float64]
+    top_ids: NDArray[np.int64]
+    """The likeliest tokens of the rows that are asked for them ``(rows, most)``, and their log-probabilities."""
+    top_values: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, numbers: NDArray[np.int64], rows: int, topped: int) -> _Come:
+        """Divides the numbers of ``rows``, and of those ``topped`` rows that are asked for the likeliest tokens."""
+        finite, tokens, told = numbers[: 3 * rows].reshape(3, rows)
+        ids, values = numbers[3 * rows :].reshape(2, topped, -1) if topped else np.empty((2, 0, 0), np.int64)
+        return cls(finite, tokens, told.view(np.float64), ids, values.view(np.float64))
 
 
 def _as_whole(values: Tensor) -> Tensor:

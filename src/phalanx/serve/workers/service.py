@@ -15,6 +15,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_processes import newest_step, require_divisible
 from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
+from phalanx.serve.gateway.served.opened import device_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.router import RouterSettings
@@ -41,6 +42,7 @@ def open_service(
     without a checkpoint, and as ``load_run_tokenizer`` does.
     """
     called = served.text_name(name)
+    device_of(served)  # before packing, which takes long
     served = _settled(served)
     if served.stream and not served.memory_bytes:
         served = replace(served, memory_bytes=free_to_use() * 4 // 5 // len(roles))
@@ -54,14 +56,21 @@ def open_service(
         RouterSettings(served.rows, audit_share),
         divisions or {},
     )
-    for role in roles:
-        require_divisible(service.task_of(role).served)
+    for role in roles:  # refused here rather than by each worker
+        asked = service.task_of(role).served
+        device_of(asked)
+        require_divisible(asked)
     return words, RouterPort(service, tell)
 
 
 def _environment(spec: RunSpec, threads: int, workers: int) -> dict[str, str]:
     threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
     return {"OMP_NUM_THREADS": str(threads), **numerics_environment(spec.runtime)}
+
+
+def devices_of(served: ServedRun, workers: int) -> list[torch.device]:
+    """The devices of so many workers, each once: they are dealt round. Raises EngineError."""
+    return list(dict.fromkeys(device_of(served, number) for number in range(workers)))
 
 
 def _settled(served: ServedRun) -> ServedRun:

@@ -98,11 +98,13 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.engine.engine import Engine
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.gateway.served.of_run import open_engine
+    from phalanx.serve.gateway.served.opened import device_of
     from phalanx.serve.workers.page_server import PageServer
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
     from phalanx.traffic.events import Identity
 
-    opened = open_engine(task.served)
+    device = device_of(task.served, task.number)
+    opened = open_engine(msgspec.structs.replace(task.served, device=str(device)))
     engine = opened.engine
     if not isinstance(engine, Engine):
         raise EngineError(

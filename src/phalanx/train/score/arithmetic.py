@@ -9,15 +9,15 @@ from phalanx.run.rules import independent_rows
 from phalanx.run.spec import ParallelSpec, RunSpec
 
 
-def other_arithmetic(spec: RunSpec, compute: str) -> str:
+def other_arithmetic(spec: RunSpec, compute: str, *, on_gpu: bool = False) -> str:
     """One sentence on why scores in the format ``compute`` may differ by roundings from what the run's steps computed; empty if
     they do not."""
-    reasons = list(_reasons(spec, compute))
+    reasons = list(_reasons(spec, compute, on_gpu=on_gpu))
     if not reasons:
         return ""
     return (
         f"these are not bit by bit the numbers of the run's own steps, which computed {_joined(reasons)}: "
-        "scores come of the whole model, uncompiled, on one CPU, with rows that are independent of each other"
+        f"scores come of the whole model, uncompiled, on one {'GPU' if on_gpu else 'CPU'}, with rows that are independent of each other"
     )
 
 
@@ -25,10 +25,12 @@ def _joined(words: list[str]) -> str:
     return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
 
 
-def _reasons(spec: RunSpec, compute: str) -> Iterator[str]:
+def _reasons(spec: RunSpec, compute: str, *, on_gpu: bool) -> Iterator[str]:
     model, parallel = spec.model, spec.parallel
-    if spec.runtime.device == "cuda":
+    if spec.runtime.device == "cuda" and not on_gpu:
         yield "on GPUs (runtime.device)"
+    elif spec.runtime.device == "cpu" and on_gpu:
+        yield "on CPUs (runtime.device)"
     if model.factory:
         yield "a module of the user's own (model.factory), whose rows may depend on those beside them"
     if spec.precision.compute != compute:

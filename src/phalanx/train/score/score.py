@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from phalanx.hardware.local.device import brought, fetched, on_gpu
 from phalanx.model.custom import Chain
 from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
@@ -56,18 +57,28 @@ class Scorer:
         self.spec, self.step = spec, step
         self._model = model.requires_grad_(False).eval()
         self._compute: Compute = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "fp32"
-        self.note = other_arithmetic(spec, self._compute)
+        self.device = next(model.parameters()).device
+        """Where it computes."""
+        self.note = other_arithmetic(spec, self._compute, on_gpu=on_gpu(self.device))
         """One sentence if the run's own steps computed otherwise, else empty."""
 
     @classmethod
-    def of_run(cls, run_dir: Path, step: int | None = None, dtype: Compute | None = None) -> Scorer:
-        """The model of a run with the weights of ``step``, else of the newest step that can be read, on the CPU.
+    def of_run(
+        cls,
+        run_dir: Path,
+        step: int | None = None,
+        dtype: Compute | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Scorer:
+        """The model of a run with the weights of ``step``, else of the newest step that can be read, on ``device``.
 
         Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
         """
         spec = read_resolved(RunDirectory(run_dir))
         computed = DTYPES[dtype] if dtype else compute_dtype(spec)
-        model, _, restored = restored_model(run_dir, step, seq_len=spec.train.seq_len, dtype=computed)
+        model, _, restored = restored_model(
+            run_dir, step, seq_len=spec.train.seq_len, device=device, dtype=computed
+        )
         return cls(spec, model, restored)
 
     @property
@@ -89,7 +100,9 @@ class Scorer:
             self._require(text, number)
         train = self.spec.train
         rows = train.micro_batch_size or train.batch_size // train.slots
-        together = rows if texts_may_share(self.spec, self._compute) else 1
+        # Nothing is known of how a GPU's kernels round rows beside others.
+        alone = on_gpu(self.device) or not texts_may_share(self.spec, self._compute)
+        together = 1 if alone else rows
         found: list[Tensor] = []
         with torch.no_grad(), _as_trained(self.spec):
             for first in range(0, len(texts), together):
@@ -110,12 +123,14 @@ class Scorer:
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = torch.tensor(text)
             targets[row, : len(text) - 1] = tokens[row, 1 : len(text)]
+        tokens, targets = brought(tokens, self.device), brought(targets, self.device)
+        positions = torch.arange(self.length, device=self.device)
         cap, chunk = self.spec.model.logit_cap, self.spec.train.loss_chunk
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             return token_cross_entropy(hidden, weight, targets, chunk, cap=cap)
 
-        losses = self._model(tokens, readout, positions=torch.arange(self.length))  # (rows, seq)
+        losses = torch.from_numpy(fetched(self._model(tokens, readout, positions=positions)))  # (rows, seq)
         return [-losses[row, : len(text) - 1] for row, text in enumerate(texts)]
 
     def _require(self, text: Sequence[int], number: int) -> None:

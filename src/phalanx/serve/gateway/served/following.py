@@ -20,6 +20,7 @@ from phalanx.checkpoint.format.errors import CheckpointError, StorageError, Stor
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.serve.computing_device import shown_device
 from phalanx.serve.engine.engine import Engine, KeptPages
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
@@ -128,6 +129,7 @@ class Follower:
         model, spec, _ = restored_model(
             self._served.path,
             step,
+            device=self._engine.device,
             dtype=getattr(torch, self._served.dtype),
             ahead=self._engine.spec.mtp_depth > 0,
         )
@@ -172,6 +174,7 @@ def open_followed(
     if opened.step is None:
         raise EngineError(f"{served.path} is a pack, which has no newer steps: serve the run's directory")
     words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size)
+    tell(f"computing on {shown_device(opened.device)}")
     worker = EngineWorker(opened.engine, opened.identity, step=opened.step)
     Follower(served, opened.engine, worker, opened.step, pages, tell).start()
     return words, worker

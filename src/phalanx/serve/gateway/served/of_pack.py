@@ -17,9 +17,10 @@ from phalanx.checkpoint.pack.reader import PackFile
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.engine.supported import require_supported
-from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.gateway.served.opened import OpenedEngine, device_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, Identity, Streaming
@@ -51,7 +52,7 @@ from phalanx.traffic.pages import PAGE
 
 def open_packed(served: ServedRun) -> OpenedEngine:
     """The engine of a pack, or of a run that is packed for streaming. Raises EngineError, and as ``open_model`` does."""
-    dtype = getattr(torch, served.dtype)
+    dtype, device = getattr(torch, served.dtype), device_of(served)
     file = packed(served.path, served.step, dtype)
     sequence = recorded_run(file.index).train.seq_len
     context = served.context or sequence
@@ -67,6 +68,8 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         note = f"streaming {file.path}: {budget}; {len(kept.resident_layers)} of {bodies} layers stay, {kept.expert_slots} experts are kept"
     else:
         read_weights(model, file, free_to_use() * 4 // 5, dtype)
+        with computing_on(device, f"the weights in {served.dtype}"):
+            model.to(device)
     digest = weights_name(file.index, dtype)
     engine: Engine
     if isinstance(model, Transformer):
@@ -86,8 +89,9 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         engine, computed = paged, paged.numerics_id
     else:
         engine = TurnsEngine(model, context, kept=served.kept)
-        computed = numerics_id("turns", dtype, sequence)
-    return OpenedEngine(engine, Identity(digest, computed, context), spec, note=note, streaming=streaming)
+        computed = numerics_id("turns", dtype, sequence, device=device)
+    identity = Identity(digest, computed, context)
+    return OpenedEngine(engine, identity, spec, note=note, streaming=streaming, device=device)
 
 
 def weights_name(index: PackIndex, dtype: torch.dtype) -> str:

@@ -15,12 +15,13 @@ from phalanx.checkpoint.pack.reader import is_pack, open_pack
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.kinds import prediction_ahead
+from phalanx.serve.computing_device import computing_on, shown_device
 from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_pack import open_packed
 from phalanx.serve.gateway.served.of_processes import open_divided
-from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.gateway.served.opened import OpenedEngine, device_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
@@ -41,11 +42,13 @@ def open_run(
         words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size)
     if opened.note:
         tell(opened.note)
+    tell(f"computing on {shown_device(opened.device)}")
     return words, EngineWorker(opened.engine, opened.identity, opened.streaming, trouble=opened.trouble)
 
 
 def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:
     """The engine of a run or a pack; ``tell`` hears what is waited for. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
+    device = device_of(served)
     if served.stages > 1 or served.tensor > 1:
         return open_divided(served, tell)
     require_drafts(served)
@@ -59,7 +62,10 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
         raise EngineError(
             f"--drafts {drafts}: the run's model predicts {depths} tokens ahead (model.mtp_depth), so no more can be drafted"
         )
-    model, spec, step = restored_model(served.path, served.step, dtype=dtype, ahead=drafts > 0)
+    with computing_on(device, f"the weights in {served.dtype}"):
+        model, spec, step = restored_model(
+            served.path, served.step, device=device, dtype=dtype, ahead=drafts > 0
+        )
     sequence = run.train.seq_len
     context, digest = served.context or sequence, weights_digest(model)
     engine: Engine
@@ -79,8 +85,8 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
         engine, computed = paged, paged.numerics_id
     else:
         engine = TurnsEngine(model, context, kept=served.kept)
-        computed = numerics_id("turns", dtype, sequence)
-    return OpenedEngine(engine, Identity(digest, computed, context), spec, step=step)
+        computed = numerics_id("turns", dtype, sequence, device=device)
+    return OpenedEngine(engine, Identity(digest, computed, context), spec, step=step, device=device)
 
 
 def require_drafts(served: ServedRun) -> None:

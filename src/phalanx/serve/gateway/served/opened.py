@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from phalanx.hardware.local.device import gpus
 from phalanx.run.spec import ModelSpec
+from phalanx.serve.computing_device import device_named
+from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.worker import Engine, Identity, Streaming
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -24,3 +31,10 @@ class OpenedEngine:
     """What streaming has done so far, where weights are streamed."""
     trouble: Callable[[], str] | None = None
     """Why nothing can be computed any more, empty if it can, where that depends on other processes; from any thread."""
+    device: torch.device = _CPU
+    """Where it is computed."""
+
+
+def device_of(served: ServedRun, number: int = 0) -> torch.device:
+    """Where a run is computed, as it is asked for, in the process of this ``number`` of those that serve it here. Raises EngineError."""
+    return device_named(served.device, gpus(), only_cpu=served.only_cpu, number=number)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from phalanx.serve.engine.errors import NOT_EXACT, ONLY_STREAMED
+
 
 class ServedRun(Struct, frozen=True):
     """A run's weights as they are to be served; workers get it as JSON."""
@@ -41,11 +43,22 @@ class ServedRun(Struct, frozen=True):
     """Seconds after which one of these processes that gives no sign of life is given up."""
     texts: int = 256
     """The most texts that are computed at a time where weights are streamed."""
+    device: str = "cpu"
+    """What computes: "cpu", "cuda", "cuda:1", or "auto" (a GPU if there is one, and if it can compute what is asked for)."""
 
     @property
     def path(self) -> Path:
         """The run's directory, or the pack."""
         return Path(self.run_dir)
+
+    @property
+    def only_cpu(self) -> str:
+        """Why nothing but a CPU can compute this; empty if a GPU can."""
+        if self.stream:
+            return ONLY_STREAMED
+        if self.stages > 1 or self.tensor > 1:
+            return "the processes of --pipeline and --tensor send each other what a CPU has computed: leave these out, or serve with --device cpu"
+        return NOT_EXACT if self.numerics == "exact" else ""
 
     def text_name(self, name: str | None) -> str:
         """What clients call the model: ``name``, else the directory's, or the pack's without its ending."""

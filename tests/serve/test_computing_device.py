@@ -1,0 +1,216 @@
+"""What the name of a device means, and what becomes of a device's errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from phalanx.cli.weights import generate_command, score_command, serve_command
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.model.transformer import Transformer
+from phalanx.serve.computing_device import computing_on, device_named, shown_device
+from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
+from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.gateway.served.of_run import open_engine
+from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.gateway.worker import explained
+from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.workers.service import devices_of
+from phalanx.traffic.requests import Request, Sampling
+from serve.engine.test_engine import built, run
+from serve.packed_runs import DENSE, make_run
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "number", "expected"),
+    [
+        ("auto", 0, 0, "cpu"),
+        ("auto", 1, 0, "cuda:0"),
+        ("auto", 4, 6, "cuda:2"),
+        ("cpu", 4, 0, "cpu"),
+        ("cuda", 2, 3, "cuda:1"),
+        ("cuda:1", 2, 0, "cuda:1"),
+        ("cuda:1", 2, 5, "cuda:1"),
+    ],
+)
+def test_a_name_means_a_device_and_workers_take_gpus_in_turn(
+    name: str, gpus: int, number: int, expected: str
+) -> None:
+    assert device_named(name, gpus, number=number) == torch.device(expected)
+    assert device_named("auto", gpus, only_cpu="why", number=number) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "only_cpu", "message"),
+    [
+        ("cuda", 0, "", r"--device cuda: PyTorch sees no GPU here; serve with --device cpu"),
+        ("cuda:2", 2, "", r"--device cuda:2: there are 2 GPUs here, so the last is cuda:1"),
+        ("cuda:1", 1, "", r"--device cuda:1: there is one GPU here, cuda:0"),
+        ("cuda", 8, "the weights are elsewhere", r"--device cuda: the weights are elsewhere"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_by_its_name(
+    name: str, gpus: int, only_cpu: str, message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        device_named(name, gpus, only_cpu=only_cpu)
+
+
+def served(**options: object) -> ServedRun:
+    fields = {"step": None, "dtype": "float32", "context": None, "memory_bytes": 1 << 20, "rows": 64}
+    return ServedRun("nowhere", **{**fields, "numerics": "fast", "device": "auto", **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "cuda:0"),
+        ({"numerics": "exact"}, "cpu"),
+        ({"stream": True}, "cpu"),
+        ({"stages": 2}, "cpu"),
+        ({"tensor": 2}, "cpu"),
+    ],
+)
+def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object], expected: str
+) -> None:
+    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
+    assert str(devices_of(served(**options), 1)[0]) == expected
+    if expected == "cpu":
+        with pytest.raises(EngineError, match="--device cuda: "):
+            open_engine(served(**options, device="cuda"))
+    else:
+        assert list(map(str, devices_of(served(**options), 5))) == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "cuda"], "nothing is known of a GPU's: serve with --numerics fast"),
+        (["--device", "cuda", "--workers", "2"], "nothing is known of a GPU's"),
+        (["--device", "cuda", "--numerics", "fast"], "PyTorch sees no GPU here"),
+        (["--device", "cuda", "--stream"], "--stream reads weights into the host's memory"),
+        (["--device", "cuda:1", "--pipeline", "2"], "--pipeline and --tensor"),
+        (["--device", "gpu"], "'gpu' is no device: write auto, cpu, cuda, or cuda:1"),
+    ],
+)
+def test_serve_says_why_a_gpu_cannot_compute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 0)
+    assert message in flat(CliRunner().invoke(serve_command.command, [str(tmp_path), "--port", "0", *words]))
+
+
+def test_text_and_scores_come_of_the_cpu_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for place in ("serve.sample", "hardware.local.device"):
+        monkeypatch.setattr(f"phalanx.{place}.gpus", lambda: 0)
+    place, text = make_run(tmp_path / "run", replace(DENSE, vocab_size=257)), tmp_path / "text.jsonl"
+    (place / "tokenizer").mkdir()
+    BytesTokenizer().save(place / "tokenizer")
+    text.write_text('{"tokens": [1, 2, 3]}\n')
+    asked = [str(place), "--temperature", "0", "--tokens", "4"]
+    plain, named = (
+        CliRunner().invoke(generate_command.command, [*asked, *more]) for more in ([], ["--device", "cpu"])
+    )
+    assert (plain.exit_code, plain.output) == (0, named.output)
+    for asked_of, words in (
+        (generate_command, asked),
+        (generate_command, [*asked, "--dtype", "bfloat16"]),
+        (score_command, [str(place), str(text)]),
+    ):
+        done = CliRunner().invoke(asked_of.command, [*words, "--device", "cuda"])
+        assert done.exit_code == 1
+        assert "--device cuda: PyTorch sees no GPU here" in flat(done)
+    scored = [
+        CliRunner().invoke(score_command.command, [str(place), str(text), *more]).output
+        for more in ([], ["--device", "auto"])
+    ]
+    assert scored[0] == scored[1]
+    assert scored[0].startswith("text 1: 2 tokens scored")
+
+
+def flat(done: Result) -> str:
+    return " ".join(done.output.split())
+
+
+def test_an_engine_on_a_device_by_the_name_of_the_cpu_is_the_engine_of_before() -> None:
+    model: Transformer = built("dense")
+    texts = [
+        Request(
+            "r", tuple(range(5, 80)), 12, Sampling(seed=1, top_p=0.9), top_logprobs=2, prompt_logprobs=True
+        )
+    ]
+    found = [
+        run(Engine(one, one.spec, pages=4, sequence=192, weights_id="w"), texts)
+        for one in (model, model.to("cpu"))
+    ]
+    assert found[0] == found[1]
+    cpu = numerics_id("exact", torch.float32, 192)
+    assert numerics_id("exact", torch.float32, 192, device=torch.device("cpu")) == cpu
+
+
+def test_the_id_of_numerics_holds_the_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = {numerics_id("fast", torch.bfloat16, 192)}
+    for name in ("NVIDIA H100", "NVIDIA H200"):
+        monkeypatch.setattr("phalanx.serve.numerics.facts.device_name", lambda _, name=name: name)
+        ids |= {numerics_id("fast", torch.bfloat16, 192, device=torch.device("cuda", n)) for n in range(2)}
+    assert len(ids) == 3
+
+
+def test_memory_that_gives_out_is_told_with_what_would_help_and_a_dead_gpu_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = "phalanx.serve.computing_device"
+    for name in ("make_current", "give_back_memory"):
+        monkeypatch.setattr(f"{place}.{name}", lambda _: None)
+    with pytest.raises(DeviceMemoryError) as found, computing_on(GPU, "a step of 3 texts"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+    assert str(found.value).startswith(
+        "cuda:1 has no memory for a step of 3 texts (CUDA out of memory. Tried to allocate 2 GiB): keep fewer"
+    )
+    assert explained(found.value) == str(found.value), "clients hear of it as it is"
+    for alive, kind in ((True, RuntimeError), (False, PartLostError)):
+        monkeypatch.setattr(f"{place}.answers", lambda _, alive=alive: alive)
+        with pytest.raises(kind) as raised, computing_on(GPU, "a step"):
+            raise RuntimeError("CUDA error: an illegal memory access")
+        assert isinstance(raised.value, PartLostError) is not alive
+    with pytest.raises(torch.OutOfMemoryError), computing_on(torch.device("cpu"), "a step"):
+        raise torch.OutOfMemoryError
+    assert shown_device(torch.device("cpu")) == "the CPU"
+
+
+def test_a_text_whose_growth_failed_on_the_way_grows_again_and_keeps_its_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    piece = Piece(built("dense").spec, torch.float32)
+    piece.grow(10)
+    for tensor in (one for tensors in piece.layers.values() for one in tensors):
+        tensor.normal_()
+    before = {layer: tuple(one.clone() for one in tensors) for layer, tensors in piece.layers.items()}
+    made, calls = torch.Tensor.new_zeros, [0]
+
+    def failing(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 4:  # of the second layer
+            raise torch.OutOfMemoryError
+        return made(tensor, *shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_zeros", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            piece.grow(600)
+    piece.grow(600)
+    assert piece.capacity >= 600
+    for layer, tensors in piece.layers.items():
+        for one, old in zip(tensors, before[layer], strict=True):
+            assert torch.equal(one[:, :512], old)
+            assert not one[:, 512:].any()
