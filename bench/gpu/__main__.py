@@ -22,6 +22,8 @@ from phalanx.hardware.local.environment import set_for_rank
 
 TESTS = (
     "tests/train/test_cuda.py",
+    "tests/serve/engine/test_cuda.py",
+    "tests/serve/engine/test_devices.py",
     "tests/parallel/mesh/test_torch_compat.py",
     "tests/train/transforms/test_precision.py",
     "tests/train/transforms/test_offload.py",
@@ -65,6 +67,7 @@ def parts_for(gpus: int, ranks: int) -> list[Part]:
         Part("trace", 70, ranks),
         Part("hashes of another process", 60),
         *(Part(f"hashes of {count} ranks", 60, count) for count in counts),
+        Part("serve", 100),
         Part("kernels", 40),
         Part("one pass", 30),
         Part("mixture", 40),
@@ -127,7 +130,7 @@ def be_rank(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from bench.gpu import bits, layers, speed, trace
+    from bench.gpu import bits, layers, serving, speed, trace
     from bench.gpu.setting import run_of, sizes_for
     from phalanx.hardware.local.device import make_current
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
@@ -157,6 +160,8 @@ def be_rank(arguments: argparse.Namespace) -> None:
             speed.variants(device, report, presets)
         case "trace":
             trace.trace(device, report, presets)
+        case "serve":
+            serving.serve(device, report)
         case "kernels":
             bits.kernels(device, report)
         case "kinds":

@@ -16,7 +16,7 @@ from ranks import Ranks
 
 def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
     """What the parts tell on a CPU."""
-    from bench.gpu import bits, layers, speed, trace
+    from bench.gpu import bits, layers, serving, speed, trace
 
     device, found = torch.device("cpu"), {}
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -31,6 +31,8 @@ def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
                 speed.speed(device, mine.__setitem__, ())
             case "trace":
                 trace.trace(device, mine.__setitem__, ())
+            case "serve":
+                serving.serve(device, mine.__setitem__)
             case "kernels":
                 bits.kernels(device, mine.__setitem__)
             case "one pass":
@@ -48,9 +50,18 @@ def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
 
 
 def test_every_part_runs_in_small_on_a_cpu_and_what_should_hold_does(ranks: Ranks) -> None:
-    (alone,) = ranks.run(
-        1, stand_in, ("hashes", "speed", "trace", "kernels", "one pass", "mixture", "memory", "kinds")
+    parts_of_one = (
+        "hashes",
+        "speed",
+        "trace",
+        "serve",
+        "kernels",
+        "one pass",
+        "mixture",
+        "memory",
+        "kinds",
     )
+    (alone,) = ranks.run(1, stand_in, parts_of_one)
     together = ranks.run(2, stand_in, ("hashes of 2 ranks",))[0]
     parts = {name: PartResult(name, "ok", 1.0, found) for name, found in (alone | together).items()}
     assert [

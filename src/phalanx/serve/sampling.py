@@ -138,6 +138,10 @@ def _factor(temperature: float) -> float:
 # Many rows at once
 
 
+_Keep = Callable[[Tensor, Tensor, Sequence[Sampling]], Tensor | None]
+"""Logits and scores ``(rows, vocab)`` to the tokens that are kept, bool ``(rows, vocab)``; ``None`` for all."""
+
+
 def drawn_together(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """The tokens ``(rows,)``, int64, that ``draw`` gives for the rows of ``(rows, vocab)``, without a wait for their device.
 
@@ -151,7 +155,8 @@ def drawn_together(logits: Tensor, samplings: Sequence[Sampling], positions: Seq
     cut = [row for row in drawn if not _keeps_all(samplings[row])]
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     most = max(1, _AT_ONCE // logits.shape[1])
-    for of_kind, find in ((greedy, None), (whole, _all_kept), (cut, _left_in)):
+    kinds: list[tuple[list[int], _Keep | None]] = [(greedy, None), (whole, _all_kept), (cut, _left_in)]
+    for of_kind, find in kinds:
         for first in range(0, len(of_kind), most):
             some = of_kind[first : first + most]
             rows = brought(torch.tensor(some), logits.device)
@@ -166,10 +171,6 @@ def drawn_together(logits: Tensor, samplings: Sequence[Sampling], positions: Seq
 
 def _keeps_all(sampling: Sampling) -> bool:
     return not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
-
-
-_Keep = Callable[[Tensor, Tensor, Sequence[Sampling]], Tensor | None]
-"""Logits and scores ``(rows, vocab)`` to the tokens that are kept, bool ``(rows, vocab)``; ``None`` for all."""
 
 
 def _drawn_rows(
