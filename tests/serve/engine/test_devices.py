@@ -105,7 +105,9 @@ class Seen(TorchDispatchMode):
 def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
     """Makes ``device`` one that can be computed on as far as tensors have no numbers."""
     seen, fake = Seen(), device == "cuda"
-    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    mode: AbstractContextManager[object] = (
+        FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         for place in ("serve.sampling", "serve.engine.readings", "serve.engine.page_memory"):
