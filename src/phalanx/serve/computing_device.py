@@ -69,8 +69,8 @@ def computing_on(device: torch.device, what: str) -> Iterator[None]:
         give_back_memory(device)
         said = str(error).splitlines()[0] if str(error) else "out of memory"
         raise DeviceMemoryError(
-            f"{device} has no memory for {what} ({said}): keep fewer keys and values there (--memory), compute fewer tokens in a pass (--rows), "
-            "or in bfloat16 (--dtype)"
+            f"{device} has no memory for {what} ({said}): keep fewer keys and values there (serve --memory), compute fewer tokens in a pass "
+            "(serve --rows), in bfloat16 (--dtype), or on the CPU (--device cpu)"
         ) from error
     except RuntimeError as error:
         if answers(device):
