@@ -138,7 +138,6 @@ def start(asked: Start, said: Said) -> None:
 
 def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
     """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
-    from phalanx.serve.computing_device import shown_device
     from phalanx.serve.gateway.served.following import open_followed
     from phalanx.serve.gateway.served.of_run import open_run
     from phalanx.serve.workers.router_port import Division
@@ -146,7 +145,8 @@ def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
 
     if asked.workers:
         places = devices_of(asked.served, len(asked.workers))
-        said.text(f"computing on {', '.join(map(shown_device, places))}")
+        # By their names alone: asking a GPU for more begins CUDA, and this process computes nothing.
+        said.text(f"computing on {', '.join(map(str, places))}")
         return open_service(
             asked.served,
             asked.name,
