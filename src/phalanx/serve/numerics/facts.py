@@ -76,7 +76,7 @@ def accelerator(device: torch.device) -> dict[str, str]:
         "type": device.type,
         "name": device_name(device) or "",
         "cuda": torch.version.cuda or torch.version.hip or "",
-        "cudnn": str(torch.backends.cudnn.version() if on_gpu(device) else ""),
+        "cudnn": str(torch.backends.cudnn.version() if on_gpu(device) else ""),  # type: ignore[no-untyped-call]
     }
 
 
