@@ -47,7 +47,7 @@ LONGEST = (
     "watch/page/test_browser.py",
     "watch/page/test_browser_live.py",
     "train/optimizers/test_runs.py",
-    "cli/test_data_commands.py",
+    "cli/data/test_data_commands.py",
     "cli/test_commands.py",
     "api/test_interface.py",
     "train/profile/test_recording.py",

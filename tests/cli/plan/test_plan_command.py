@@ -19,7 +19,7 @@ from phalanx.cli.train.train_command import command as train_command
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.read import read_run
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "128", "--seq-len", "4096"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx_process import last_json, run
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_a_typo_is_named_and_nothing_is_written(tmp_path: Path, recipe: Path) ->
 
 
 def test_the_example_is_prepared_as_it_says(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "recipe.toml"
+    example = Path(__file__).parents[3] / "examples" / "recipe.toml"
     done = json.loads(
         said("prepare", str(example), "--out", str(tmp_path), "--workers", "1", "--json").splitlines()[-1]
     )

@@ -63,7 +63,7 @@ def failed(folder: Path) -> tuple[RunDirectory, str]:
     """A run of three ranks of which rank 1 has raised, and what its user was told."""
     (folder / "failing.py").write_text(MODEL)
     (folder / "program.py").write_text(PROGRAM)
-    path = [str(Path(__file__).parents[2]), ENVIRONMENT.get("PYTHONPATH", "")]
+    path = [str(Path(__file__).parents[3]), ENVIRONMENT.get("PYTHONPATH", "")]
     process = Popen(
         [sys.executable, "program.py"],
         cwd=folder,
