@@ -10,6 +10,8 @@ from phalanx.model.layers.experts.expert_groups import groups_of_slots
 from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.layers.linear import Linear
 from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
+from phalanx.parallel.tensor.lanes.layers import LaneParameter
+from phalanx.parallel.tensor.lanes.shares import in_place_of
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -28,6 +30,21 @@ class Doubled(nn.Module):
         store = self.linear.product
         other = self.linear.weight * 2
         return self.linear(x) + (x @ other.t() if store is None else store(x, other))  # type: ignore[no-any-return]
+
+
+class OfTwoLanes(nn.Module):
+    """Multiplies with the rows of one matrix that two lanes have, as cut out of it while the module runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for own in LaneParameter(self.linear, "weight", parts=2).of_lanes():
+            with in_place_of([(self.linear, "weight")], own):
+                outputs.append(self.linear(x))
+        return torch.cat(outputs, -1)
 
 
 def undivided(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -90,6 +107,16 @@ def test_a_weight_that_derives_from_a_parameter_does_not_wait() -> None:
     assert first.keys() == {"x", "linear.weight"}
     assert not torch.allclose(first["linear.weight"], expected["linear.weight"])
     torch.testing.assert_close(both, expected)
+
+
+def test_lanes_rows_of_a_weight_do_not_wait_though_nobody_has_said_that_it_is_derived() -> None:
+    module, x = OfTwoLanes(), torch.randn(5, 8, requires_grad=True)
+    expected = undivided(module, x)
+    first, both = divided(module, x)
+    assert not module.linear.weight_is_derived
+    assert module.linear.product is not None
+    assert torch.equal(first["linear.weight"], expected["linear.weight"])
+    assert all(torch.equal(both[name], expected[name]) for name in expected)
 
 
 class TwoSlots(nn.Module):

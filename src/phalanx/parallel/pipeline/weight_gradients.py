@@ -58,7 +58,8 @@ class WeightGradients:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product of ``Linear``."""
-        # A lane's rows of a weight, say: its gradient goes to the parameter together with those of the other rows.
+        # Lanes of this rank with rows of their own cut them out of a parameter while the layer runs, and nothing marks it as derived:
+        # computed again it sees the same. Their gradient goes to the parameter together with those of the other lanes' rows.
         if not self._puts_off(x) or not weight.is_leaf:
             return F.linear(x, weight)
         return apply_function(_LinearProduct, x, weight.detach(), (self, weight))
