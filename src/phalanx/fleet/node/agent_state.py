@@ -70,6 +70,7 @@ from phalanx.fleet.node.agent_actions import (
     TellWorker,
     WorkerLife,
 )
+from phalanx.fleet.node.agent_levels import end_of_last_epoch, heartbeat_of, meeting_points, phase_of, placed
 from phalanx.fleet.node.epoch_entry import buddy_addresses, join_epoch
 from phalanx.fleet.node.worker_link import ToAgent
 
@@ -154,29 +155,17 @@ class AgentState:
 
     def heartbeat(self) -> Heartbeat:
         """The heartbeat, with the workers' epoch, their slowest step and their phase."""
-        placed = self._placed()
-        step = min((worker.step for worker in placed), default=NO_STEP)
-        waiting_s = max((worker.waiting_s for worker in placed), default=0.0)
-        return Heartbeat(
-            self.identity.node, self.incarnation, self.epoch, step, self.phase(), waiting_s, self.leaving
-        )
+        return heartbeat_of(self.identity, self.incarnation, self.workers, self.phase(), leaving=self.leaving)
 
     def phase(self) -> WorkerPhase:
         """The phase of all workers together: that of the one that is furthest behind."""
-        placed = self._placed()
-        if not all(self._meeting_points()):
-            return WorkerPhase.COLD
-        if not placed:
-            return WorkerPhase.WARM
-        if any(worker.leaving for worker in placed):
-            return WorkerPhase.LEAVING
-        return WorkerPhase.BOUND if all(worker.bound for worker in placed) else WorkerPhase.BINDING
+        return phase_of(self.workers, cleared=self.cleared)
 
     def _placed(self) -> list[WorkerLife]:
-        return [worker for worker in self.workers if worker.epoch != NO_EPOCH]
+        return placed(self.workers)
 
     def _meeting_points(self) -> tuple[str, ...]:
-        return tuple(worker.meeting_point if self.cleared else "" for worker in self.workers)
+        return meeting_points(self.workers, cleared=self.cleared)
 
     # --- commands of the coordinator -----------------------------------------------------------
 
@@ -268,15 +257,6 @@ class AgentState:
         me = self.identity.node
         return [SendReport(Parked(me, self.incarnation, epoch, self._meeting_points(), self.held()))]
 
-    def _ending(self, bind: Bind, unix_s: float) -> tuple[bool, float]:
-        """Returns (planned, unix time) of the end of the last epoch that trained; time 0 if there was none."""
-        if bind.left_s_ago is None:
-            return self.planned, self.ended_unix_s
-        told_unix_s = unix_s - bind.left_s_ago
-        if not self.ended_unix_s:  # this node was not in that epoch
-            return bind.left_planned, told_unix_s
-        return self.planned, min(self.ended_unix_s, told_unix_s)
-
     def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[AgentAction]:
         places = dict(bind.places)
         if bind.epoch <= self.fence:
@@ -293,7 +273,9 @@ class AgentState:
             )
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
         self.buddies = buddy_addresses(bind)
-        planned, ended_unix_s = self._ending(bind, unix_s)
+        planned, ended_unix_s = end_of_last_epoch(
+            bind, planned=self.planned, ended_unix_s=self.ended_unix_s, unix_s=unix_s
+        )
         self.planned, self.ended_unix_s = False, 0.0
         for i, rank in places.items():
             self.workers[i].enter(bind.epoch, rank, now_s)
@@ -438,12 +420,12 @@ class AgentState:
 
     def _finished(self, epoch: int) -> list[AgentAction]:
         """Reports the result of rank 0, once all workers here have finished: it commits the last checkpoint for all."""
-        placed = self._placed()
-        if not all(worker.finished for worker in placed):
+        in_epoch = self._placed()
+        if not all(worker.finished for worker in in_epoch):
             return []
         return [
             action
-            for w in placed
+            for w in in_epoch
             if w.rank == 0
             for action in self._testify(RunFinished(epoch, w.last_words))
         ]
