@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from data.portions.making_raw import raw_folder, recipe_file
 from phalanx.cli.data.data_command import command
+from phalanx.run.directory.files_below import files_below
 
 
 def said(*arguments: str, code: int = 0) -> str:
@@ -66,9 +68,18 @@ def test_a_typo_is_named_and_nothing_is_written(tmp_path: Path, recipe: Path) ->
 
 
 def test_the_example_is_prepared_as_it_says(tmp_path: Path) -> None:
-    example = Path(__file__).parents[3] / "examples" / "recipe.toml"
-    done = json.loads(
-        said("prepare", str(example), "--out", str(tmp_path), "--workers", "1", "--json").splitlines()[-1]
+    root, part = Path(__file__).parents[3], tmp_path / "part"
+    example = root / "examples" / "recipe.toml"
+    planned = json.loads(said("plan", str(example), "--json"))
+    sources = [path for path in files_below(root / "src") if path.suffix == ".py"]
+    assert planned["files"] == len(sources) + len(list((root / "docs").glob("*.md")))
+    # The tokenizer alone takes ten seconds for all sources.
+    shutil.copytree(root / "docs", part / "docs", ignore=shutil.ignore_patterns("images"))
+    shutil.copytree(
+        root / "src" / "phalanx" / "run", part / "src", ignore=shutil.ignore_patterns("__pycache__")
     )
+    copied = Path(shutil.copytree(root / "examples", part / "examples")) / "recipe.toml"
+    out = str(tmp_path / "out")
+    done = json.loads(said("prepare", str(copied), "--out", out, "--workers", "1", "--json").splitlines()[-1])
     assert done["train_tokens"] > 100_000
     assert done["held_out_tokens"] > 0

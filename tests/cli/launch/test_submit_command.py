@@ -332,7 +332,9 @@ def test_a_run_that_is_cancelled_while_it_is_being_started_does_not_run(
     def cancel() -> None:
         words = [sys.executable, "-m", "phalanx", "cancel", str(run_dir)]
         cancels.append(
-            subprocess.Popen(words, env=ENVIRONMENT, stdout=-1, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(
+                words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
         )
         while not (run_dir / FOLDER / "stopped").exists() and cancels[0].poll() is None:
             time.sleep(0.01)
@@ -387,7 +389,12 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
     session = subprocess.Popen(["bash", "-c", "sleep 900; true", str(run_dir)], start_new_session=True)
     started = bare.Started(Host("host", HERE, 0, "127.0.0.1"), session.pid)
     (run_dir / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
-    monkeypatch.setattr(ask, "ask", lambda _, request, __: asked.append(request) or "accepted")
+
+    def accepted(_run: Path, request: object, _certificates: object) -> str:
+        asked.append(request)
+        return "accepted"
+
+    monkeypatch.setattr(ask, "ask", accepted)
     refused = engine == "slurm"
     for command in (fleet_command.command.commands["stop"], cancel_command.command):
         told = CliRunner().invoke(command, [str(run_dir)])
