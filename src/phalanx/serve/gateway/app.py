@@ -46,6 +46,8 @@ class Gateway:
     """How long a client may leave a piece of its answer unread before its request is given up."""
     body_s: float = 30.0
     """How long a client may take to send its body."""
+    head_s: float = 60.0
+    """How long a connection may be without a request."""
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -65,7 +67,7 @@ class Gateway:
     def require_open(self) -> None:
         """Raises RefusedError where nothing is taken any more."""
         if self.draining:
-            raise RefusedError("this server is about to end: ask another one", status=503, retry_after=5)
+            raise _ending()
 
     def require_room(self, demand: Demand) -> None:
         """Raises RefusedError where a request is not admitted."""
@@ -168,9 +170,20 @@ def application(gateway: Gateway) -> ASGIApp:
 
     async def entry(scope: Scope, receive: Receive, send: Send) -> None:
         scope[_SERVERS_SEND] = send
-        await app(scope, receive, send)
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            # The server ends, and does not wait for those who have not said what they want.
+            if not gateway.draining:
+                raise
+            with suppress(RuntimeError):  # an answer that has begun ends with its connection
+                await refusal(gateway, _ending())(scope, receive, send)
 
     return entry
+
+
+def _ending() -> RefusedError:
+    return RefusedError("this server is about to end: ask another one", status=503, retry_after=5)
 
 
 def _model(gateway: Gateway) -> dict[str, Any]:
@@ -274,6 +287,18 @@ class _Answer(Response):
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def too_many(gateway: Gateway, most: int) -> ASGIApp:
+    """What answers a connection for which there is no room."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        why = f"all {most} connections that this server may hold have requests going on: ask again, or another one"
+        response = refusal(gateway, RefusedError(why, status=503, code="overloaded", retry_after=1))
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+    return app
 
 
 def refusal(gateway: Gateway, error: RefusedError) -> Response:

@@ -8,12 +8,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
 
 from phalanx.observe.serving import Serving, ServingNote
-from phalanx.serve.gateway.app import Gateway, application
+from phalanx.serve.gateway.app import Gateway, application, too_many
+from phalanx.serve.gateway.connections import Connection, Crowd, CrowdConfig, descriptors
+
+_WAITING = 1024
+"""Connections that the kernel keeps for a server that has not accepted them yet."""
+_AT_ONCE = 16
+"""Connections that asyncio accepts before it calls a protocol, which may end another one: beyond the limit so many and a few times as many are open."""
 
 
 class ServerError(RuntimeError):
@@ -30,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(1024)
+        sock.listen(_WAITING)
     except OSError as error:
         sock.close()
         raise ServerError(
@@ -43,22 +50,29 @@ class DrainingServer(uvicorn.Server):
     """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
 
     def __init__(self, gateway: Gateway, drain_s: float, tell: Callable[[str], None]) -> None:
-        config = uvicorn.Config(
+        config = CrowdConfig(
             application(gateway),
-            http="h11",
+            http=Connection,
             ws="none",
             loop="asyncio",
             log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=gateway.limits.connections,
-            backlog=1024,
+            backlog=_AT_ONCE,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=1,
         )
+        most = gateway.limits.connections or descriptors()
+        config.crowd = Crowd(most, gateway.head_s, too_many(gateway, most))
         super().__init__(config)
         self._gateway, self._drain_s, self._tell = gateway, drain_s, tell
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to take connections; asyncio gives the kernel the number that it accepts at once, which are too few to keep."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(_WAITING)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """The first signal drains, the second ends."""
@@ -71,7 +85,8 @@ class DrainingServer(uvicorn.Server):
 
     def _drain(self, name: str) -> None:
         # In a thread: a handler may have interrupted a write to the same stream.
-        self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")
+        with suppress(OSError):  # a full disk or a closed pipe is no reason to go on
+            self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")
         end = time.monotonic() + self._drain_s
         while self._gateway.unfinished and time.monotonic() < end and not self.should_exit:
             time.sleep(0.05)

@@ -24,7 +24,8 @@ class Limits:
     """The longest wait for the first token that is promised."""
     body_bytes: int = 8 << 20
     prompts: int = 128
-    connections: int = 4096
+    connections: int = 0
+    """Connections at a time; 0: as many as the process may have (``phalanx.serve.gateway.connections``)."""
 
 
 @dataclass(frozen=True)
