@@ -175,6 +175,7 @@ class Service:
             case "cut worker":
                 victim = await self._victim(fault)
                 while not _cut(f"dport = :{self._router_port}", victim.pid):
+                    await asyncio.sleep(0.1)  # it has ended, and nobody has said so yet
                     victim = await self._victim(fault)
             case "cut pages":
                 return await self._cut_pages(fault)

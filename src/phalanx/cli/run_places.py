@@ -10,7 +10,7 @@ import click
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import COMMITTED, ObjectTier
 from phalanx.cli.errors import explained
-from phalanx.run.directory.paths import RunDirectoryError, locate_checkpoints, step_of
+from phalanx.run.directory.paths import RunDirectoryError, import_first, locate_checkpoints, step_of
 from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url, open_store
 
@@ -38,6 +38,8 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
         root, step = locate_checkpoints(path, step)
     if root != path or any(step_of(entry) is not None for entry in path.iterdir()):
         return CheckpointPlace(root, step)
+    if remedy := import_first(path):
+        raise click.ClickException(f"{path} is no run directory{remedy}")
     raise click.ClickException(
         f"{path} holds no checkpoints: it is no run directory, or its run has saved none yet"
     )

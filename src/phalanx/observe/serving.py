@@ -102,13 +102,21 @@ class ServingNote:
             self._path.unlink()
 
     def _tell(self) -> None:
+        failed = False
         while not self._over.is_set():
             try:
                 self.once()
-            except (
-                Exception
-            ):  # a run directory that cannot be written serves all the same, and the next time may do
-                _LOG.debug("what this server does cannot be noted in %s", self._path, exc_info=True)
+                failed = False
+            except OSError as error:  # texts are served all the same, and the next time may do
+                if not failed:
+                    _LOG.warning(
+                        "what this server does cannot be noted in %s, and is tried again: %s",
+                        self._path,
+                        error.strerror or error,
+                    )
+                failed = True
+            except Exception:
+                _LOG.debug("what this server does is not known at present", exc_info=True)
             self._over.wait(TOLD_EVERY_S)
 
 

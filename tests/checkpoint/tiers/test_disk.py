@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import never
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
+from small_disks import small_disk
 
 STATE = {f"model/w{i}": torch.arange(300.0) + i for i in range(8)}
 
@@ -171,17 +171,10 @@ def test_blocks_come_back_as_written_whatever_size_and_alignment(
 # Storage that refuses
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", mount], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"cannot mount a small file system: {made.stderr.decode().strip()}")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
+@pytest.fixture(name="small_disk")
+def _small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", "4m") as mount:
+        yield mount
 
 
 def test_a_full_disk_fails_the_save_but_neither_training_nor_older_checkpoints(small_disk: Path) -> None:

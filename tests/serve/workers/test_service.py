@@ -114,3 +114,42 @@ def test_a_division_that_a_role_cannot_have_is_refused_before_any_worker_starts(
     served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
     with pytest.raises(EngineError, match=said):
         started(served, monkeypatch, ("prefill", "decode"), decode=division)
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    run_dir = make_run(tmp_path / "run", DENSE, (1, 3))
+    if damaged:
+        file = run_dir / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    begun: list[int | None] = []
+    told: list[str] = []
+
+    def begin(asked: Service, _tell: object) -> None:
+        begun.append(asked.task.served.step)
+        if begun[-1] == 3:
+            raise EngineError("what a worker said")
+
+    monkeypatch.setattr(service, "read_model_text", lambda *_: None)
+    monkeypatch.setattr(service, "RouterPort", begin)
+
+    def opened(step: int | None) -> None:
+        served = ServedRun(str(run_dir), step, "float32", None, 1 << 20, 64, "exact")
+        service.open_service(
+            served, None, ("both",), threads=1, audit_share=0.0, tell=lambda notice: told.append(notice.text)
+        )
+
+    with pytest.raises(EngineError, match="what a worker said"):
+        opened(3)  # asked for by its number
+    if damaged:
+        opened(None)
+        assert begun == [3, 3, 1]
+        assert told == ["step 3 cannot be read and is passed over: what a worker said"]
+    else:
+        with pytest.raises(EngineError, match="what a worker said"):
+            opened(None)
+        assert (begun, told) == ([3, 3], [])

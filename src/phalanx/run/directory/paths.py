@@ -102,6 +102,13 @@ def locate_checkpoints(path: Path, step: int | None = None) -> tuple[Path, int |
     return (inside if inside.is_dir() else path), step
 
 
+def import_first(folder: Path) -> str:
+    """The rest of a sentence on ``folder``, which is no run directory, with the command that makes it one; empty unless it holds a model of Hugging Face."""
+    if not (folder / "config.json").exists():
+        return ""
+    return f"; a model of Hugging Face has to be made one first: phalanx import {shlex.quote(str(folder))} --out RUN_DIR"
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The names in a run directory, and its small records."""
@@ -300,11 +307,8 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
         remedy = ""
         if directory.record.exists():
             remedy = "; put a copy back, or write the fields that the run had"
-        elif (directory.path / "config.json").exists():
-            remedy = (
-                "; a model of Hugging Face has to be made one first: "
-                f"phalanx import {shlex.quote(str(directory.path))} --out RUN_DIR"
-            )
+        else:
+            remedy = import_first(directory.path)
         raise RunDirectoryError(f"{directory.path} {kind}: {why}{remedy}") from error
     spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
     if spec is None:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from phalanx.hardware.kernels.rows.product import row_kernel
 from phalanx.hardware.local.device import device_name, on_gpu
 from phalanx.hardware.portable.operations import begun
+from phalanx.run.directory.durable import write_atomically
 
 _VERSION = 2
 """The version of the probes: others have tried other things."""
@@ -148,8 +148,16 @@ def _write(path: Path, facts: dict[str, Facts]) -> None:
     content = json.dumps({name: asdict(one) for name, one in sorted(facts.items())}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        write_atomically(path, content.encode(), durable=False)
     except OSError as error:
-        _log.debug("what was found of this machine's kernels is not kept: %s", error)
+        _not_kept(str(path), error.strerror or str(error))
+
+
+@functools.cache
+def _not_kept(path: str, why: str) -> None:
+    """Says it once: there is a fact for each shape."""
+    _log.warning(
+        "what was tried of this machine's kernels cannot be kept in %s, and each start tries it anew: %s",
+        path,
+        why,
+    )

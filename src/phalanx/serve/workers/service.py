@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from msgspec.structs import replace
 
+from phalanx.checkpoint.committed.restore import candidates
+from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.pack.reader import is_pack
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import RunSpec
+from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_processes import newest_step, require_divisible
 from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
@@ -38,29 +42,35 @@ def open_service(
 
     ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory and ``threads`` are each worker's;
     0 threads divide this machine's processors among them. Without a step all workers, also those
-    that are started again later, serve the step that is the newest now. Raises EngineError where a worker cannot serve, RunDirectoryError for a run
-    without a checkpoint, and as ``load_run_tokenizer`` does.
+    that are started again later, serve the step that is the newest now, or the newest that can be read: ``tell`` hears of those passed over. Raises
+    EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
     """
     called = served.text_name(name)
     device_of(served)  # before packing, which takes long
+    any_step = served.step is None
     served = _settled(served)
     if served.stream and not served.memory_bytes:
         served = replace(served, memory_bytes=free_to_use() * 4 // 5 // len(roles))
     with served_folder(served) as folder:
         spec = read_resolved(RunDirectory(folder))
         words = read_model_text(folder, called, spec.model.vocab_size)
-    service = Service(
-        roles,
-        WorkerTask("", 0, "", 0, "both", served),
-        _environment(spec, threads, len(roles)),
-        RouterSettings(served.rows, audit_share),
-        divisions or {},
-    )
-    for role in roles:  # refused here rather than by each worker
-        asked = service.task_of(role).served
-        device_of(asked)
-        require_divisible(asked)
-    return words, RouterPort(service, tell)
+    environment = _environment(spec, threads, len(roles))
+    while True:
+        task = WorkerTask("", 0, "", 0, "both", served)
+        service = Service(roles, task, environment, RouterSettings(served.rows, audit_share), divisions or {})
+        for role in roles:  # refused here rather than by each worker
+            asked = service.task_of(role).served
+            device_of(asked)
+            require_divisible(asked)
+        try:
+            return words, RouterPort(service, tell)
+        except EngineError as error:
+            older = _older_than_damaged(served) if any_step else None
+            if older is None:
+                raise
+            text = f"step {served.step} cannot be read and is passed over: {error}"
+            tell(Notice("step-passed-over", text, {"step": served.step}))
+            served = replace(served, step=older)
 
 
 def _environment(spec: RunSpec, threads: int, workers: int) -> dict[str, str]:
@@ -71,6 +81,18 @@ def _environment(spec: RunSpec, threads: int, workers: int) -> dict[str, str]:
 def devices_of(served: ServedRun, workers: int) -> list[torch.device]:
     """The devices of so many workers, each once: they are dealt round. Raises EngineError."""
     return list(dict.fromkeys(device_of(served, number) for number in range(workers)))
+
+
+def _older_than_damaged(served: ServedRun) -> int | None:
+    """The newest step before that of ``served`` if that one is damaged, which reading all of it tells; ``None`` if there is none, or another reason for trouble."""
+    if served.step is None or is_pack(served.path):
+        return None
+    root = RunDirectory(served.path).checkpoints
+    steps = candidates(DiskTier(root))
+    # One that was deleted meanwhile cannot be read either.
+    if served.step in steps and not verify(root, served.step):
+        return None
+    return next((step for step in steps if step < served.step), None)
 
 
 def _settled(served: ServedRun) -> ServedRun:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.weights.service.worker_roles import Degrees
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
@@ -106,6 +107,8 @@ def start(asked: Start, said: Said) -> None:
         raise click.UsageError(
             f"--host {asked.host} is open to others: give --key-file (made by phalanx serve --new-key FILE)"
         )
+    if not asked.served.path.exists():
+        demand_folder(asked.served.path)
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.observe.serving import ServingNote

@@ -1,0 +1,38 @@
+"""What cannot be served is refused with its remedy, before anything is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from phalanx.cli.weights import generate_command, score_command, serve_command
+
+COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
+    "serve": (serve_command.command, ["--port", "0"]),
+    "score": (score_command.command, ["-"]),
+    "generate": (generate_command.command, []),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_folder_of_hugging_face_is_refused_with_the_command_that_imports_it(
+    tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "Llama 3"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    command, options = COMMANDS[name]
+    done = CliRunner().invoke(command, [str(folder), *options], input="a text")
+    assert done.exit_code == 1
+    assert f"phalanx import '{folder}' --out RUN_DIR" in done.output
+
+
+def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "quickstart-1").mkdir()
+    (tmp_path / "quickstart-1" / "run.toml").write_text("")
+    done = CliRunner().invoke(serve_command.command, [str(tmp_path / "quickstart-2"), "--port", "0"])
+    assert done.exit_code == 1
+    assert f"the newest run there: {tmp_path / 'quickstart-1'}" in done.output
