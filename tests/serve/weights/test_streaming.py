@@ -208,6 +208,10 @@ def test_a_runs_pack_that_is_of_another_step_or_model_by_its_content_is_refused(
     third = open_model(run, stream=True)[0]
     assert not torch.equal(first(SHORT), third(SHORT))
     assert (packs / name).exists()
+    shutil.copy(first_pack, packs / name)
+    shutil.rmtree(run / "checkpoints" / "step-00000003")  # retention has deleted it
+    with pytest.raises(MismatchError, match=r"give a step that is there \(1\): .* it cannot be packed again"):
+        open_model(run, stream=True, step=3)
 
 
 def test_too_little_memory_is_refused_with_what_would_do(tmp_path: Path) -> None:
