@@ -119,20 +119,13 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
 def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earlier_start(
     earlier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, tools = tmp_path / "run", tmp_path / "tools"
+    run_dir = tmp_path / "run"
     if earlier:
         lends(run_dir, earlier)
     queue = tmp_path / "queue"
     line = f"9|PENDING|Resources|2||N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
     queue.write_text("")
-    tools.mkdir()
-    for name, does in (
-        ("squeue", f"cat {queue}"),
-        ("scancel", f'echo "$@" >> {tmp_path}/cancelled; > {queue}'),
-    ):
-        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    with_slurm(tmp_path, monkeypatch, f"cat {queue}", f'echo "$@" >> {tmp_path}/cancelled; > {queue}')
 
     class KilledError(BaseException):
         """As by SIGKILL: nothing catches it."""
@@ -157,6 +150,16 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
         status_command._job_line(run_dir)
         == "job of unknown number (slurm): ended without a word, or before it began"
     )
+
+
+def with_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, scancel: str) -> None:
+    """Has these lines of shell answer in the place of Slurm's tools."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for name, does in (("squeue", squeue), ("scancel", scancel)):
+        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
 
 
 def lends(run_dir: Path, engine: str) -> None:
@@ -202,19 +205,13 @@ def test_nodes_of_a_job_are_not_left_in_it_by_who_does_not_wait_for_them(tmp_pat
 def test_a_run_that_somebody_else_has_submitted_is_not_said_to_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: tuple[str, ...]
 ) -> None:
-    run_dir, tools = tmp_path / "shared", tmp_path / "tools"
+    run_dir = tmp_path / "shared"
     (run_dir / FOLDER).mkdir(parents=True)
     made = Submitted("slurm", "7", "shared", 2, 0, 0.0, str(tmp_path), taken_from=str(tmp_path), taken=2)
     (run_dir / FOLDER / "submitted.json").write_text(json.dumps(asdict(made)))
     line = f"7|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-shared|main|phalanx:{run_dir}"
-    tools.mkdir()
-    for name, does in (
-        ("squeue", f"[ \"$2\" = --me ] || echo '{line}'"),
-        ("scancel", "echo Access/permission denied >&2; exit 1"),
-    ):
-        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    denied = "echo Access/permission denied >&2; exit 1"
+    with_slurm(tmp_path, monkeypatch, f"[ \"$2\" = --me ] || echo '{line}'", denied)
     ended = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait", *now])
     assert ended.exit_code == 1
     assert "Access/permission denied" in ended.output
@@ -276,19 +273,15 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run_dir, tools, asked = tmp_path / "run", tmp_path / "tools", asked_in(monkeypatch)
+    run_dir, asked = tmp_path / "run", asked_in(monkeypatch)
     lends(run_dir, "slurm")
     write_fleet_file(run_dir, fleet_file(0.0, **changes))
     nonce = run_dir / FOLDER / "nonce"
     nonce.touch()
     now_s = (run_dir / "fleet.json").stat().st_mtime
     os.utime(nonce, (now_s, now_s - 60 if of_this_job else now_s + 60))
-    tools.mkdir()
     line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
-    for name, does in (("squeue", f"echo '{line}'"), ("scancel", f'echo "$@" >> {tmp_path}/cancelled')):
-        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    with_slurm(tmp_path, monkeypatch, f"echo '{line}'", f'echo "$@" >> {tmp_path}/cancelled')
     told = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait"])
     assert told.exit_code == 0, told.output
     assert asked == ([run_dir] if answered_by == "coordinator" else [])
@@ -374,18 +367,12 @@ def test_a_run_that_is_cancelled_while_it_is_being_started_does_not_run(
 def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_itself_again(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, tools, asked = tmp_path / "run", tmp_path / "tools", list[object]()
+    run_dir, asked = tmp_path / "run", list[object]()
     lends(run_dir, engine)
     (run_dir / FOLDER / "stopped").mkdir()  # as of another user, or on a full disk
     line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
-    tools.mkdir()
-    for name, does in (
-        ("squeue", f"[ -e {tmp_path}/cancelled ] || echo '{line}'"),
-        ("scancel", f'echo "$@" > {tmp_path}/cancelled'),
-    ):
-        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    ended = tmp_path / "cancelled"
+    with_slurm(tmp_path, monkeypatch, f"[ -e {ended} ] || echo '{line}'", f'echo "$@" > {ended}')
     session = subprocess.Popen(["bash", "-c", "sleep 900; true", str(run_dir)], start_new_session=True)
     started = bare.Started(Host("host", HERE, 0, "127.0.0.1"), session.pid)
     (run_dir / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
