@@ -43,6 +43,8 @@ FORMATS = [torch.float32]
 if fast_products(Linear(8, 8).to(torch.bfloat16)) is not None:
     # Elsewhere PyTorch has a library for bf16, whose order of additions the kernel does not have.
     FORMATS.append(torch.bfloat16)
+# PyTorch's attention in bf16 had other sums before.
+ATTENDED = [one for one in FORMATS if one == torch.float32 or torch.__version__ >= "2.13"]
 
 pytestmark = pytest.mark.skipif(
     (kernel := row_kernel()) is None or not kernel.fuses, reason="no C compiler, or no fused multiply-add"
@@ -86,7 +88,7 @@ def test_few_rows_have_the_bits_of_the_modules_and_attend_by_the_kernel(
 ) -> None:
     way = exact_way(KINDS[kind], dtype)
     assert way is not None
-    assert way.attention is not None
+    assert (way.attention is not None) == (dtype in ATTENDED)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "norms of heads"])
@@ -186,7 +188,7 @@ def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert exact_way(DENSE) is None
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", ATTENDED, ids=str)
 def test_the_chains_of_attention_are_found_and_no_others_hold(dtype: torch.dtype) -> None:
     way = fast_way(dtype)
     found = attention_chains(way, 704)
@@ -202,7 +204,7 @@ def test_the_chains_of_attention_are_found_and_no_others_hold(dtype: torch.dtype
     assert halves or not case.holds(replace(found, fuses_sum=not found.fuses_sum), places)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", ATTENDED, ids=str)
 def test_the_last_part_of_a_sequence_longer_than_is_tried_has_its_chain(dtype: torch.dtype) -> None:
     sequence = 4096 + 392
     found = attention_chains(fast_way(dtype), sequence)
@@ -211,7 +213,7 @@ def test_the_last_part_of_a_sequence_longer_than_is_tried_has_its_chain(dtype: t
 
 
 @pytest.mark.parametrize("low", [slice(0, 704), slice(0, 512), slice(512, 704)], ids=str)
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", ATTENDED, ids=str)
 def test_scores_below_all_numbers_have_pytorchs_attention(low: slice, dtype: torch.dtype) -> None:
     way = fast_way(dtype)
     assert kernel is not None
