@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -148,3 +150,19 @@ def test_a_server_whose_words_nobody_takes_ends_all_the_same() -> None:
         server.handle_exit(signal.SIGTERM, None)
         while not server.should_exit:
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("allowed", "held"), [(600, range(300, 345)), (100, range(1, 2))])
+def test_as_many_connections_are_held_as_files_may_be_open_beside_those_that_are_kept_back(
+    allowed: int, held: range
+) -> None:
+    program = (
+        "import resource\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {allowed}))\n"
+        "from phalanx.serve.gateway.connections import descriptors\n"
+        "print(descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    connections, limit = map(int, said.split())
+    assert connections in held
+    assert limit == allowed
