@@ -145,7 +145,7 @@ class Survival:
         faults: list[Fault],
         seed: int,
     ) -> None:
-        self.found = Found()
+        self.found = Found(wrong=service.wrong)
         self._service, self._bodies, self._wanted = service, bodies, wanted
         self._faults, self._draw = faults, random.Random(f"requests {seed}")
         self._asked = 0
@@ -169,7 +169,6 @@ class Survival:
             await asyncio.gather(*work, strikes, clock, return_exceptions=True)
             await self._service.count()
             self.found.counts = dict(self._service.counts)
-            self.found.wrong += self._service.wrong
             if differ := self.found.counts.get("audit_differences"):
                 self.found.wrong.append(f"{differ} audits differ")
 
