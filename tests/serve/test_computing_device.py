@@ -20,7 +20,9 @@ from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.worker import explained
 from phalanx.serve.numerics.identity import numerics_id
-from phalanx.serve.workers.service import devices_of
+from phalanx.serve.workers.router_port import Division
+from phalanx.serve.workers.service import devices_of, of_one_kind
+from phalanx.traffic.events import Role
 from phalanx.traffic.requests import Request, Sampling
 from serve.engine.test_engine import built, run
 from serve.packed_runs import DENSE, make_run
@@ -88,6 +90,14 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
             open_engine(served(**options, device="cuda"))
     else:
         assert list(map(str, devices_of(served(**options), 5))) == ["cuda:0", "cuda:1"]
+
+
+def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
+    roles: dict[Role, Division] = {"prefill": Division(tensor=2), "decode": Division()}
+    assert list(map(str, devices_of(of_one_kind(served(), roles), 3))) == ["cpu"]
+    whole = dict.fromkeys(roles, Division())
+    assert list(map(str, devices_of(of_one_kind(served(), whole), 3))) == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def _older_than_damaged(served: ServedRun) -> int | None:
     return next((step for step in steps if step < served.step), None)
 
 
+def of_one_kind(served: ServedRun, divisions: Mapping[Role, Division]) -> ServedRun:
+    """The same with a device that workers of all roles can have: "auto" is the CPU where those of one role divide the model. Else
+    the others would compute on GPUs, and the router would refuse one or the other for its numerics."""
+    divided = any(division != Division() for division in divisions.values())
+    return replace(served, device="cpu") if divided and served.device == "auto" else served
+
+
 def _settled(served: ServedRun) -> ServedRun:
     """The same for all workers, whenever they start: a step of the run, or a pack, which of a run that is streamed is made here, once."""
     require_drafts(served)  # before packing, which takes long
