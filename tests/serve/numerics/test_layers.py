@@ -22,7 +22,7 @@ from phalanx.serve.engine.page_memory import Piece
 from phalanx.serve.engine.part import ModelPart, few_rows_of
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.layers import Attended, AttentionKind, attention_chains
+from phalanx.serve.numerics.layers import Attended, TriedAttention, attention_chains
 from phalanx.serve.numerics.products import fast_products, use_fast_products
 
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3)
@@ -195,7 +195,7 @@ def test_the_chains_of_attention_are_found_and_no_others_hold(dtype: torch.dtype
     assert found is not None
     assert attention_chains(way, 700) is None, "four keys are left over"
     halves = dtype == torch.bfloat16
-    kind = AttentionKind(2, 16, 0.25, dtype)
+    kind = TriedAttention(2, 16, 0.25, dtype)
     case, places = Attended(kind, 704, cancels=halves), (511, 703) if halves else range(0, 704, 5)
     assert case.holds(found, places)
     for wrong in (replace(found, score=8), replace(found, whole=16), replace(found, last=16)):
@@ -209,7 +209,7 @@ def test_the_last_part_of_a_sequence_longer_than_is_tried_has_its_chain(dtype: t
     sequence = 4096 + 392
     found = attention_chains(fast_way(dtype), sequence)
     assert found is not None
-    assert Attended(AttentionKind(2, 16, 0.25, dtype), sequence).holds(found, (4096, sequence - 1))
+    assert Attended(TriedAttention(2, 16, 0.25, dtype), sequence).holds(found, (4096, sequence - 1))
 
 
 @pytest.mark.parametrize("low", [slice(0, 704), slice(0, 512), slice(512, 704)], ids=str)

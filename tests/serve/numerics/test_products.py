@@ -157,7 +157,7 @@ def in_64_chains(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | Non
     whole, vectors, inputs = len(x[0]) // 64 * 64, len(x[0]) // 16 * 16, len(x[0])
     chains = torch.zeros(*terms.shape[:2], 8, 8)
     for begin in range(0, whole, 64):
-        chains = chains + terms[:, :, begin : begin + 64].unflatten(2, (8, 8))
+        chains = chains + terms[:, :, begin : begin + 64].reshape(*terms.shape[:2], 8, 8)
 
     def added(vectors: torch.Tensor) -> torch.Tensor:
         """The first half of the last dimension but one onto the second, and so on; then lanes alike."""

@@ -86,12 +86,12 @@ def attention_chains(few: FewRows, sequence: int) -> Chains | None:
     like = few.attends(ANY_CHAINS)
     if sequence % _LANES or like is None:
         return None
-    kind = AttentionKind(like.heads // like.kept, like.width, like.scale, few.steps.dtype)
+    kind = TriedAttention(like.heads // like.kept, like.width, like.scale, few.steps.dtype)
     return _chains(kind, sequence, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
-class AttentionKind:
+class TriedAttention:
     """What decides an attention's bits besides lengths: heads that read the same keys, their width, the factor of scores, and the format."""
 
     heads: int
@@ -102,7 +102,7 @@ class AttentionKind:
 
 @functools.cache
 @torch.no_grad()
-def _chains(kind: AttentionKind, sequence: int, threads: int) -> Chains | None:  # noqa: ARG001  what is found holds for a number of threads
+def _chains(kind: TriedAttention, sequence: int, threads: int) -> Chains | None:  # noqa: ARG001  what is found holds for a number of threads
     lengths = [2 * PART, *([_tried_length(sequence)] if sequence else [])]
     found = _chains_in_fp32(replace(kind, dtype=torch.float32), lengths)
     if found is None or kind.dtype == torch.float32:
@@ -118,7 +118,7 @@ def _chains(kind: AttentionKind, sequence: int, threads: int) -> Chains | None: 
     return found
 
 
-def _chains_in_fp32(kind: AttentionKind, lengths: Sequence[int]) -> Chains | None:
+def _chains_in_fp32(kind: TriedAttention, lengths: Sequence[int]) -> Chains | None:
     whole = (PART, PART // 2, 192, 384, *range(16, PART, 16))
     cases = [Attended(kind, length) for length in lengths]
     rest = lengths[-1] % PART
@@ -145,7 +145,7 @@ def _tried_length(sequence: int) -> int:
 class Attended:
     """Random queries, keys and values, and what PyTorch makes of a whole sequence of them."""
 
-    def __init__(self, kind: AttentionKind, length: int, *, cancels: bool = False) -> None:
+    def __init__(self, kind: TriedAttention, length: int, *, cancels: bool = False) -> None:
         """What ``cancels`` adds up to zero over all elements of a head, for scores, and over all keys of a part of 512: what is left are roundings."""
         self._kind, self._length = kind, length
         generator = torch.Generator().manual_seed(length)
