@@ -67,7 +67,7 @@ def test_an_agent_with_another_torch_is_refused_by_the_name_of_its_host_and_an_o
         async with Wire() as wire:
             other = "gpu17 has Phalanx 0.1.0 with torch 1.0.0"
             shown = tuple((k, other if k == "phalanx-software" else v) for k, v in CREDENTIALS.metadata())
-            assert await wire.raw(metadata=shown) is grpc.StatusCode.UNAUTHENTICATED
+            assert await wire.refusal(shown) is grpc.StatusCode.UNAUTHENTICATED
             assert wire.server.refused["other software"] == 1
             assert any(other in line and "install the same on every node" in line for line in wire.ear.lines)
         assert CREDENTIALS.refusal(shown, "Operate") is None
@@ -113,9 +113,9 @@ def test_names_that_no_host_has_are_not_kept() -> None:
         async with Wire() as wire:
             for number in range(3):
                 shown = said_by(f"{number}" + 3000 * "x", 3600)
-                assert await wire.raw(metadata=shown) is grpc.StatusCode.UNAUTHENTICATED
+                assert await wire.refusal(shown) is grpc.StatusCode.UNAUTHENTICATED
             assert "is 3600 s ahead of the coordinator's" in wire.ear.lines[-1]
-            await wire.raw(metadata=said_by("gpu1", 3600))
+            await wire.refusal(said_by("gpu1", 3600))
             assert "the clock of gpu1 is 3600 s ahead of the coordinator's" in wire.ear.lines[-1]
 
     asyncio.run(scene())
@@ -125,7 +125,7 @@ def test_where_all_other_clocks_are_apart_alike_it_is_the_coordinators_that_is_c
     async def scene() -> None:
         async with Wire() as wire:
             for host, ahead_s in (("gpu1", 3600), ("gpu2", 3602)):
-                assert await wire.raw(metadata=said_by(host, ahead_s)) is grpc.StatusCode.UNAUTHENTICATED
+                assert await wire.refusal(said_by(host, ahead_s)) is grpc.StatusCode.UNAUTHENTICATED
             first, second = (line for line in wire.ear.lines if "clock apart" in line)
             assert "the clock of gpu1 is 3600 s ahead of the coordinator's" in first
             here = socket.gethostname()
@@ -133,7 +133,7 @@ def test_where_all_other_clocks_are_apart_alike_it_is_the_coordinators_that_is_c
             for host in ("gpu3", "gpu4"):
                 await wire.raw(metadata=said_by(host, 0))
             for host in ("gpu5", "gpu6"):
-                await wire.raw(metadata=said_by(host, -3600))
+                await wire.refusal(said_by(host, -3600))
             assert "the clock of gpu6 is 3600 s behind" in wire.ear.lines[-1]
 
     asyncio.run(scene())

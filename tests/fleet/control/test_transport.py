@@ -38,7 +38,7 @@ def test_another_version_of_the_vocabulary_is_refused() -> None:
     async def scene() -> None:
         async with Wire() as wire:
             shown = tuple((k, "999" if k == "phalanx-version" else v) for k, v in CREDENTIALS.metadata())
-            assert await wire.raw(metadata=shown) is grpc.StatusCode.UNAUTHENTICATED
+            assert await wire.refusal(shown) is grpc.StatusCode.UNAUTHENTICATED
 
     asyncio.run(scene())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -116,6 +117,18 @@ class Wire:
         caller = Caller(self.address, **how)
         self.tasks.append(asyncio.create_task(caller.link.run()))
         return caller
+
+    async def refusal(self, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+        """How a stream ends whose client says nothing but ``metadata``. What it wrote could meet the end, and grpc.aio calls such an end INTERNAL."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=metadata)
+            with suppress(grpc.RpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            code = await call.code()
+            assert isinstance(code, grpc.StatusCode)
+            return code
 
     async def raw(
         self,
