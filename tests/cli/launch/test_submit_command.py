@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,6 +362,52 @@ def test_a_run_that_is_cancelled_while_it_is_being_started_does_not_run(
     if before == "start":
         assert "was cancelled while it was being submitted" in submitted.output
         assert not began.exists()
+
+
+@pytest.mark.parametrize("at", ["its beginning", "its job's start"])
+def test_a_cancellation_is_not_forgotten_by_the_submission_or_the_job_that_begins_meanwhile(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, queue, ended = tmp_path / "run", tmp_path / "queue", tmp_path / "ended"
+    lends(run_dir, "slurm")
+    stopped = run_dir / FOLDER / "stopped"
+    queue.write_text("")
+    # A job that is told to end and finds no mark queues itself again.
+    with_slurm(tmp_path, monkeypatch, f"cat {queue}", f'[ ! -e {stopped} ] || echo "$@" >> {ended}')
+    words = {"args": [str(run_dir), "--no-wait"], "standalone_mode": False}
+    cancel = threading.Thread(target=cancel_command.command.main, kwargs=words)
+
+    def until_noted() -> None:
+        while not stopped.exists() and cancel.is_alive():
+            time.sleep(0.01)
+
+    def begin(*_: object) -> None:
+        if at == "its beginning":
+            cancel.start()
+            until_noted()
+
+    def checked(_script: Path) -> str:
+        if at == "its beginning":
+            until_noted()
+        return ""
+
+    def submit(_script: Path) -> str:
+        cancel.start()
+        until_noted()
+        stopped.unlink()  # as the job's script does
+        queue.write_text(f"9|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}")
+        return "9"
+
+    monkeypatch.setattr(submit_command, "_refuse_second", begin)
+    monkeypatch.setattr(slurm, "test_submit", checked)
+    monkeypatch.setattr(slurm, "submit", submit)
+    spec = RunSpec(name="run", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
+    refused = pytest.raises(EngineError, match="was cancelled while it was being submitted")
+    with refused if at == "its beginning" else nullcontext():
+        submit_command._submit(spec, tmp_path, None, "", False, None)
+    cancel.join()
+    assert ended.exists() == (at == "its job's start")
+    assert stopped.exists()
 
 
 @pytest.mark.parametrize("engine", ["local", "slurm"])

@@ -71,7 +71,8 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         if made is None:
             click.echo(f"{submitter} has started nothing: the run is cancelled")
             return
-        if unnoted and (unnoted := noted_as_stopped(run_dir, made, at_once=now)):
+        # Noted again, too, where a submission has begun or a job has started since: both forget what was noted of earlier ones.
+        if (unnoted or submitter) and (unnoted := noted_as_stopped(run_dir, made, at_once=now)):
             click.echo(unnoted, err=True)
         if made.engine == "slurm":
             slurm.cancel_joining(run_dir, waiting_only=True)  # they would get nodes for a run that ends

@@ -203,13 +203,16 @@ def submitter_of(run_dir: Path) -> str:
 def wait_for_submitter(run_dir: Path, tell: Callable[[str], None]) -> str:
     """Waits until nobody submits a run any more, so that what was started can be seen; returns who did, empty if nobody.
 
-    Raises ``EngineError`` if that takes too long.
+    Meanwhile the run is marked as stopped again and again: a submission that has just begun forgets that an earlier start was. Raises ``EngineError``
+    if it takes too long.
     """
     deadline_s, told = time.monotonic() + _SUBMITS_S, ""
     while submitter := submitter_of(run_dir):
         if submitter != told:
             told = submitter
             tell(f"the run is being submitted by {submitter}, which is told and waited for")
+        with suppress(EngineError):
+            mark_stopped(run_dir)
         if time.monotonic() > deadline_s:
             raise EngineError(
                 f"the run in {run_dir} is being submitted by {submitter}, which does not get on: it starts nothing once it comes to look for "
