@@ -36,14 +36,15 @@ def served(head_s: float = 60.0) -> Iterator[int]:
 
 @contextmanager
 def running(
-    head_s: float = 60.0, tell: Callable[[str], None] = print
+    head_s: float = 60.0, tell: Callable[[str], None] = print, reader_s: float = 30.0
 ) -> Iterator[tuple[DrainingServer, int]]:
     """The server, and its port."""
     tokenizer = BytesTokenizer()
     text = ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size)
-    gateway = Gateway(text, Immediate(), limits=Limits(connections=MOST), head_s=head_s)
+    gateway = Gateway(text, Immediate(), limits=Limits(connections=MOST), head_s=head_s, reader_s=reader_s)
     server = DrainingServer(gateway, 0.0, tell)
     with closing(listen("127.0.0.1", 0)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what is not read waits in the server
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
@@ -127,6 +128,16 @@ def test_a_connection_without_a_whole_head_ends_after_a_while() -> None:
     with served(head_s=0.3) as port, connected(port) as silent, connected(port, b"GET /hea") as slow:
         for one in (silent, slow):
             assert one.recv(1) == b""
+
+
+def test_a_connection_whose_answers_are_left_unread_ends_after_a_while() -> None:
+    asked = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 40
+    with running(reader_s=0.2) as (server, port), socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", port))
+        one.sendall(asked)
+        while not server.server_state.total_requests or server.crowd.there:
+            time.sleep(0.01)
 
 
 def test_a_request_whose_body_has_not_come_when_the_server_ends_is_told_so_and_is_no_defect() -> None:

@@ -49,6 +49,8 @@ class Crowd:
     most: int
     head_s: float = 60.0
     """How long a connection may be idle, or take to send the head of a request."""
+    reader_s: float = 30.0
+    """How long a connection may take nothing of an answer that waits for it."""
     full: ASGIApp | None = None
     """What answers those beyond ``most`` whose path is not one that must be answered at any time."""
     there: set[Connection] = field(default_factory=set)
@@ -110,6 +112,7 @@ class Connection(H11Protocol):
         super().__init__(config, *given, **named)
         self._crowd = config.crowd
         self._head: asyncio.TimerHandle | None = None
+        self._reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -119,8 +122,17 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_whole()
+        self._answer_is_read()
         self._crowd.left(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._answer_is_read()
+        super().resume_writing()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -129,8 +141,8 @@ class Connection(H11Protocol):
             self._crowd.works(self)
 
     def on_response_complete(self) -> None:
+        self._wait_for_head()  # or, of a connection that is to end, until the rest of its answer is read
         if not self.transport.is_closing():
-            self._wait_for_head()
             self._crowd.rests(self)
         super().on_response_complete()  # which may begin with a request that has come meanwhile
 
@@ -139,6 +151,8 @@ class Connection(H11Protocol):
         self._crowd.left(self)
         if self.conn.our_state is h11.IDLE:
             self.timeout_keep_alive_handler()
+            if self.transport.get_write_buffer_size():
+                self._wait_for_head()
         else:
             self.transport.abort()
 
@@ -150,3 +164,19 @@ class Connection(H11Protocol):
         if self._head is not None:
             self._head.cancel()
             self._head = None
+
+    def _wait_for_reader(self) -> None:
+        self._answer_is_read()
+        unread = self.transport.get_write_buffer_size()
+        self._reader = self.loop.call_later(self._crowd.reader_s, self._look_at_reader, unread)
+
+    def _look_at_reader(self, unread: int) -> None:
+        if self.transport.get_write_buffer_size() < unread:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _answer_is_read(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None

@@ -64,7 +64,7 @@ class DrainingServer(uvicorn.Server):
             timeout_graceful_shutdown=1,
         )
         most = gateway.limits.connections or descriptors()
-        config.crowd = Crowd(most, gateway.head_s, too_many(gateway, most))
+        config.crowd = self.crowd = Crowd(most, gateway.head_s, gateway.reader_s, too_many(gateway, most))
         super().__init__(config)
         self._gateway, self._drain_s, self._tell = gateway, drain_s, tell
 
