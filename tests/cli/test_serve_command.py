@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.weights import generate_command, score_command, serve_command
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.workers import service
 
 COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
     "serve": (serve_command.command, ["--port", "0"]),
@@ -36,3 +39,21 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) 
     done = CliRunner().invoke(serve_command.command, [str(tmp_path / "quickstart-2"), "--port", "0"])
     assert done.exit_code == 1
     assert f"the newest run there: {tmp_path / 'quickstart-1'}" in done.output
+
+
+@pytest.mark.parametrize(("degrees", "device"), [("prefill:2", "cpu"), ("1", "auto")])
+def test_workers_of_all_roles_have_the_cpu_where_those_of_one_role_divide_the_model(
+    degrees: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ServedRun] = []
+
+    def opened(served: ServedRun, *_: object, **__: object) -> None:
+        asked.append(served)
+        raise EngineError("no more is looked at")
+
+    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr(service, "open_service", opened)
+    words = [str(tmp_path), "--port", "0", "--numerics", "fast", "--workers", "prefill:1,decode:1"]
+    done = CliRunner().invoke(serve_command.command, [*words, "--tensor", degrees])
+    assert [served.device for served in asked] == [device], done.output
+    assert f"computing on {'cpu' if device == 'cpu' else 'cuda:0, cuda:1'}\n" in done.output

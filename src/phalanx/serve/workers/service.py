@@ -46,6 +46,7 @@ def open_service(
     EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
     """
     called = served.text_name(name)
+    served = of_one_kind(served, divisions or {})
     device_of(served)  # before packing, which takes long
     any_step = served.step is None
     served = _settled(served)
