@@ -60,13 +60,14 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
     refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
     demand_folder(run_dir)
     with explained(EngineError):
-        if not submitter_of(run_dir) and submission_of(run_dir) is None:
+        submitter = submitter_of(run_dir)
+        if not submitter and submission_of(run_dir) is None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
         unnoted = noted_as_stopped(run_dir, read_record(run_dir), at_once=now)
         # Noted first: a submission that does not see it has let be seen what it starts.
-        submitter = wait_for_submitter(run_dir, partial(click.echo, err=True))
+        submitter = wait_for_submitter(run_dir, partial(click.echo, err=True)) or submitter
         made = None if submitter and read_record(run_dir) is None else submission_of(run_dir)
         if made is None:
             click.echo(f"{submitter} has started nothing: the run is cancelled")
