@@ -15,6 +15,8 @@ from phalanx.serve.workers import service
 
 COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
     "serve": (serve_command.command, ["--port", "0"]),
+    "serve by workers": (serve_command.command, ["--port", "0", "--workers", "2"]),
+    "serve from disk": (serve_command.command, ["--port", "0", "--stream"]),
     "score": (score_command.command, ["-"]),
     "generate": (generate_command.command, []),
 }

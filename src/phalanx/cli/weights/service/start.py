@@ -107,18 +107,22 @@ def start(asked: Start, said: Said) -> None:
         raise click.UsageError(
             f"--host {asked.host} is open to others: give --key-file (made by phalanx serve --new-key FILE)"
         )
-    if not asked.served.path.exists():
-        demand_folder(asked.served.path)
+    path = asked.served.path
+    if not path.exists():
+        demand_folder(path)
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.observe.serving import ServingNote
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, import_first
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
     from phalanx.serve.gateway.app import Gateway
     from phalanx.serve.gateway.server import ServerError, listen, serve, serving_of
 
+    directory = RunDirectory(path)
+    if not directory.run_file.exists() and (remedy := import_first(path)):
+        raise click.ClickException(f"{path} is no run directory{remedy}")
     with explained(
         CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
     ):
@@ -131,7 +135,6 @@ def start(asked: Start, said: Said) -> None:
         shown = f"[{asked.host}]" if ":" in asked.host else asked.host
         port = sock.getsockname()[1]
         url = f"http://{shown}:{port}/v1"
-        directory = RunDirectory(asked.served.path)
         note = None
         if directory.run_file.is_file():  # not of a pack, which may be anywhere
             note = ServingNote(directory, f"{platform.node()}-{port}", partial(serving_of, gateway, url))
