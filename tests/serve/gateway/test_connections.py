@@ -130,10 +130,19 @@ def test_a_connection_without_a_whole_head_ends_after_a_while() -> None:
             assert one.recv(1) == b""
 
 
-def test_a_connection_whose_answers_are_left_unread_ends_after_a_while() -> None:
-    asked = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 40
-    with running(reader_s=0.2) as (server, port), socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+ASKED = b"GET /metrics HTTP/1.1\r\nHost: a\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "times"),
+    [((ASKED + b"\r\n") * 40, {"reader_s": 0.2}), (ASKED + b"Connection: close\r\n\r\n", {"head_s": 0.2})],
+    ids=["while more are to come", "the last one"],
+)
+def test_a_connection_whose_answers_are_left_unread_ends_after_a_while(
+    asked: bytes, times: dict[str, float]
+) -> None:
+    with running(**times) as (server, port), socket.socket() as one:  # type: ignore[arg-type]
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         one.connect(("127.0.0.1", port))
         one.sendall(asked)
         while not server.server_state.total_requests or server.crowd.there:
