@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -328,15 +329,28 @@ def test_a_run_is_queued_once_whoever_submits_it_and_nothing_starts_before_all_n
     assert f"is job {number} already (waits for 1 nodes: JobHeldUser" in phalanx(*words, fails=True)
 
 
-def test_a_job_that_could_not_be_noted_is_taken_back(phalanx: Phalanx, cluster: SlurmCluster) -> None:
-    run_dir = phalanx.folder / "not-noted"
-    (run_dir / "launch" / "submitted.json").mkdir(parents=True)  # as on a disk that fills up meanwhile
+@pytest.mark.parametrize("when", ["before", "behind sbatch"])
+def test_a_job_that_cannot_be_noted_is_not_queued_or_taken_back(
+    phalanx: Phalanx, cluster: SlurmCluster, tmp_path: Path, when: str
+) -> None:
+    run_dir = phalanx.folder / f"not-noted-{when[:6]}"
+    record = run_dir / "launch" / "submitted.json"  # a folder there is as a disk that is full
+    sbatch = tmp_path / "sbatch"
+    if when == "before":
+        record.mkdir(parents=True)
+    else:
+        real = shutil.which("sbatch", path=phalanx.environment.get("PATH"))
+        full = f'case "$*" in *--test-only*) ;; *) rm {record} && mkdir {record} ;; esac'
+        sbatch.write_text(f'#!/bin/sh\n{real} "$@" || exit\n{full}\n')
+        sbatch.chmod(0o755)
     told = phalanx(
         *("submit", "tiny.toml", "--on", "slurm", "--nodes", "1", "--set", f'run_dir="{run_dir}"'),
         *("--set", 'launch.options=["--begin=now+1hour"]'),
         fails=True,
+        PATH=f"{tmp_path}:{phalanx.environment['PATH']}",
     )
-    assert re.search(rf"job \d+ is taken back: cannot write {run_dir}/launch: Is a directory", told), told
+    why = rf"cannot write {run_dir}/launch: Is a directory"
+    assert re.search(why if when == "before" else rf"job \d+ is taken back: {why}", told), told
     assert not cluster.tool("squeue", "-h").strip()
 
 
