@@ -10,7 +10,7 @@ import torch
 from model.initialized import initialized
 from phalanx.hardware.kernels.rows.attention import RowPlace, attended
 from phalanx.hardware.kernels.rows.layer import Affinity, LayerWeights
-from phalanx.hardware.kernels.rows.product import row_kernel
+from phalanx.hardware.kernels.rows.product import BF16_CHAINS, row_kernel
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.linear import Linear
 from phalanx.model.transformer import Transformer
@@ -22,7 +22,7 @@ from phalanx.serve.engine.page_memory import Piece
 from phalanx.serve.engine.part import ModelPart, few_rows_of
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.layers import Attended, TriedAttention, attention_chains
+from phalanx.serve.numerics.layers import ANY_CHAINS, Attended, TriedAttention, attention_chains
 from phalanx.serve.numerics.products import fast_products, use_fast_products
 
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3)
@@ -149,6 +149,40 @@ def test_fast_numerics_take_few_bf16_rows_in_one_call_a_layer_again_with_the_sam
     assert torch.equal(states(), by_the_kernel)
     part.few = None
     torch.testing.assert_close(by_the_kernel, states(), rtol=0.05, atol=0.05)
+
+
+def test_an_embedding_of_another_format_goes_through_modules_which_refuse_it() -> None:
+    model = built(DENSE)
+    assert model.embedding is not None
+    model.embedding.bfloat16()
+    assert few_rows(model, lambda linear: linear.weight.shape[1]) is None
+
+
+def test_kernels_have_memory_of_fp32_whatever_a_process_makes_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert kernel is not None
+    made, right = [], torch.empty
+
+    def noted(*size: int, **given: object) -> torch.Tensor:
+        if 0 not in size:
+            made.append(right(*size, **given).dtype)  # type: ignore[call-overload]
+        return right(*size, **{**given, "dtype": torch.float32})  # type: ignore[call-overload, no-any-return]
+
+    model, rows = built(DENSE), torch.ones(8, 64, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", noted)
+            way = few_rows(model, lambda _: 1)
+            assert way is not None
+            attention = way.attends(ANY_CHAINS)
+            assert attention is not None
+            attention.begin([RowPlace(3, 8)])
+            kernel(rows, rows, None, BF16_CHAINS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(made) == {torch.float32}
 
 
 @pytest.mark.parametrize("watched", ["", "blocks.1", "blocks.0.ffn.up"])

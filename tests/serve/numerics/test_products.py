@@ -221,6 +221,17 @@ def test_bf16_numbers_that_are_none_or_too_large_stay_so() -> None:
 
 
 @needs_kernel
+def test_a_kernel_reads_numbers_of_one_format_alone() -> None:
+    # PyTorch's product refuses others too; here they would be read beyond their end.
+    assert kernel is not None
+    for x, matrix, added in ((BF16, FP32, FP32), (FP32, BF16, BF16), (FP32, FP32, BF16)):
+        with pytest.raises(TypeError, match="numbers of one format"):
+            kernel(
+                torch.ones(2, 64, dtype=x), torch.ones(8, 64, dtype=matrix), torch.ones(8, dtype=added), 64
+            )
+
+
+@needs_kernel
 def test_fast_numerics_multiply_bf16_by_the_kernel_where_pytorch_has_no_library_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,6 +113,8 @@ def few_rows(model: Transformer, block_of: BlockOf) -> FewRows | None:
     layers = [_weights(block, model, block_of) for block in model.blocks.values()]
     fitting = [layer for layer in layers if layer is not None]
     formats = {one.dtype for layer in fitting for one in layer.tensors()}
+    if model.embedding is not None:  # which the first layer reads
+        formats.add(model.embedding.weight.dtype)
     return FewRows(model, fitting) if len(fitting) == len(layers) and len(formats) == 1 else None
 
 

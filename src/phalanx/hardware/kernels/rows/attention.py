@@ -61,6 +61,10 @@ class _Attention(ctypes.Structure):
     )
 
 
+def _scratch(elements: int) -> Tensor:
+    return torch.empty(elements, dtype=torch.float32, device="cpu")  # whatever the process's defaults are
+
+
 @dataclass
 class RowAttention:
     """Attention of heads of one ``width``, whose scores are multiplied with ``scale``."""
@@ -73,7 +77,7 @@ class RowAttention:
     scale: float
     chains: Chains
     threads: int
-    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    _scratch: Tensor = field(default_factory=lambda: _scratch(0))
 
     def begin(self, places: Sequence[RowPlace]) -> RowTable:
         """A step of rows at these places, which has all that is the same in each layer."""
@@ -82,7 +86,7 @@ class RowAttention:
         # A result, queries and scores of a group, and keys, all in fp32.
         stride = (1 + group + _WIDENED) * self.width + group * longest
         if self._scratch.numel() < self.threads * stride:
-            self._scratch = torch.empty(2 * self.threads * stride)
+            self._scratch = _scratch(2 * self.threads * stride)
         chains = self.chains
         rows = (_Row * len(places))()
         for row, place in zip(rows, places, strict=True):

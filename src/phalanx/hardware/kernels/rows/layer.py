@@ -103,15 +103,15 @@ class LayerSteps:
         self._parallel = kernel.team.parallel
         dim, inner, heads = len(some.attention_norm), len(some.up.matrix), len(some.query.matrix)
 
-        def kept(wide: int) -> Tensor:
-            return torch.empty(rows, wide, dtype=self.dtype)
+        def kept(wide: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.empty(rows, wide, dtype=dtype, device="cpu")
 
         self._query, self._key, self._value = (
             kept(len(one.matrix)) for one in (some.query, some.key, some.value)
         )
         self._mixed = kept(heads)
         # What products read is fp32 in any format.
-        read = torch.empty(rows, dim), torch.empty(rows, max(inner, heads))
+        read = kept(dim, torch.float32), kept(max(inner, heads), torch.float32)
         self._scratch = [*read, *map(kept, (dim, inner, inner))]
         team = kernel.team
         self.threads = team.threads(some.up.matrix.numel())

@@ -60,11 +60,13 @@ class RowKernel:
             None if bias is None else bias.contiguous(),
         )
         (outputs, inputs), count = matrix.shape, len(rows)
+        if rows.dtype != matrix.dtype or (bias is not None and bias.dtype != matrix.dtype):
+            raise TypeError(f"rows of {rows.dtype} and a matrix of {matrix.dtype}: numbers of one format")
         product = rows.new_empty(count, outputs)
         operands = (rows.data_ptr(), matrix.data_ptr(), None if bias is None else bias.data_ptr())
         team = self.team.parallel, self.team.threads(matrix.numel())
         if matrix.dtype == torch.bfloat16:
-            widened = torch.empty(count, inputs)
+            widened = torch.empty(count, inputs, dtype=torch.float32, device="cpu")
             places = product.data_ptr(), widened.data_ptr()
             done = self._half_product(*operands, *places, count, inputs, outputs, *team)
         else:
