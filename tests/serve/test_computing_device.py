@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +148,58 @@ def test_text_and_scores_come_of_the_cpu_where_there_is_no_gpu(
     ]
     assert scored[0] == scored[1]
     assert "text 1: 2 tokens scored" in scored[0]
+
+
+@pytest.mark.parametrize("lost", [DeviceMemoryError("no memory"), PartLostError("no answer")], ids=str)
+def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: Exception
+) -> None:
+    place, text = make_run(tmp_path / "run", DENSE), tmp_path / "text.jsonl"
+    text.write_text('{"tokens": [1, 2, 3]}\n')
+
+    def failing(*_: object, **__: object) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError
+
+    @contextmanager
+    def on_a_gpu(_: torch.device, what: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise type(lost)(f"{lost} for {what}") from None
+
+    monkeypatch.setattr("phalanx.serve.computing_device.computing_on", on_a_gpu)
+    monkeypatch.setattr("phalanx.train.score.score.Scorer.score", failing)
+    scored = CliRunner().invoke(score_command.command, [str(place), str(text)])
+    assert f"Error: {lost} for the scores of a text" in flat(scored)
+
+    def broken_off(*_: object, **__: object) -> Iterator[str]:
+        yield "some"
+        raise lost
+
+    monkeypatch.setattr("phalanx.serve.sample.continued", broken_off)
+    assert f"Error: {lost}" in flat(CliRunner().invoke(generate_command.command, [str(place)]))
+
+
+def test_packed_weights_of_portable_numerics_generate_on_the_cpu_as_the_runs_own_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = make_run(tmp_path / "run", DENSE)
+    asked: list[str] = []
+
+    class Opened:
+        def to(self, device: torch.device) -> None:
+            asked.append(str(device))
+
+    monkeypatch.setattr("phalanx.hardware.local.device.gpus", lambda: 1)
+    monkeypatch.setattr("phalanx.serve.computing_device.make_current", lambda _: None)
+    monkeypatch.setattr("phalanx.serve.sample.continued", lambda *_, **__: iter(["text"]))
+    monkeypatch.setattr("phalanx.serve.weights.open_model.open_model", lambda *_, **__: (Opened(), None))
+    for portable in (False, True):
+        monkeypatch.setattr("phalanx.hardware.portable.operations.begun", lambda portable=portable: portable)
+        for device in ("auto", "cuda"):
+            words = [str(place), "--dtype", "bfloat16", "--device", device]
+            assert CliRunner().invoke(generate_command.command, words).exit_code == 0
+    assert asked == ["cuda:0", "cuda:0", "cpu", "cuda:0"]
 
 
 def flat(done: Result) -> str:

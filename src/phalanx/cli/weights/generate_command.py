@@ -60,7 +60,7 @@ from phalanx.cli.weights.memory_option import Bytes
     default="auto",
     show_default=True,
     type=DeviceName(),
-    help="What computes: cpu, cuda, or one GPU, cuda:1. auto: a GPU if there is one; with --stream the CPU.",
+    help="What computes: cpu, cuda, or one GPU, cuda:1. auto: a GPU if there is one; with --stream, and of a run of portable numerics, the CPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -94,13 +94,15 @@ def command(
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.serve.engine.errors import PartLostError
     from phalanx.serve.sample import continued
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise click.ClickException("--prompt is not valid UTF-8")
     packed = place.is_file()
     where = None if packed else checkpoint_place(place, step)
-    with ExitStack() as stack, explained(CheckpointError, DataError, RunDirectoryError, ValueError):
+    kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
+    with ExitStack() as stack, explained(*kinds):
         run_dir = place if where is None else where.root.parent
         step = step if where is None else where.step
         model = None
@@ -109,6 +111,7 @@ def command(
 
             from phalanx.checkpoint.pack.reader import open_pack
             from phalanx.hardware.local.device import gpus
+            from phalanx.hardware.portable.operations import begun
             from phalanx.serve.computing_device import computing_on, device_named
             from phalanx.serve.engine.errors import ONLY_STREAMED
             from phalanx.serve.weights.open_model import open_model, run_folder
@@ -117,6 +120,8 @@ def command(
             model, _ = open_model(
                 run_dir, stream=stream, memory_bytes=memory, dtype=getattr(torch, dtype), step=step
             )
+            if device == "auto" and begun():  # of a run of portable numerics, which are a CPU's
+                computing = torch.device("cpu")
             with computing_on(computing, f"the weights in {dtype}"):
                 model.to(computing)
             if packed:

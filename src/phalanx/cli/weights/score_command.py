@@ -77,6 +77,8 @@ def command(
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.kinds.latent_attention import is_absorbed
+    from phalanx.serve.computing_device import computing_on
+    from phalanx.serve.engine.errors import PartLostError
     from phalanx.serve.numerics.identity import numerics_id
     from phalanx.serve.prompt import load_run_tokenizer
 
@@ -84,7 +86,8 @@ def command(
         raise click.UsageError("--memory is for --stream")
     name = "standard input" if file is sys.stdin.buffer else file.name
     given = given_texts(file.read(), name)
-    with explained(CheckpointError, DataError, RunDirectoryError, ValueError), _opened(place, step) as opened:
+    kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
+    with explained(*kinds), _opened(place, step) as opened:
         run_dir, step = opened
         needs_tokenizer = any(isinstance(one, str) for one in given)
         try:
@@ -95,7 +98,8 @@ def command(
             tokenizer = None  # tokens alone are scored without one, but not by the byte
         texts = [_encoded(one, tokenizer) for one in given]
         scorer = _scorer(place if place.is_file() else run_dir, step, dtype, stream, memory, device)
-        found = scorer.score(texts, _progress(len(texts)))
+        with computing_on(scorer.device, "the scores of a text"):
+            found = scorer.score(texts, _progress(len(texts)))
         computed = numerics_id(
             "exact" if scorer.device.type == "cpu" else "score",
             scorer.dtype,
