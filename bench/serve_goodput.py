@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -128,7 +129,9 @@ def server(name: str, command: Sequence[str], port: int, log: Path, threads: int
     if name == "vLLM":
         environment.pop("PYTHONPATH", None)
     with log.open("w") as written:
-        process = subprocess.Popen(command, stdout=written, stderr=written, env=environment)
+        process = subprocess.Popen(
+            command, stdout=written, stderr=written, env=environment, start_new_session=True
+        )
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
         try:
             while not is_healthy(url):
@@ -140,7 +143,8 @@ def server(name: str, command: Sequence[str], port: int, log: Path, threads: int
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            process.kill()
+            with suppress(ProcessLookupError):  # vLLM computes in a process of its own, which may outlive it
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -234,6 +238,8 @@ def run_program(command: Sequence[str], folder: Path) -> None:
 
 def line(name: str, found: Found, load: Load) -> str:
     """One side's result, for people."""
+    if not found.answered:
+        return f"  {name}: goodput 0, none answered, {found.failed} failed"
     ttft_ms, tpot_ms = (
         sorted(1e3 * value for value in values) for values in zip(*found.answered, strict=True)
     )
