@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from model.initialized import initialized
 from phalanx.hardware.kernels.rows.attention import RowPlace, attended
@@ -13,6 +14,7 @@ from phalanx.hardware.kernels.rows.layer import Affinity, LayerWeights
 from phalanx.hardware.kernels.rows.product import BF16_CHAINS, row_kernel
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
@@ -209,6 +211,34 @@ def test_other_bits_between_the_products_are_noticed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ways, "_weights", with_another_eps)
     assert exact_way(DENSE) is None
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("kind", ["grouped", "wide"])
+def test_another_order_of_a_norms_sum_is_noticed(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In bf16 one of some ten thousand numbers tells.
+    def summed_otherwise(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        mean = x.double().square().mean(-1, keepdim=True).float()
+        return (x.float() * (mean + norm.eps).rsqrt() * norm.weight.float()).to(x.dtype)
+
+    model = built(KINDS[kind], dtype)
+    exact = exact_numerics(model, model.spec, 192)
+    monkeypatch.setattr(RMSNorm, "forward", summed_otherwise)
+    assert few_rows_of(model, Rule(True, 192), exact) is None
+
+
+@pytest.mark.skipif(torch.bfloat16 not in FORMATS, reason="PyTorch has a library for bf16 here")
+def test_another_silu_of_a_single_bf16_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, model = F.silu, built(DENSE, torch.bfloat16)
+    exact = exact_numerics(model, model.spec, 192)
+
+    def otherwise(x: torch.Tensor) -> torch.Tensor:
+        return right(x).where(x != 61.5, 61.75)
+
+    monkeypatch.setattr(F, "silu", otherwise)
+    assert few_rows_of(model, Rule(True, 192), exact) is None
 
 
 def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

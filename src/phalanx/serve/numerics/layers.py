@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.hardware.kernels.rows.attention import (
@@ -19,9 +21,11 @@ from phalanx.hardware.kernels.rows.attention import (
     RowPlace,
     attended,
 )
-from phalanx.hardware.kernels.rows.product import row_kernel
+from phalanx.hardware.kernels.rows.layer import Affinity, LayerSteps
+from phalanx.hardware.kernels.rows.product import BF16_CHAINS, row_kernel
 from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import Attention, CausalCore
+from phalanx.model.layers.norm import RMSNorm
 from phalanx.serve.engine.few_rows import FewRows
 
 _LANES = 8
@@ -29,7 +33,10 @@ _MANY = 64
 _NUMBERS = (1, 2, 3, 4, 5, 7, 8, 16, 33)
 _LONGEST = 4096
 _LARGE = 9
+_GAINS, _SEEN = 64, 256
+"""Rows of which each has a gain of its own, and elements of each that are looked at."""
 _RESULTS, _MOST_HEADS = 1 << 21, 32
+_PLAIN_HEADS: dict[str, Any] = {"query_norm": None, "key_norm": None, "width": _LANES, "rotated": 0}
 ANY_CHAINS = Chains(PART, PART, PART, fuses_sum=False)
 """Where the order of additions is nobody's concern."""
 _PLACES = (
@@ -47,6 +54,8 @@ def keeps_bits(few: FewRows) -> bool:
     attention = block.attention
     assert isinstance(attention, Attention)
     assert block.attention_norm is not None
+    if few.steps.dtype == torch.bfloat16 and not (_silu_holds(few) and _norm_holds(few)):
+        return False
     generator = torch.Generator().manual_seed(0)
     magnitudes = torch.randint(-6, 5, (_MANY, 1), generator=generator).float().exp2()
     states = (torch.randn(_MANY, model.spec.dim, generator=generator) * magnitudes).to(few.steps.dtype)
@@ -65,6 +74,68 @@ def keeps_bits(few: FewRows) -> bool:
             return False
         few.steps.go(0, moved, mixed[part], cos[part], sin[part])
         if not torch.equal(moved, ended[0, part]):
+            return False
+    return True
+
+
+def _silu_holds(few: FewRows) -> bool:
+    """Whether the kernel has PyTorch's SiLU of every bf16 number. Few of them tell one exponential from another."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every.where(every.isfinite(), 0.0)
+    one = torch.ones(_LANES, dtype=every.dtype)
+
+    def of_first(column: Tensor | None, outputs: int = _LANES, inputs: int = _LANES) -> Affinity:
+        matrix = torch.zeros(outputs, inputs, dtype=every.dtype)
+        if column is not None:
+            matrix[:, 0] = column
+        return Affinity(matrix, None, BF16_CHAINS)
+
+    layer = replace(
+        few.steps.layers[0],
+        **dict.fromkeys(("query", "key", "value", "output"), of_first(None)),
+        gate=of_first(every, len(every)),
+        up=of_first(torch.ones_like(every), len(every)),
+        down=of_first(None, inputs=len(every)),
+        attention_norm=one,
+        ffn_norm=one,
+        **_PLAIN_HEADS,
+        eps=0.0,
+    )
+    kernel = row_kernel()
+    assert kernel is not None
+    steps, none = LayerSteps(kernel, [layer], 1), every.new_empty(1, 0)
+    steps.go(0, one[None].clone(), torch.zeros_like(one[None]), none, none)
+    return torch.equal(steps.activated(), F.silu(every).float())
+
+
+def _norm_holds(few: FewRows) -> bool:
+    """Whether the kernel has the norm of bf16 rows. A rounding before the last shows in one of some ten thousand numbers, so each row has a gain that brings its
+    own as near as can be to the middle between two of bf16."""
+    kernel, dim, eps = row_kernel(), few.model.spec.dim, few.steps.layers[0].eps
+    assert kernel is not None
+    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
+    seen = torch.randperm(dim, generator=generator)[:_SEEN]
+    chosen = torch.zeros(len(seen), dim, dtype=dtype)
+    chosen[torch.arange(len(seen)), seen] = 1.0
+    first = Affinity(chosen[:_LANES], None, BF16_CHAINS)
+    gains = 1 + torch.arange(128, dtype=torch.float64) / 128
+    norm, none = RMSNorm(dim, eps).to(dtype), torch.empty(1, 0, dtype=dtype)
+    for _ in range(_GAINS * _SEEN // len(seen)):
+        row = torch.randn(1, dim, generator=generator).to(dtype)
+        unit = row[0].double() * (row.double().square().mean() + eps).rsqrt()
+        parts = torch.frexp((unit[:, None] * gains).abs()).mantissa * 256
+        norm.weight.copy_(gains[(parts % 1 - 0.5).abs().argmin(1)])
+        layer = replace(
+            few.steps.layers[0],
+            query=Affinity(chosen, None, BF16_CHAINS),
+            key=first,
+            value=first,
+            attention_norm=norm.weight,
+            **_PLAIN_HEADS,
+        )
+        steps = LayerSteps(kernel, [layer], 1)
+        steps.go(-1, row.clone(), None, none, none)
+        if not torch.equal(steps.projected(1)[0].flatten(), norm(row)[0, seen]):
             return False
     return True
 

@@ -94,7 +94,7 @@ class LayerSteps:
 
     def __init__(self, kernel: RowKernel, layers: list[LayerWeights], rows: int) -> None:
         """Reads ``layers``, which lie where they are for as long as this does, with at most ``rows`` rows."""
-        self._layers, self._made = layers, [_of(layer) for layer in layers]
+        self.layers, self._made = layers, [_of(layer) for layer in layers]
         some = layers[0]
         self.dtype = some.up.matrix.dtype
         library = kernel.library
@@ -153,6 +153,17 @@ class LayerSteps:
             for held in (self._query, self._key, self._value)
         )
         return query, key, value
+
+    def activated(self) -> Tensor:
+        """The inner elements ``(inner,)`` of the first row of the layer that was ended, fp32, in memory that the next call overwrites."""
+        inner = len(self.layers[0].up.matrix)
+        row = self._scratch[1][0, :inner]
+        if self.dtype == torch.float32:
+            return row
+        # ``arrange`` of bf16.h: of sixty-four neighbors, four times sixteen, even ones before odd ones, each a vector beside those of the other sixty-fours.
+        turns = inner // 64
+        whole = row[: turns * 64].view(4, 2, turns, 8).permute(2, 0, 3, 1).reshape(-1)
+        return torch.cat((whole, row[turns * 64 :]))
 
 
 def _of(layer: LayerWeights) -> _Layer:
