@@ -13,19 +13,23 @@ from click.testing import CliRunner, Result
 
 from phalanx.cli.weights import generate_command, score_command, serve_command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.computing_device import computing_on, device_named, shown_device
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
 from phalanx.serve.engine.page_memory import Piece
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import explained
+from phalanx.serve.generate import generate
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.workers.router_port import Division
 from phalanx.serve.workers.service import devices_of, of_one_kind
 from phalanx.traffic.events import Role
-from phalanx.traffic.requests import Request, Sampling
+from phalanx.traffic.requests import Ended, Request, Sampling
 from serve.engine.test_engine import built, run
 from serve.packed_runs import DENSE, make_run
 
@@ -178,6 +182,44 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
 
     monkeypatch.setattr("phalanx.serve.sample.continued", broken_off)
     assert f"Error: {lost}" in flat(CliRunner().invoke(generate_command.command, [str(place)]))
+
+
+class NoMemory(Chain):
+    """A model of a user's own on a GPU that has no memory for a pass."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.spec = resolve(DENSE)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, *_: object, **__: object) -> torch.Tensor:  # type: ignore[override]
+        raise torch.OutOfMemoryError
+
+
+def test_models_of_ones_own_say_what_would_help_and_end_with_their_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: list[Exception] = []
+
+    @contextmanager
+    def on_a_gpu(*_: object) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise lost[0] from None
+
+    for place in ("generate", "gateway.served.turns"):
+        monkeypatch.setattr(f"phalanx.serve.{place}.computing_on", on_a_gpu)
+    engine, request = TurnsEngine(NoMemory(), 64), Request("r", (1, 2, 3), 4)
+    lost.append(DeviceMemoryError("no memory: compute on the CPU"))
+    engine.submit(request)
+    assert engine.step() == [Ended("r", "error", "no memory: compute on the CPU")]
+    with pytest.raises(DeviceMemoryError, match="on the CPU"):
+        next(generate(NoMemory(), [1, 2, 3], tokens=4))
+    lost[0] = PartLostError("no answer")
+    engine.submit(request)
+    with pytest.raises(PartLostError, match="no answer"):
+        engine.step()
 
 
 def test_packed_weights_of_portable_numerics_generate_on_the_cpu_as_the_runs_own_do(

@@ -120,10 +120,11 @@ def _decode(
 
     for _ in range(length - len(text)):
         # Not around the loop: a generator would leave the mode switched on for whoever consumes it.
-        with torch.no_grad():
-            ids = torch.tensor([text], device=weight.device)
-            scores = model(ids, readout=last_logits)[0, 0]
-        token = draw(scores, sampling, len(text))
+        with computing_on(weight.device, f"a pass over {len(text)} tokens"):
+            with torch.no_grad():
+                ids = torch.tensor([text], device=weight.device)
+                scores = model(ids, readout=last_logits)[0, 0]
+            token = draw(scores, sampling, len(text))
         if token in stop:
             return
         yield token

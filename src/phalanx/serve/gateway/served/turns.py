@@ -13,7 +13,8 @@ import torch
 
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import logits
-from phalanx.serve.engine.errors import EngineError, RequestError
+from phalanx.serve.computing_device import computing_on
+from phalanx.serve.engine.errors import EngineError, PartLostError, RequestError
 from phalanx.serve.engine.kept import KeptName
 from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
@@ -29,6 +30,7 @@ class TurnsEngine:
                 f"--kv {kept}: a model of your own (model.factory) keeps no keys and values; leave it out"
             )
         self._model, self._context = model, context
+        self._device = next(model.parameters()).device
         self._running: dict[str, Iterator[Told]] = {}
         self._cancelled: list[str] = []
 
@@ -59,11 +61,15 @@ class TurnsEngine:
             self._cancelled.append(request_id)
 
     def step(self) -> list[Told]:
+        """A token of each request. Raises PartLostError where a GPU does not answer any more."""
         told: list[Told] = [Ended(name, "cancelled") for name in self._cancelled]
         self._cancelled.clear()
         for name, text in list(self._running.items()):
             try:
-                one = next(text)
+                with computing_on(self._device, "a pass over a text"):
+                    one = next(text)
+            except PartLostError:
+                raise
             except Exception as error:  # One request's failure is told to its client, and ends no other.
                 one = Ended(name, "error", str(error))
             told.append(one)
@@ -72,8 +78,7 @@ class TurnsEngine:
         return told
 
     def _text(self, request: Request) -> Iterator[Told]:
-        model = self._model
-        device = next(model.parameters()).device
+        model, device = self._model, self._device
         text = list(request.prompt)
         for index in range(request.max_tokens):
             last_alone = index > 0 or not request.prompt_logprobs
