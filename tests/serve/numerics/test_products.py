@@ -247,6 +247,22 @@ def test_fast_numerics_multiply_bf16_by_the_kernel_where_pytorch_has_no_library_
     assert use_fast_products(Linear(80, 40)) is None
 
 
+@needs_kernel
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_model_that_is_moved_to_another_device_leaves_the_kernel_which_reads_a_cpus_memory(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> torch.Tensor:
+        raise AssertionError("memory of another device")
+
+    linear = Linear(80, 40).to(dtype).requires_grad_(False)
+    linear.affine = RowProducts({}, {dtype: Facts(1, 1, 64)})
+    monkeypatch.setattr(products, "row_kernel", lambda: refused)
+    with torch.no_grad():
+        found = linear.to("meta")(torch.ones(3, 80, dtype=dtype, device="meta"))
+    assert found.shape == (3, 40)
+
+
 def test_a_kernel_that_cannot_be_compiled_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")

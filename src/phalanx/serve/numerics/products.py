@@ -205,7 +205,8 @@ class RowProducts:
             raise KeyError(f"a {shape} was not tried")
         count = x.numel() // inputs
         few = facts.block and 0 < count <= most_rows(matrix.dtype) and not torch.is_grad_enabled()
-        if few and (kernel := row_kernel()) is not None:
+        # A model may have been moved since it got these products.
+        if few and x.device.type == "cpu" and (kernel := row_kernel()) is not None:
             return kernel(x.reshape(-1, inputs), matrix, bias, facts.block).view(*x.shape[:-1], outputs)
         added = facts.padding(count)
         if not added:
