@@ -124,6 +124,16 @@ def test_where_all_connections_have_requests_others_hear_that_and_health_is_told
             assert one.recv(1) == b""
 
 
+def test_a_body_that_is_too_long_is_refused_in_words_however_much_of_it_still_comes() -> None:
+    with served() as port, connected(port) as one:
+        status, said = ask(one, "/v1/completions", b" " * (24 << 20))
+        assert (status, json.loads(said)["error"]["message"]) == (
+            413,
+            "the body is longer than 8388608 bytes",
+        )
+        assert ask(one, "/v1/completions", TEXT)[0] == 200
+
+
 def test_a_connection_without_a_whole_head_ends_after_a_while() -> None:
     with served(head_s=0.3) as port, connected(port) as silent, connected(port, b"GET /hea") as slow:
         for one in (silent, slow):

@@ -307,7 +307,7 @@ def refusal(gateway: Gateway, error: RefusedError) -> Response:
     response = _json(error_body(error), error.status)
     if error.retry_after:
         response.headers["Retry-After"] = str(error.retry_after)
-    if error.status in (408, 413):
+    if error.status == 408:
         response.headers["Connection"] = "close"
     return response
 
