@@ -70,6 +70,18 @@ def test_the_numerics_id_is_told_to_whoever_watches_and_with_the_weights_to_whoe
     assert (model["weights_sha"], model["numerics_id"]) == ("weights", "numerics")
 
 
+def test_a_path_or_a_method_that_is_not_there_is_refused_with_those_that_are() -> None:
+    async def asked() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(application(gateway()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
+            return await client.post("/completions", json={}), await client.get("/v1/completions")
+
+    path, method = asyncio.run(asked())
+    assert (path.status_code, method.status_code, method.headers["allow"]) == (404, 405, "POST")
+    assert "no path /completions: this server has /v1/models, " in path.json()["error"]["message"]
+    assert method.json()["error"]["message"] == "/v1/completions does not take GET: it takes POST"
+
+
 def test_a_text_with_a_token_that_the_model_does_not_have_is_refused_as_the_tokenizers_fault() -> None:
     tokenizer = train_bpe(["a text"], vocab_size=257)
     known, unknown = "a", "z"

@@ -148,25 +148,34 @@ def application(gateway: Gateway) -> ASGIApp:
     async def chat(request: Request, client: KeyUse | None) -> Response:
         return await _answer(gateway, Chat, request, client)
 
-    async def explain(_request: Request, error: Exception) -> Response:
+    async def explain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return refusal(gateway, RefusedError(str(error.detail), status=error.status_code))
+        path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
+        if error.status_code == 404:
+            why = (
+                f"there is no path {path}: this server has {', '.join(route.path_format for route in routes)}"
+            )
+        elif allowed:
+            why = f"{path} does not take {request.method}: it takes {allowed}"
+        else:
+            why = str(error.detail)
+        response = refusal(gateway, RefusedError(why, status=error.status_code))
+        response.headers.update(error.headers or {})
+        return response
 
     async def apologize(_request: Request, error: Exception) -> Response:
         return refusal(gateway, RefusedError(f"a defect of phalanx serve: {error!r}"[:500], status=500))
 
-    app = Starlette(
-        routes=[
-            Route("/v1/models", guarded(models)),
-            Route("/v1/models/{name:path}", guarded(one_model)),
-            Route("/v1/completions", guarded(completions), methods=["POST"]),
-            Route("/v1/chat/completions", guarded(chat), methods=["POST"]),
-            Route("/health", health),
-            Route("/ready", ready),
-            Route("/metrics", guarded(metrics)),
-        ],
-        exception_handlers={HTTPException: explain, Exception: apologize},
-    )
+    routes = [
+        Route("/v1/models", guarded(models)),
+        Route("/v1/models/{name:path}", guarded(one_model)),
+        Route("/v1/completions", guarded(completions), methods=["POST"]),
+        Route("/v1/chat/completions", guarded(chat), methods=["POST"]),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", guarded(metrics)),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: explain, Exception: apologize})
 
     async def entry(scope: Scope, receive: Receive, send: Send) -> None:
         scope[_SERVERS_SEND] = send
@@ -228,6 +237,7 @@ async def _body(gateway: Gateway, request: Request) -> bytes:
             async for piece in request.stream():
                 body += piece
                 if len(body) > most:
+                    # What still comes is read and dropped: to close on it resets the connection, and the client's kernel drops the answer.
                     raise RefusedError(f"the body is longer than {most} bytes", status=413)
     except TimeoutError:
         raise RefusedError(f"the body did not come within {gateway.body_s:g} s", status=408) from None
