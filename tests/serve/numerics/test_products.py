@@ -121,6 +121,28 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert facts.block == 0
 
 
+@pytest.mark.skipif(not IN_CHAINS, reason="PyTorch has a library for bf16 here")
+@pytest.mark.parametrize("inputs", [16, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_another_order_of_additions_is_noticed_in_narrow_bf16_products(
+    inputs: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of numbers that do not cancel, one in twenty thousand tells one order from another.
+    def otherwise(
+        rows: torch.Tensor, matrix: torch.Tensor, added: torch.Tensor | None, _block: int
+    ) -> torch.Tensor:
+        return F.linear(rows.double(), matrix.double(), None if added is None else added.double()).bfloat16()
+
+    shape = Shape(24, inputs, BF16, bias)
+    assert (found := product_facts(shape)) is not None
+    assert found.block == BF16_CHAINS
+    products._facts_of.cache_clear()
+    kept_facts.facts_path().unlink()
+    monkeypatch.setattr(products, "row_kernel", lambda: otherwise)
+    assert (found := product_facts(shape)) is not None
+    assert found.block == 0
+
+
 def test_without_a_kernel_few_rows_are_padded_and_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "row_kernel", lambda: None)
     x, matrix = torch.randn(512, 256), torch.randn(40, 256)

@@ -23,7 +23,7 @@ from phalanx.hardware.local.device import device_name, on_gpu
 from phalanx.hardware.portable.operations import begun
 from phalanx.run.directory.durable import write_atomically
 
-_VERSION = 2
+_VERSION = 3
 """The version of the probes: others have tried other things."""
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_")
 """Beginnings of environment variables by which kernels and threads are chosen."""
