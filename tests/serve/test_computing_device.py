@@ -19,16 +19,20 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.computing_device import computing_on, device_named, shown_device
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
-from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.engine.page_memory import PageMemory, Piece
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import explained
 from phalanx.serve.generate import generate
 from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.workers.messages import RunJob
+from phalanx.serve.workers.page_client import Pulled
 from phalanx.serve.workers.router_port import Division
 from phalanx.serve.workers.service import devices_of, of_one_kind
-from phalanx.traffic.events import Role
+from phalanx.serve.workers.serving_worker import ServingWorker, _Came
+from phalanx.traffic.events import Identity, Role
+from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Ended, Request, Sampling
 from serve.engine.test_engine import built, run
 from serve.packed_runs import DENSE, make_run
@@ -182,6 +186,40 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
 
     monkeypatch.setattr("phalanx.serve.sample.continued", broken_off)
     assert f"Error: {lost}" in flat(CliRunner().invoke(generate_command.command, [str(place)]))
+
+
+def test_pages_that_a_gpu_has_no_memory_for_are_computed_and_take_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def on_a_gpu(*_: object) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise DeviceMemoryError("no memory") from None
+
+    def failing(*_: object) -> bytes:
+        raise torch.OutOfMemoryError
+
+    model: Transformer = built("dense")
+    engine = Engine(model, model.spec, numerics="fast", pages=4, weights_id="w")
+    request = Request("r", tuple(range(70)), 1)
+    (name,) = page_names(request.prompt, engine.root)
+    worker = ServingWorker(engine, Identity("w", "n", "p"), engine.page_bytes, "token", None)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr("phalanx.serve.engine.engine.computing_on", on_a_gpu)
+        patch.setattr(PageMemory, "write", failing)
+        with pytest.raises(DeviceMemoryError, match="no memory"):
+            engine.write_page(name, bytes(engine.page_bytes), engine.root)
+        worker._orders[1] = order = RunJob(1, request)
+        worker._keep(_Came(order.job, Pulled({name: bytearray(engine.page_bytes)}), 1))
+        assert engine.pages() == (0, 4)
+        assert engine.busy, "its request is computed"
+        while engine.busy:
+            engine.step()
+        patch.setattr(PageMemory, "read", failing)
+        assert worker._held([name]) == {}
+    assert len(worker._held([name])[name]) == engine.page_bytes
 
 
 class NoMemory(Chain):

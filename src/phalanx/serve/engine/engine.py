@@ -213,12 +213,15 @@ class Engine:
         return self._pages.root
 
     def read_page(self, name: bytes) -> bytes:
-        """The bytes of a page. Raises KeyError if it is not held."""
-        return self._pages.read(name)
+        """The bytes of a page. Raises KeyError if it is not held, and as ``step`` where a GPU cannot give it."""
+        with computing_on(self.device, "a page that is read"):
+            return self._pages.read(name)
 
     def write_page(self, name: bytes, content: PageBytes, before: bytes = b"") -> bool:
-        """Keeps a page that another worker computed, behind that named ``before``; False if all pages are in use."""
-        return self._pages.write(name, content, before)
+        """Keeps a page that another worker computed, behind that named ``before``; False if all pages are in use. Raises as ``step`` where a GPU
+        cannot take it."""
+        with computing_on(self.device, "a page that is written"):
+            return self._pages.write(name, content, before)
 
     @property
     def spec(self) -> ModelSpec:

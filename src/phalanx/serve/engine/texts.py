@@ -185,7 +185,7 @@ class TextPages:
             return False
         try:
             self._write(place, content)
-        except ValueError:
+        except Exception:
             self.table.release([place])
             raise
         self.table.release([self.table.name(place, name, before)])

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import PartLostError
+from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
 from phalanx.serve.gateway.worker import Streaming, explained
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import Pulled, pull
@@ -169,10 +170,11 @@ class ServingWorker:
         names = page_names(order.request.prompt + order.request.told, self._engine.root)
         before = dict(zip(names, [self._engine.root, *names], strict=False))
         kept = 0
-        for name, page in came.pulled.pages.items():
-            if name not in before or not self._engine.write_page(name, page, before[name]):
-                break
-            kept += 1
+        with suppress(DeviceMemoryError):  # the rest is computed
+            for name, page in came.pulled.pages.items():
+                if name not in before or not self._engine.write_page(name, page, before[name]):
+                    break
+                kept += 1
         self._pulled += kept
         self._shared += kept if came.pulled.way == "memory" else 0
         self._not_pulled += came.asked - kept
@@ -227,10 +229,11 @@ class ServingWorker:
         """The pages of ``names`` that are here, from the first on without a gap."""
         held = set(self._engine.held_pages(names))
         pages = {}
-        for name in names:
-            if name not in held:
-                break
-            pages[name] = self._engine.read_page(name)
+        with suppress(DeviceMemoryError):  # whoever asks computes the rest
+            for name in names:
+                if name not in held:
+                    break
+                pages[name] = self._engine.read_page(name)
         return pages
 
     # Other threads.
