@@ -119,12 +119,13 @@ def _norm_holds(few: FewRows) -> bool:
     chosen[torch.arange(len(seen)), seen] = 1.0
     first = Affinity(chosen[:_LANES], None, BF16_CHAINS)
     gains = 1 + torch.arange(128, dtype=torch.float64) / 128
-    norm, none = RMSNorm(dim, eps).to(dtype), torch.empty(1, 0, dtype=dtype)
+    norm, none = RMSNorm(dim, eps).to(dtype).requires_grad_(False), torch.empty(1, 0, dtype=dtype)
+    norm.weight.fill_(1.0)
     for _ in range(_GAINS * _SEEN // len(seen)):
         row = torch.randn(1, dim, generator=generator).to(dtype)
         unit = row[0].double() * (row.double().square().mean() + eps).rsqrt()
-        parts = torch.frexp((unit[:, None] * gains).abs()).mantissa * 256
-        norm.weight.copy_(gains[(parts % 1 - 0.5).abs().argmin(1)])
+        parts = torch.frexp((unit[seen, None] * gains).abs()).mantissa * 256
+        norm.weight[seen] = gains[(parts % 1 - 0.5).abs().argmin(1)].to(dtype)
         layer = replace(
             few.steps.layers[0],
             query=Affinity(chosen, None, BF16_CHAINS),
