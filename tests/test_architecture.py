@@ -336,3 +336,26 @@ def test_quick_commands_import_neither_torch_nor_the_client_of_object_stores() -
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_runs_a_model_imports_no_compiler() -> None:
+    # It takes a second and more of every process, and is needed where blocks are compiled alone.
+    starts = (
+        "phalanx.fleet.node.rank.worker_main",
+        "phalanx.train.lifecycle.loop",
+        "phalanx.serve.workers.worker_main",
+        "phalanx.serve.workers.serving_worker",
+        "phalanx.serve.gateway.served.of_run",
+        "phalanx.cli.weights.generate_command",
+        "phalanx.serve.generate",
+    )
+    code = (
+        "import importlib, sys\n"
+        f"for name in {starts}:\n"
+        "    importlib.import_module(name)\n"
+        "    for heavy in ('torch._dynamo', 'torch._inductor'):\n"
+        "        if heavy in sys.modules: sys.exit(f'{name} imports {heavy}')\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

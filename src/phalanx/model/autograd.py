@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from types import FunctionType
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Function
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ def apply_function_of_many(function: type[Function], *args: object) -> tuple[Ten
 def uncompiled(
     function: Callable[_Parameters, _Result], *, recursive: bool = True
 ) -> Callable[_Parameters, _Result]:
-    """``function``, left out by ``torch.compile``; with ``recursive`` so is what it calls."""
-    disable: Callable[..., Callable[_Parameters, _Result]] = torch.compiler.disable
-    return disable(function, recursive=recursive)
+    """``function``, which is Python, marked to be left out by ``torch.compile``; with ``recursive`` so is what it calls.
+
+    As ``torch.compiler.disable`` says it, but without importing the compiler, which takes a process that compiles nothing more than a
+    second, and without a wrapper. Where the compiler meets a call of the function, it ends its graph for the attribute
+    (``check_inlineable`` of torch/_dynamo/symbolic_convert.py). When the function then runs, PyTorch's C++ finds beside its code what to do
+    with its frame and with those below (torch/csrc/dynamo/eval_frame_cpp.cpp), as for ``torch._dynamo.skip``.
+    """
+    marked = cast(FunctionType, function)
+    below = _FrameAction.SKIP if recursive else _FrameAction.DEFAULT
+    set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
+    vars(marked).update(_torchdynamo_disable=True, _torchdynamo_disable_recursive=recursive)
+    return function

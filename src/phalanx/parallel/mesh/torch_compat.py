@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from phalanx.hardware.local.device import current_gpu
@@ -271,7 +270,9 @@ def forget_groups() -> None:
     for table in tables:
         table.clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    # What ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does, whose package imports the compiler.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+    torch._C._clear_DTensor_sharding_propagator_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()

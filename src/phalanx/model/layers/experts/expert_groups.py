@@ -38,7 +38,10 @@ Leaves = tuple[range, Tensor]
 _MOST_ELEMENTS = 1 << 26
 """Elements of the leaves that one product makes, where an expert has fewer: a launch is little beside writing 128 MiB and more."""
 
-_uncompiled_grouped_mm = uncompiled(F.grouped_mm)
+
+@uncompiled
+def _uncompiled_grouped_mm(rows: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
+    return F.grouped_mm(rows, matrices, offs=offs)
 
 
 @dataclass(frozen=True)
