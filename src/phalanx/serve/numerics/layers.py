@@ -90,9 +90,13 @@ def _silu_holds(few: FewRows) -> bool:
             matrix[:, 0] = column
         return Affinity(matrix, None, BF16_CHAINS)
 
+    nothing = of_first(None)
     layer = replace(
         few.steps.layers[0],
-        **dict.fromkeys(("query", "key", "value", "output"), of_first(None)),
+        query=nothing,
+        key=nothing,
+        value=nothing,
+        output=nothing,
         gate=of_first(every, len(every)),
         up=of_first(torch.ones_like(every), len(every)),
         down=of_first(None, inputs=len(every)),
