@@ -126,8 +126,10 @@ def test_a_key_beyond_its_limit_is_told_which_and_when_and_metrics_name_it_witho
     key = add_key(file, "alice", parse_limits("requests=2,tokens=60"))
     server = gateway(file)
     small: dict[str, Any] = {"prompt": "aaaa", "max_tokens": 6}
-    unknown, *_ = ask(server, small, key="sk-other")
-    assert unknown.status_code == 401
+    (unknown,), (none,) = (ask(server, small, key=one) for one in ("sk-other", ""))
+    assert [unknown.status_code, none.status_code] == [401, 401]
+    assert "the key that was sent is none of this server's" in unknown.json()["error"]["message"]
+    assert "a key is needed" in none.json()["error"]["message"]
     first, never, second, third = ask(server, small, {"prompt": "a", "max_tokens": 90}, small, small, key=key)
     assert [first.status_code, second.status_code] == [200, 200]
     assert never.json()["error"]["code"] == "request_exceeds_rate_limit"

@@ -91,9 +91,12 @@ class Gateway:
             return None
         found = self.keys.found(key)
         if found is None:
-            raise RefusedError(
-                "a key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key"
+            why = (
+                "the key that was sent is none of this server's (--key-file)"
+                if key
+                else "a key is needed: Authorization: Bearer KEY"
             )
+            raise RefusedError(why, status=401, code="invalid_api_key")
         return self.counts.keys.setdefault(found.name, KeyUse.of(found, time.monotonic()))
 
 
