@@ -182,6 +182,15 @@ def test_a_server_whose_words_nobody_takes_ends_all_the_same() -> None:
             time.sleep(0.01)
 
 
+def test_a_second_signal_ends_the_server_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as (server, port):
+        with connected(port) as one:
+            assert ask(one, "/health")[0] == 200
+        server.handle_exit(signal.SIGINT, None)
+        server.handle_exit(signal.SIGINT, None)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("allowed", "held"), [(600, range(300, 345)), (100, range(1, 2))])
 def test_as_many_connections_are_held_as_files_may_be_open_beside_those_that_are_kept_back(
     allowed: int, held: range

@@ -55,6 +55,7 @@ class DrainingServer(uvicorn.Server):
             http=Connection,
             ws="none",
             loop="asyncio",
+            lifespan="off",  # the application has none, and one that is broken off by a second signal is told as a traceback
             log_level="warning",
             access_log=False,
             server_header=False,
