@@ -114,6 +114,7 @@ def test_a_run_without_held_out_data_asks_for_prompts(imported: tuple[Path, Path
     out = CliRunner().invoke(command, [str(imported[1]), str(tmp_path / "out"), "--verify", "transformers"])
     assert out.exit_code == 1
     assert "--verify-prompt" in out.output
+    assert not (tmp_path / "out").exists()
     alone = CliRunner().invoke(command, [str(imported[1]), str(tmp_path / "x"), "--verify-prompt", "a"])
     assert "are for --verify" in alone.output
 

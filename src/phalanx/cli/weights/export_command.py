@@ -78,21 +78,18 @@ def command(
         raise click.UsageError("--verify-prompt and --verify-python are for --verify")
     if verify is not None and kind != "hf":
         raise click.UsageError("--verify reads a Hugging Face folder: --to hf")
-    chosen = export_to(place, kind, step, out, dtype, max_seq_len or 0)
-    if verify is not None:
-        from phalanx.cli.weights.verify_export import verify_export
+    if verify is None:
+        export_to(place, kind, step, out, dtype, max_seq_len or 0)
+        return
+    from phalanx.cli.weights.verify_export import prompts_to_verify, verify_export
 
-        verify_export(
-            checkpoint_place(place, step).root.parent,
-            chosen,
-            out,
-            dtype,
-            verify,
-            given=prompts,
-            tokens=verify_tokens,
-            count=_VERIFIED_PROMPTS,
-            python=verify_python,
-        )
+    run_dir = checkpoint_place(place, step).root.parent
+    # Before anything is written, since whoever is refused would have to remove it to try again.
+    encoded = prompts_to_verify(run_dir, prompts, _VERIFIED_PROMPTS)
+    chosen = export_to(place, kind, step, out, dtype, max_seq_len or 0)
+    verify_export(
+        run_dir, chosen, out, dtype, verify, prompts=encoded, tokens=verify_tokens, python=verify_python
+    )
 
 
 def export_to(

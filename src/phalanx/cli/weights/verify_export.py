@@ -20,20 +20,17 @@ def verify_export(
     dtype: str,
     engine: Literal["transformers", "vllm"],
     *,
-    given: Sequence[str],
+    prompts: Sequence[list[int]],
     tokens: int,
-    count: int,
     python: str,
 ) -> None:
     """Prints how far ``engine`` and the run's model agree; exit code 1 where they do not."""
     import torch
 
-    from phalanx.data.errors import DataError
     from phalanx.serve.generate import load_model
     from phalanx.serve.verify.verify import TIE_NATS, VerifyError, judged, other_texts
 
-    with explained(DataError, VerifyError, ValueError):
-        prompts = _encoded(run_dir, given) if given else held_out_prompts(run_dir, count)
+    with explained(VerifyError, ValueError):
         version, texts = other_texts(engine, folder, dtype, prompts, tokens, python)
         model, _ = load_model(run_dir, step, dtype=getattr(torch, dtype))
         found = judged(model, prompts, texts)
@@ -57,11 +54,17 @@ def verify_export(
     click.echo(f"all {sum(one.tokens for one in found)} tokens agree (ties: up to {tie:g} nats)")
 
 
-def _encoded(run_dir: Path, given: Sequence[str]) -> list[list[int]]:
+def prompts_to_verify(run_dir: Path, given: Sequence[str], count: int) -> list[list[int]]:
+    """Token ids of the prompts that were given, or else of ``count`` held-out sequences' beginnings; ends the command where there are none."""
+    from phalanx.data.errors import DataError
+    from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.serve.prompt import encode_prompt, load_run_tokenizer
 
-    tokenizer = load_run_tokenizer(run_dir)
-    return [encode_prompt(tokenizer, text) for text in given]
+    with explained(DataError, RunDirectoryError, ValueError):
+        if not given:
+            return held_out_prompts(run_dir, count)
+        tokenizer = load_run_tokenizer(run_dir)
+        return [encode_prompt(tokenizer, text) for text in given]
 
 
 def held_out_prompts(run_dir: Path, count: int, tokens: int = _PROMPT_TOKENS) -> list[list[int]]:
