@@ -57,6 +57,13 @@ class OutputProjection(Linear):
         return readout(x, self.weight)
 
 
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """An embedding whose weights PyTorch draws, but for the meta device, where it would import its compiler to draw nothing."""
+    if torch.get_default_device().type != "meta":
+        return nn.Embedding(rows, width)
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, and the output projection that the readout applies; or a stage of a pipeline."""
 
@@ -68,7 +75,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec, self.seq_len = spec, seq_len
         self.rotation: Rotation = rotation
-        self.embedding: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
+        self.embedding: nn.Embedding | None = _embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
         self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
         self.head = None if spec.tie_embeddings else OutputProjection(spec.dim, spec.vocab_size, bias=False)
