@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+import torch
 from click.testing import CliRunner
 
 from checkpoint.saved_models import save_models
@@ -181,6 +182,10 @@ class Failing:
     def spec(self) -> ModelSpec:
         return self.engine.spec
 
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
     def prepare(self, model: Transformer) -> Prepared:
         if self.times:
             self.times -= 1
@@ -210,7 +215,7 @@ def test_a_step_that_cannot_be_read_at_present_is_tried_again_after_waits_that_d
     failing = cast(Engine, Failing(opened.engine, error, 3))
     follower = Follower(served, failing, worker, 1, "mixed", said.append)
     looks = 0
-    while follower.step == 1:
+    while follower.step == 1 and looks < 100:
         follower.look()
         looks += 1
     worker.close()
