@@ -81,7 +81,7 @@ class Service:
     options: Sequence[str]
     log: Path
     wrong: list[str] = field(default_factory=list)
-    """What the service did that no fault explains."""
+    """Lines that tell of each event of the service that no fault explains."""
     workers: dict[int, Process] = field(default_factory=dict)
     life: int = 0
     """How often the gateway was started."""
@@ -91,12 +91,11 @@ class Service:
     """``_COUNTERS`` of gateways that are gone."""
 
     def __post_init__(self) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self._short: Counter[int] = Counter()
         self._router_port = 0
         self._up = asyncio.Event()
         self._killed = True
-        """Whether its gateway was killed, and takes no requests yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.client = httpx.AsyncClient(timeout=20)
 
@@ -107,7 +106,7 @@ class Service:
 
     @property
     def away(self) -> bool:
-        """Whether its gateway was killed, and takes no requests yet."""
+        """True from the death of a gateway until the next one takes requests."""
         return self._killed or not self._up.is_set()
 
     async def start(self) -> None:
@@ -314,7 +313,7 @@ def _cut(which: str, pid: int = 0) -> bool:
     return bool(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below those that the kernel gives to clients, so that it is still free when the service is started again."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from bench.serve_faults import free_port
 
 PROMPT_TOKENS, NEW_TOKENS, VOCABULARY, CONTEXT = 256, 32, 4096, 1024
 START_S, REST_S = 300.0, 5.0
@@ -52,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Found:
-    """What a load program found of one server."""
+    """The times of the requests that a load program sent to one server."""
 
     answered: list[tuple[float, float]]
     """Seconds to the first token, and in the mean from one to the next, of each request that was answered."""
@@ -117,11 +118,6 @@ def their_command(python: str, folder: Path) -> list[str]:
     return [python, "-P", "-m", module, *given, "--enforce-eager", "--no-enable-prefix-caching"]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def server(name: str, command: Sequence[str], port: int, log: Path, threads: int) -> Iterator[str]:
     """The URL of a server that answers ``/health``, until the end of the block."""
@@ -157,7 +153,7 @@ def is_healthy(url: str) -> bool:
 
 
 def by_vllm(python: str, url: str, model: Path, load: Load, seed: int) -> Found:
-    """What ``vllm bench serve`` found under ``load``. Raises SystemExit where it ended with an error."""
+    """Has ``vllm bench serve`` send ``load`` to a server, and reads its results. Raises SystemExit where it ended with an error."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "backend": "openai",
@@ -190,7 +186,7 @@ def by_vllm(python: str, url: str, model: Path, load: Load, seed: int) -> Found:
 
 
 def by_guidellm(python: str, url: str, model: Path, load: Load, seed: int) -> Found:
-    """What GuideLLM found under ``load``. Raises SystemExit where it ended with an error."""
+    """Has GuideLLM send ``load`` to a server, and reads its results. Raises SystemExit where it ended with an error."""
     from transformers import AutoTokenizer
 
     words, numbers = AutoTokenizer.from_pretrained(model), random.Random(seed)

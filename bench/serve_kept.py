@@ -17,7 +17,7 @@ from phalanx.cli.weights.verify_export import held_out_prompts
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.kept import KeptName
+from phalanx.serve.engine.pages.kept import KeptName
 from phalanx.traffic.pages import PAGE
 from phalanx.traffic.requests import PromptScored, Request
 from phalanx.train.score.restored import restored_model

@@ -43,7 +43,7 @@ Said = tuple[Any, ...]
 
 @dataclass
 class Heard:
-    """What came of one answer so far."""
+    """The tokens, text and end of one streamed answer, as far as they have come."""
 
     tokens: list[Said] = field(default_factory=list)
     text: str = ""
@@ -71,7 +71,8 @@ class Heard:
 
 
 def judged(wanted: Heard, heard: Heard) -> str:
-    """What is wrong with an answer beside the undisturbed one: ``lost``, ``doubled`` or ``changed`` and where; empty if it is its beginning, or all of it."""
+    """Compares an answer with the undisturbed one: says whether a token was ``lost``, ``doubled`` or ``changed``, and where; empty if it has the same
+    beginning, or is the same."""
     for place, (one, other) in enumerate(zip(wanted.tokens, heard.tokens, strict=False)):
         if one != other:
             kind = "doubled" if place and other == wanted.tokens[place - 1] else "changed"
