@@ -19,7 +19,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.computing_device import computing_on, device_named, shown_device
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
-from phalanx.serve.engine.page_memory import PageMemory, Piece
+from phalanx.serve.engine.pages.memory import PageMemory, Piece
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
@@ -29,7 +29,7 @@ from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.workers.messages import RunJob
 from phalanx.serve.workers.page_client import Pulled
 from phalanx.serve.workers.router_port import Division
-from phalanx.serve.workers.service import devices_of, of_one_kind
+from phalanx.serve.workers.service import devices_of
 from phalanx.serve.workers.serving_worker import ServingWorker, _Came
 from phalanx.traffic.events import Identity, Role
 from phalanx.traffic.pages import page_names
@@ -105,9 +105,9 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
 def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
     roles: dict[Role, Division] = {"prefill": Division(tensor=2), "decode": Division()}
-    assert list(map(str, devices_of(of_one_kind(served(), roles), 3))) == ["cpu"]
+    assert list(map(str, devices_of(served(), 3, roles))) == ["cpu"]
     whole = dict.fromkeys(roles, Division())
-    assert list(map(str, devices_of(of_one_kind(served(), whole), 3))) == ["cuda:0", "cuda:1"]
+    assert list(map(str, devices_of(served(), 3, whole))) == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(

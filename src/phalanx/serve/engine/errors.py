@@ -8,7 +8,7 @@ NOT_EXACT = (
 )
 """Why exact numerics are refused on a GPU."""
 ONLY_STREAMED = "--stream reads weights into the host's memory, where the CPU computes with them: leave out --stream, or --device"
-"""Why streamed weights are."""
+"""Why streamed weights are refused on a GPU."""
 
 
 class RequestError(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,17 +126,7 @@ def application(gateway: Gateway) -> ASGIApp:
         return _json(_model(gateway))
 
     async def health(_request: Request) -> Response:
-        trouble = gateway.port.trouble()
-        told: dict[str, Any] = {
-            "status": trouble or "ok",
-            "numerics_id": gateway.port.identity.numerics_id,
-        }
-        if workers := gateway.port.load().workers:
-            told["workers"] = [
-                {"number": w.number, "role": w.role, "state": w.state, "jobs": w.jobs, "ended": w.ended}
-                for w in workers
-            ]
-        return _json(told, 503 if trouble else 200)
+        return _health(gateway)
 
     async def ready(_request: Request) -> Response:
         trouble = gateway.port.trouble() or ("draining" if gateway.draining else "")
@@ -153,18 +143,7 @@ def application(gateway: Gateway) -> ASGIApp:
 
     async def explain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
-        if error.status_code == 404:
-            why = (
-                f"there is no path {path}: this server has {', '.join(route.path_format for route in routes)}"
-            )
-        elif allowed:
-            why = f"{path} does not take {request.method}: it takes {allowed}"
-        else:
-            why = str(error.detail)
-        response = refusal(gateway, RefusedError(why, status=error.status_code))
-        response.headers.update(error.headers or {})
-        return response
+        return _explained(gateway, routes, request, error)
 
     async def apologize(_request: Request, error: Exception) -> Response:
         return refusal(gateway, RefusedError(f"a defect of phalanx serve: {error!r}"[:500], status=500))
@@ -192,6 +171,31 @@ def application(gateway: Gateway) -> ASGIApp:
                 await refusal(gateway, _ending())(scope, receive, send)
 
     return entry
+
+
+def _health(gateway: Gateway) -> Response:
+    trouble = gateway.port.trouble()
+    told: dict[str, Any] = {"status": trouble or "ok", "numerics_id": gateway.port.identity.numerics_id}
+    if workers := gateway.port.load().workers:
+        told["workers"] = [
+            {"number": w.number, "role": w.role, "state": w.state, "jobs": w.jobs, "ended": w.ended}
+            for w in workers
+        ]
+    return _json(told, 503 if trouble else 200)
+
+
+def _explained(gateway: Gateway, routes: Sequence[Route], request: Request, error: HTTPException) -> Response:
+    """Says which paths and methods there are to who asks for another."""
+    path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
+    if error.status_code == 404:
+        why = f"there is no path {path}: this server has {', '.join(route.path_format for route in routes)}"
+    elif allowed:
+        why = f"{path} does not take {request.method}: it takes {allowed}"
+    else:
+        why = str(error.detail)
+    response = refusal(gateway, RefusedError(why, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
 
 
 def _ending() -> RefusedError:

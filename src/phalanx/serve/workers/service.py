@@ -46,7 +46,7 @@ def open_service(
     EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
     """
     called = served.text_name(name)
-    served = of_one_kind(served, divisions or {})
+    served = _of_one_kind(served, divisions or {})
     device_of(served)  # before packing, which takes long
     any_step = served.step is None
     served = _settled(served)
@@ -79,8 +79,11 @@ def _environment(spec: RunSpec, threads: int, workers: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **numerics_environment(spec.runtime)}
 
 
-def devices_of(served: ServedRun, workers: int) -> list[torch.device]:
-    """The devices of so many workers, each once: they are dealt round. Raises EngineError."""
+def devices_of(
+    served: ServedRun, workers: int, divisions: Mapping[Role, Division] | None = None
+) -> list[torch.device]:
+    """The devices of so many workers of ``open_service``, each once: they are dealt round. Raises EngineError."""
+    served = _of_one_kind(served, divisions or {})
     return list(dict.fromkeys(device_of(served, number) for number in range(workers)))
 
 
@@ -96,7 +99,7 @@ def _older_than_damaged(served: ServedRun) -> int | None:
     return next((step for step in steps if step < served.step), None)
 
 
-def of_one_kind(served: ServedRun, divisions: Mapping[Role, Division]) -> ServedRun:
+def _of_one_kind(served: ServedRun, divisions: Mapping[Role, Division]) -> ServedRun:
     """The same with a device that workers of all roles can have: "auto" is the CPU where those of one role divide the model. Else
     the others would compute on GPUs, and the router would refuse one or the other for its numerics."""
     divided = any(division != Division() for division in divisions.values())

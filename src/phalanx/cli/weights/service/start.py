@@ -147,16 +147,15 @@ def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
     from phalanx.serve.gateway.served.following import open_followed
     from phalanx.serve.gateway.served.of_run import open_run
     from phalanx.serve.workers.router_port import Division
-    from phalanx.serve.workers.service import devices_of, of_one_kind, open_service
+    from phalanx.serve.workers.service import devices_of, open_service
 
     if asked.workers:
         divisions = {role: Division(asked.pipeline.of(role), asked.tensor.of(role)) for role in asked.workers}
-        served = of_one_kind(asked.served, divisions)
-        places = devices_of(served, len(asked.workers))
+        places = devices_of(asked.served, len(asked.workers), divisions)
         # By their names alone: asking a GPU for more begins CUDA, and this process computes nothing.
         said.text(f"computing on {', '.join(map(str, places))}")
         return open_service(
-            served,
+            asked.served,
             asked.name,
             asked.workers,
             divisions=divisions,
