@@ -27,7 +27,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.engine.pages.memory import Piece
 from phalanx.serve.engine.readings import Ask, Distributions, TogetherRead, readings_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.traffic.pages import page_names
@@ -110,7 +110,7 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        for place in ("serve.sampling", "serve.engine.readings", "serve.engine.page_memory"):
+        for place in ("serve.sampling", "serve.engine.readings", "serve.engine.pages.memory"):
             patch.setattr(f"phalanx.{place}.fetched", seen.fetch)
         patch.setattr("phalanx.serve.computing_device.make_current", lambda _: None)
         patch.setattr("phalanx.serve.numerics.facts.device_name", lambda _: "made up")

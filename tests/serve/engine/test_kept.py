@@ -16,7 +16,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.kept import kept_as
+from phalanx.serve.engine.pages.kept import kept_as
 from phalanx.traffic.pages import page_names
 from serve.engine.test_engine import DENSE, asked, built, engine, logprobs_of, prompt, run
 

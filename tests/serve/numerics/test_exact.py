@@ -20,7 +20,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules.portable import ENVIRONMENT
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.engine.pages.memory import Piece
 from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
 from phalanx.serve.numerics import attention, exact, facts, head_products, widths
 from phalanx.serve.numerics.attention import dependent_attention

@@ -20,7 +20,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine import few_rows as ways
 from phalanx.serve.engine.few_rows import MOST_TURNS, FewRows, few_rows
-from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.engine.pages.memory import Piece
 from phalanx.serve.engine.part import ModelPart, few_rows_of
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.numerics.exact import exact_numerics

@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
-from phalanx.checkpoint.snapshot.wire import RefusedError
-from phalanx.cli.weights.serve_command import command as serve_command
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.engine.kept import KeptFormat
-from phalanx.serve.engine.page_boxes import PageBox, PageShape
-from phalanx.serve.engine.page_memory import PageMemory
+from phalanx.serve.engine.pages.kept import KeptFormat
+from phalanx.serve.engine.pages.memory import PageMemory
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.gateway.served.opened import OpenedEngine
-from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.stages import far_part, link
-from phalanx.serve.stages import messages as m
-from phalanx.serve.stages.door import Door, read_token
-from phalanx.serve.stages.far_shares import FarShare, FarShares
-from phalanx.serve.stages.far_stages import FarStage, FarStages
-from phalanx.serve.stages.link import StageLink
+from phalanx.serve.stages import far_part
 from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
-from phalanx.serve.stages.shares import Share, require_shares
-from phalanx.serve.stages.stage_main import StageTask, join
+from phalanx.serve.stages.shares import Share
 from phalanx.serve.workers.page_client import pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
 from phalanx.traffic.events import Identity
 from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Request, Sampling, Told
-from serve.packed_runs import DENSE, LATENT, MIXTURE, make_run
-from serve.workers.services import until
-
-TOKEN = "a token that nobody else has"
-KINDS: dict[str, ModelSpec] = {
-    "dense": DENSE,
-    "tied": resolve(replace(DENSE, tie_embeddings=True, logit_cap=5.0)),
-    "latent mixture": MIXTURE,
-    "absorbed": replace(MIXTURE, layers=2, mla=replace(LATENT, absorbed=True)),
-    "window": resolve(replace(DENSE, attention_pattern=("window", "full"), window=40)),
-}
-
-
-def served(run: Path, **options: object) -> ServedRun:
-    base = ServedRun(str(run), None, "float32", 256, 12 << 20, 33, "exact")
-    return structs.replace(base, **options)
-
-
-def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
-    file = folder / "token"
-    file.write_text(text)
-    file.chmod(mode)
-    return file
-
-
-def staged(run: Path, count: int, other_run: Path | None = None, **options: object) -> OpenedEngine:
-    """The engine of stages that join over the loopback, as from other machines; they end with its connections."""
-
-    def tell(text: str) -> None:
-        port = int(text.split(":")[1].split()[0])
-        task = StageTask("127.0.0.1", port, TOKEN, -1)
-        for _ in range(count - 1):
-            threading.Thread(target=join, args=(task, other_run or run), daemon=True).start()
-
-    file = token_file(run.parent)
-    at = {"stages_at": "127.0.0.1:0", "token_file": str(file)}
-    return open_engine(served(run, **{"stages": count, **at, **options}), tell)
-
-
-def shared(run: Path, shares: int, **options: object) -> OpenedEngine:
-    """The engine of processes that share each layer."""
-    return staged(run, shares, stages=1, tensor=shares, **options)
+from serve.packed_runs import DENSE, make_run
+from serve.stages.staged_models import KINDS, TOKEN, served, shared, staged
 
 
 def paged(opened: OpenedEngine) -> Engine:
@@ -298,44 +242,6 @@ def test_pages_go_between_any_divisions_of_a_model_with_the_bits_of_one_process(
     assert engines[0].statistics().cached_tokens == len(names) * 64
 
 
-boxes = st.integers(1, 3).flatmap(
-    lambda layers: st.integers(1, 4).flatmap(
-        lambda heads: st.tuples(
-            st.just(PageShape(layers, heads, (3, 1, 2))),
-            st.sets(st.integers(1, layers - 1) if layers > 1 else st.nothing()),
-            st.sets(st.integers(1, heads - 1) if heads > 1 else st.nothing()),
-        )
-    )
-)
-
-
-@given(boxes)
-def test_a_box_of_a_page_has_the_bytes_of_its_layers_and_heads_and_all_boxes_are_the_page(
-    drawn: tuple[PageShape, set[int], set[int]],
-) -> None:
-    shape, layer_cuts, head_cuts = drawn
-    places = [
-        (tensor, layer, head, byte)
-        for tensor, cell in enumerate(shape.cells)
-        for layer in range(shape.layers)
-        for head in range(shape.heads)
-        for byte in range(cell)
-    ]
-    page = bytes(range(len(places)))
-    parts = [
-        PageBox(range(*layers), range(*heads))
-        for layers in pairwise([0, *sorted(layer_cuts), shape.layers])
-        for heads in pairwise([0, *sorted(head_cuts), shape.heads])
-    ]
-    for box in parts:
-        assert bytes(shape.cut(page, box)) == bytes(
-            number
-            for number, (_, layer, head, _) in enumerate(places)
-            if layer in box.layers and head in box.heads
-        )
-    assert shape.assemble((box, shape.cut(page, box)) for box in parts) == page
-
-
 def test_a_share_has_its_part_of_the_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", KINDS["latent mixture"])
     shares = [restored_share(run, 1, Share(n, 2), torch.float32)[0] for n in range(2)]
@@ -392,122 +298,6 @@ def test_steps_of_other_texts_are_computed_while_one_is_with_a_later_stage(
     assert gate.is_set()
 
 
-def linked() -> tuple[StageLink, StageLink]:
-    """The server's end of a connection, and the stage's."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        far_end = socket.create_connection(listener.getsockname())
-        stage = pool.submit(StageLink, far_end, TOKEN, "client", "there")
-        return StageLink(listener.accept()[0], TOKEN, "server", "here"), stage.result()
-
-
-def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
-    here, there = linked()
-    far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3)
-    there.say(m.Alive())  # what waits to be read is no end
-    assert far.trouble() == ""
-    there.close()
-    assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
-
-
-def test_whether_a_stage_is_there_is_told_without_waiting_for_what_another_thread_hears(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    here, there = linked()
-    monkeypatch.setattr(StageLink, "_readable", lambda _: True)  # what came was heard in between
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(here.ended)
-        try:
-            assert asked.result(10) is False
-        finally:
-            there.close()
-    assert until(here.ended)
-
-
-def test_what_a_stage_says_before_it_ends_is_heard_first() -> None:
-    here, there = linked()
-    there.say(m.Unable("no room"))
-    there.close()
-    assert not here.ended()
-    assert m.from_stage.decode(here.hear()) == m.Unable("no room")
-    assert until(here.ended)
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked: bool) -> None:
-    (stage, still), (share, still_too) = linked(), linked()
-    for one in (stage, share):
-        one.expect_life(0.2)
-    stages = FarStages([FarStage(1, range(3, 5), stage)], DENSE, 3)
-    shares = FarShares([FarShare(Share(1, 2), share)], DENSE)
-    if asked:
-        for far in (stages, shares):
-            with pytest.raises(PartLostError, match=r"no sign of life for 0.2 s .*start the server again"):
-                far.hold(3)
-    assert "stage 1" in until(stages.trouble)
-    assert "share 1 of 2" in until(shares.trouble)
-    for said in (stages.trouble(), shares.trouble()):
-        assert "no sign of life for 0.2 s (--stage-timeout)" in said
-    for one in (still, still_too):  # connected to the end
-        one.close()
-
-
-def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = linked()
-    here.expect_life(30.0)
-    for said in (m.Alive(), m.Alive(), m.Held()):
-        there.say(said)
-    # What came meanwhile is read long after it was asked for, the answer behind signs of life.
-    assert m.from_stage.decode(here.hear(longest_s=0.0)) == m.Held()
-
-    now = [0.0]
-    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    here.expect_life(30.0)
-
-    def stopped_after_looking(_: StageLink) -> bool:
-        now[0] += 3600
-        return False
-
-    with monkeypatch.context() as patched:
-        patched.setattr(StageLink, "_readable", stopped_after_looking)
-        assert here.look() is None
-    there.say(m.Alive())
-    assert until(here._readable)
-    assert here.look() is None
-    now[0] += 3600
-    with pytest.raises(link.SilentError, match="no sign of life for 30 s"):
-        here.look()
-    there.close()
-
-
-@pytest.mark.timeout(60)
-def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link, "PROOF_S", 3600.0)
-    door = Door(socket.create_server(("127.0.0.1", 0)), TOKEN)
-    at = door.listener.getsockname()
-
-    def joined(number: int, token: str = TOKEN) -> StageLink:
-        one = StageLink(socket.create_connection(at), token, "client", "there")
-        one.say(m.Here(number, 1))
-        return one
-
-    strangers = [socket.create_connection(at) for _ in range(3)]
-    strangers[1].sendall(b"\xff" * 4000)
-    with ThreadPoolExecutor(1) as pool:
-        admitted = pool.submit(door.admit, 2)
-        with pytest.raises(RefusedError, match=r"another run's token|does not know"):
-            joined(9, "a token of another server")
-        joined(7).close()
-        stages = [joined(2), joined(1)]
-        found = admitted.result()
-    for one in found:
-        one.say(m.Hold(5))
-    assert [m.to_stage.decode(one.hear()) for one in stages] == [m.Hold(5)] * 2
-    for one in (*strangers, *stages, *found):
-        one.close()
-
-
 def test_a_stage_that_has_no_room_for_the_pages_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,86 +348,3 @@ def test_a_step_that_fails_in_a_stage_changes_nothing_of_the_texts_after_it(
     engine.step()
     told = run_all(engine, [replace(second, id="again")])["again"]
     assert [replace(one, request=second.id) for one in told][:-1] == expected[second.id][:-1]
-
-
-def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", KINDS["dense"])
-    other = make_run(tmp_path / "other", KINDS["tied"])
-    with pytest.raises(EngineError, match=r"stage 1 .* has another checkpoint of step 1"):
-        staged(run, 2, other)
-    short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)))
-    with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers: give every stage the same run"):
-        staged(run, 2, short)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"stages": 6}, "the model has 5 layers"),
-        ({"drafts": 1}, "drafts nothing"),
-        ({"stream": True}, "divide the model of a run directory"),
-        ({"tensor": 2}, "give one of them"),
-        ({"stages": 1, "tensor": 4}, "2 key heads .* give --tensor 2"),
-        ({"stages_at": "7070"}, "give HOST:PORT"),
-        ({"stages_at": "a..b:7070"}, "the name of no host"),
-    ],
-)
-def test_what_stages_cannot_do_is_refused_with_what_to_do(
-    tmp_path: Path, options: dict[str, object], said: str
-) -> None:
-    run = make_run(tmp_path / "run", KINDS["dense"])
-    with pytest.raises(EngineError, match=said):
-        open_engine(served(run, **{"stages": 2, "token_file": str(token_file(tmp_path)), **options}))
-
-
-def test_a_model_without_dense_layers_is_not_asked_for_their_width() -> None:
-    # model.ffn_dim has a value in every resolved model, which no layer may have.
-    moe = MoeSpec(experts=6, per_token=2, ffn_dim=48)
-    spec = resolve(ModelSpec(layers=2, dim=96, heads=6, vocab_size=96, ffn_dim=200, moe=moe))
-    require_shares(spec, 3)
-    with pytest.raises(EngineError, match=r"--tensor 3: the model's 200 inner elements .* give --tensor 2"):
-        require_shares(replace(spec, moe=replace(moe, first_dense=1)), 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "said"),
-    [(TOKEN, 0o644, "others may read it"), ("short", 0o600, "holds 5 characters")],
-)
-def test_a_token_that_others_could_know_is_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
-    with pytest.raises(EngineError, match=said):
-        read_token(token_file(tmp_path, text, mode))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--stream --kv int8 --port 80", "leave out --port, --stream, --kv"),
-        ("--pipeline 2", "leave out --pipeline"),
-        ("", "--join a..b:1: a..b is the name of no host"),
-    ],
-)
-def test_who_joins_is_told_which_options_say_nothing_to_a_stage(
-    tmp_path: Path, words: str, said: str
-) -> None:
-    ended = CliRunner().invoke(
-        serve_command,
-        [str(tmp_path), "--join", "a..b:1", "--token-file", str(token_file(tmp_path)), *words.split()],
-    )
-    assert ended.exit_code != 0
-    assert said in " ".join(ended.output.replace("\u2502", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--stage-timeout 60", "for the processes of --pipeline or --tensor"),
-        ("--tensor 2 --stage-timeout inf", "not in the range"),
-        ("--pipeline 2 --stage-timeout nan", "from 1 to 86400"),
-    ],
-)
-def test_a_time_after_which_processes_are_given_up_is_refused_where_it_says_nothing(
-    tmp_path: Path, words: str, said: str
-) -> None:
-    ended = CliRunner().invoke(serve_command, [str(tmp_path), *words.split()])
-    assert ended.exit_code == 2
-    assert said in " ".join(ended.output.replace("\u2502", " ").split())

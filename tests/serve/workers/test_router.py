@@ -24,8 +24,8 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.kept import kept_as
-from phalanx.serve.engine.page_memory import page_bytes
+from phalanx.serve.engine.pages.kept import kept_as
+from phalanx.serve.engine.pages.memory import page_bytes
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers import page_client, serving_worker
 from phalanx.serve.workers.page_client import Way, pull

@@ -17,7 +17,7 @@ from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
-    from phalanx.serve.engine.kept import KeptName
+    from phalanx.serve.engine.pages.kept import KeptName
 
 _PAGES_BYTES = 1 << 30
 

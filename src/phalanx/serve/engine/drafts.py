@@ -24,7 +24,7 @@ from phalanx.model.layers.attention.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.grouped_attention import window_of
-from phalanx.serve.engine.page_memory import Piece
+from phalanx.serve.engine.pages.memory import Piece
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.sampling import LogitsError, draw_rows
 from phalanx.traffic.requests import Sampling

@@ -25,8 +25,8 @@ from phalanx.serve.computing_device import computing_on, require_device
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.flight import Flight, asked_rows
-from phalanx.serve.engine.kept import KeptName, kept_as
-from phalanx.serve.engine.page_memory import PageBytes, page_bytes, pages_within, piece_bytes
+from phalanx.serve.engine.pages.kept import KeptName, kept_as
+from phalanx.serve.engine.pages.memory import PageBytes, page_bytes, pages_within, piece_bytes
 from phalanx.serve.engine.part import FarLayers, FarSpan, ModelPart
 from phalanx.serve.engine.readings import Reading, Readings
 from phalanx.serve.engine.rows import Rule, Span
@@ -79,7 +79,7 @@ class Engine:
         tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact
         numerics are tried on this machine first (``phalanx.serve.numerics``), and give the model products whose rows are independent.
         ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
-        text. ``kept`` is the format of keys and values (``phalanx.serve.engine.kept``), with fast numerics. ``far`` has the layers that ``model`` lacks, which then
+        text. ``kept`` is the format of keys and values (``phalanx.serve.engine.pages.kept``), with fast numerics. ``far`` has the layers that ``model`` lacks, which then
         is the first part of one; ``memory_bytes`` is what each process has. Computes where the weights are, and keeps keys and values there: on a CPU, or
         with fast numerics on a GPU. Raises EngineError for a model, machine or memory that cannot serve.
         """

@@ -22,8 +22,8 @@ from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.few_rows import FewRows, few_rows
-from phalanx.serve.engine.page_boxes import PageBox
-from phalanx.serve.engine.page_memory import PageBytes
+from phalanx.serve.engine.pages.boxes import PageBox
+from phalanx.serve.engine.pages.memory import PageBytes
 from phalanx.serve.engine.readings import Ask, Readings, readings_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.numerics.exact import Exact

@@ -23,8 +23,8 @@ from phalanx.model.layers.attention.absorbed import LatentExpansion, attend_toge
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.cache import Expand, Mixing
 from phalanx.model.layers.experts.independent_rows import ROWS
-from phalanx.serve.engine.kept import KeptFormat
-from phalanx.serve.engine.page_memory import BLOCK, Piece
+from phalanx.serve.engine.pages.kept import KeptFormat
+from phalanx.serve.engine.pages.memory import BLOCK, Piece
 
 TOGETHER = 768
 """Queries of all heads from which on a kernel takes them in its largest pieces, head by head."""

@@ -6,7 +6,7 @@ from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.serve.engine.kept import KeptName
+from phalanx.serve.engine.pages.kept import KeptName
 from phalanx.traffic.requests import Request
 
 

@@ -11,9 +11,9 @@ import torch
 from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
-from phalanx.serve.engine.kept import KeptFormat
-from phalanx.serve.engine.page_boxes import PageBox, PageShape
-from phalanx.serve.engine.page_memory import PageBytes, PageMemory, Piece
+from phalanx.serve.engine.pages.boxes import PageBox, PageShape
+from phalanx.serve.engine.pages.kept import KeptFormat
+from phalanx.serve.engine.pages.memory import PageBytes, PageMemory, Piece
 from phalanx.serve.engine.part import FarLayers
 from phalanx.traffic.batching import Course
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name

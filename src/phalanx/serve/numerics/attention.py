@@ -22,7 +22,7 @@ from phalanx.model.layers.attention.cache import Expand
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.page_memory import BLOCK, Piece
+from phalanx.serve.engine.pages.memory import BLOCK, Piece
 from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
 from phalanx.serve.numerics.facts import Facts, recalled
 from phalanx.serve.numerics.head_products import heads_of

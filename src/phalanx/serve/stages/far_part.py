@@ -18,8 +18,8 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.kept import kept_as
-from phalanx.serve.engine.page_memory import PageMemory, Piece
+from phalanx.serve.engine.pages.kept import kept_as
+from phalanx.serve.engine.pages.memory import PageMemory, Piece
 from phalanx.serve.engine.part import ModelPart, Passed
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.supported import require_supported

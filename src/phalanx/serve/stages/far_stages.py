@@ -24,8 +24,8 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import PartLostError
-from phalanx.serve.engine.page_boxes import PageBox
-from phalanx.serve.engine.page_memory import PageBytes
+from phalanx.serve.engine.pages.boxes import PageBox
+from phalanx.serve.engine.pages.memory import PageBytes
 from phalanx.serve.engine.part import FarSpan
 from phalanx.serve.engine.readings import Ask, Readings
 from phalanx.serve.numerics.exact import Exact

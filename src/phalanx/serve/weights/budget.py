@@ -13,7 +13,7 @@ from phalanx.checkpoint.format.boxes import ITEMSIZE
 from phalanx.checkpoint.pack.index import PackIndex
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.page_memory import BLOCK
+from phalanx.serve.engine.pages.memory import BLOCK
 from phalanx.serve.engine.rows import TOGETHER
 from phalanx.serve.numerics.head_products import MANY
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes

@@ -15,7 +15,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import logits
 from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.errors import EngineError, PartLostError, RequestError
-from phalanx.serve.engine.kept import KeptName
+from phalanx.serve.engine.pages.kept import KeptName
 from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.hardware.local.device import brought, fetched
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.kept import KeptFormat, kept_as
+from phalanx.serve.engine.pages.kept import KeptFormat, kept_as
 from phalanx.traffic.pages import PAGE
 
 PageBytes = bytes | bytearray | memoryview

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.serve.engine.kept import KeptFormat
-from phalanx.serve.engine.page_memory import PageBytes
+from phalanx.serve.engine.pages.kept import KeptFormat
+from phalanx.serve.engine.pages.memory import PageBytes
 from phalanx.traffic.pages import PAGE
 
 

@@ -1,0 +1,138 @@
+"""A connection to a process that has a part of a model tells whether it is there, and who may have one."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.checkpoint.snapshot.wire import RefusedError
+from phalanx.serve.engine.errors import PartLostError
+from phalanx.serve.stages import link
+from phalanx.serve.stages import messages as m
+from phalanx.serve.stages.door import Door
+from phalanx.serve.stages.far_shares import FarShare, FarShares
+from phalanx.serve.stages.far_stages import FarStage, FarStages
+from phalanx.serve.stages.link import StageLink
+from phalanx.serve.stages.shares import Share
+from serve.packed_runs import DENSE
+from serve.stages.staged_models import TOKEN
+from serve.workers.services import until
+
+
+def linked() -> tuple[StageLink, StageLink]:
+    """The server's end of a connection, and the stage's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        far_end = socket.create_connection(listener.getsockname())
+        stage = pool.submit(StageLink, far_end, TOKEN, "client", "there")
+        return StageLink(listener.accept()[0], TOKEN, "server", "here"), stage.result()
+
+
+def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
+    here, there = linked()
+    far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3)
+    there.say(m.Alive())  # what waits to be read is no end
+    assert far.trouble() == ""
+    there.close()
+    assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
+
+
+def test_whether_a_stage_is_there_is_told_without_waiting_for_what_another_thread_hears(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = linked()
+    monkeypatch.setattr(StageLink, "_readable", lambda _: True)  # what came was heard in between
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(here.ended)
+        try:
+            assert asked.result(10) is False
+        finally:
+            there.close()
+    assert until(here.ended)
+
+
+def test_what_a_stage_says_before_it_ends_is_heard_first() -> None:
+    here, there = linked()
+    there.say(m.Unable("no room"))
+    there.close()
+    assert not here.ended()
+    assert m.from_stage.decode(here.hear()) == m.Unable("no room")
+    assert until(here.ended)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked: bool) -> None:
+    (stage, still), (share, still_too) = linked(), linked()
+    for one in (stage, share):
+        one.expect_life(0.2)
+    stages = FarStages([FarStage(1, range(3, 5), stage)], DENSE, 3)
+    shares = FarShares([FarShare(Share(1, 2), share)], DENSE)
+    if asked:
+        for far in (stages, shares):
+            with pytest.raises(PartLostError, match=r"no sign of life for 0.2 s .*start the server again"):
+                far.hold(3)
+    assert "stage 1" in until(stages.trouble)
+    assert "share 1 of 2" in until(shares.trouble)
+    for said in (stages.trouble(), shares.trouble()):
+        assert "no sign of life for 0.2 s (--stage-timeout)" in said
+    for one in (still, still_too):  # connected to the end
+        one.close()
+
+
+def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = linked()
+    here.expect_life(30.0)
+    for said in (m.Alive(), m.Alive(), m.Held()):
+        there.say(said)
+    # What came meanwhile is read long after it was asked for, the answer behind signs of life.
+    assert m.from_stage.decode(here.hear(longest_s=0.0)) == m.Held()
+
+    now = [0.0]
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    here.expect_life(30.0)
+
+    def stopped_after_looking(_: StageLink) -> bool:
+        now[0] += 3600
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StageLink, "_readable", stopped_after_looking)
+        assert here.look() is None
+    there.say(m.Alive())
+    assert until(here._readable)
+    assert here.look() is None
+    now[0] += 3600
+    with pytest.raises(link.SilentError, match="no sign of life for 30 s"):
+        here.look()
+    there.close()
+
+
+@pytest.mark.timeout(60)
+def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "PROOF_S", 3600.0)
+    door = Door(socket.create_server(("127.0.0.1", 0)), TOKEN)
+    at = door.listener.getsockname()
+
+    def joined(number: int, token: str = TOKEN) -> StageLink:
+        one = StageLink(socket.create_connection(at), token, "client", "there")
+        one.say(m.Here(number, 1))
+        return one
+
+    strangers = [socket.create_connection(at) for _ in range(3)]
+    strangers[1].sendall(b"\xff" * 4000)
+    with ThreadPoolExecutor(1) as pool:
+        admitted = pool.submit(door.admit, 2)
+        with pytest.raises(RefusedError, match=r"another run's token|does not know"):
+            joined(9, "a token of another server")
+        joined(7).close()
+        stages = [joined(2), joined(1)]
+        found = admitted.result()
+    for one in found:
+        one.say(m.Hold(5))
+    assert [m.to_stage.decode(one.hear()) for one in stages] == [m.Hold(5)] * 2
+    for one in (*strangers, *stages, *found):
+        one.close()

@@ -1,0 +1,102 @@
+"""What a model in several processes cannot be, and who cannot join one, is refused with what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.cli.weights.serve_command import command as serve_command
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec, MoeSpec
+from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.gateway.served.of_run import open_engine
+from phalanx.serve.stages.door import read_token
+from phalanx.serve.stages.shares import require_shares
+from serve.packed_runs import DENSE, make_run
+from serve.stages.staged_models import KINDS, TOKEN, served, staged, token_file
+
+
+def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    other = make_run(tmp_path / "other", KINDS["tied"])
+    with pytest.raises(EngineError, match=r"stage 1 .* has another checkpoint of step 1"):
+        staged(run, 2, other)
+    short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)))
+    with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers: give every stage the same run"):
+        staged(run, 2, short)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stages": 6}, "the model has 5 layers"),
+        ({"drafts": 1}, "drafts nothing"),
+        ({"stream": True}, "divide the model of a run directory"),
+        ({"tensor": 2}, "give one of them"),
+        ({"stages": 1, "tensor": 4}, "2 key heads .* give --tensor 2"),
+        ({"stages_at": "7070"}, "give HOST:PORT"),
+        ({"stages_at": "a..b:7070"}, "the name of no host"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_with_what_to_do(
+    tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    with pytest.raises(EngineError, match=said):
+        open_engine(served(run, **{"stages": 2, "token_file": str(token_file(tmp_path)), **options}))
+
+
+def test_a_model_without_dense_layers_is_not_asked_for_their_width() -> None:
+    # model.ffn_dim has a value in every resolved model, which no layer may have.
+    moe = MoeSpec(experts=6, per_token=2, ffn_dim=48)
+    spec = resolve(ModelSpec(layers=2, dim=96, heads=6, vocab_size=96, ffn_dim=200, moe=moe))
+    require_shares(spec, 3)
+    with pytest.raises(EngineError, match=r"--tensor 3: the model's 200 inner elements .* give --tensor 2"):
+        require_shares(replace(spec, moe=replace(moe, first_dense=1)), 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [(TOKEN, 0o644, "others may read it"), ("short", 0o600, "holds 5 characters")],
+)
+def test_a_token_that_others_could_know_is_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        read_token(token_file(tmp_path, text, mode))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--stream --kv int8 --port 80", "leave out --port, --stream, --kv"),
+        ("--pipeline 2", "leave out --pipeline"),
+        ("", "--join a..b:1: a..b is the name of no host"),
+    ],
+)
+def test_who_joins_is_told_which_options_say_nothing_to_a_stage(
+    tmp_path: Path, words: str, said: str
+) -> None:
+    ended = CliRunner().invoke(
+        serve_command,
+        [str(tmp_path), "--join", "a..b:1", "--token-file", str(token_file(tmp_path)), *words.split()],
+    )
+    assert ended.exit_code != 0
+    assert said in " ".join(ended.output.replace("\u2502", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--stage-timeout 60", "for the processes of --pipeline or --tensor"),
+        ("--tensor 2 --stage-timeout inf", "not in the range"),
+        ("--pipeline 2 --stage-timeout nan", "from 1 to 86400"),
+    ],
+)
+def test_a_time_after_which_processes_are_given_up_is_refused_where_it_says_nothing(
+    tmp_path: Path, words: str, said: str
+) -> None:
+    ended = CliRunner().invoke(serve_command, [str(tmp_path), *words.split()])
+    assert ended.exit_code == 2
+    assert said in " ".join(ended.output.replace("\u2502", " ").split())
