@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from phalanx.cli.weights import generate_command, score_command, serve_command
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers import service
+from serve.packed_runs import DENSE, make_run
 
 COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
     "serve": (serve_command.command, ["--port", "0"]),
@@ -47,15 +47,18 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) 
 def test_workers_of_all_roles_have_the_cpu_where_those_of_one_role_divide_the_model(
     degrees: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[ServedRun] = []
+    asked: list[str] = []
 
-    def opened(served: ServedRun, *_: object, **__: object) -> None:
-        asked.append(served)
+    def begin(found: service.Service, _tell: object) -> None:
+        asked.extend(found.task_of(role).served.device for role in found.roles)
         raise EngineError("no more is looked at")
 
     monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
-    monkeypatch.setattr(service, "open_service", opened)
-    words = [str(tmp_path), "--port", "0", "--numerics", "fast", "--workers", "prefill:1,decode:1"]
-    done = CliRunner().invoke(serve_command.command, [*words, "--tensor", degrees])
-    assert [served.device for served in asked] == [device], done.output
+    monkeypatch.setattr(service, "read_model_text", lambda *_: None)  # there is no tokenizer
+    monkeypatch.setattr(service, "RouterPort", begin)
+    words = [str(make_run(tmp_path / "run", DENSE)), "--port", "0", "--numerics", "fast"]
+    done = CliRunner().invoke(
+        serve_command.command, [*words, "--workers", "prefill:1,decode:1", "--tensor", degrees]
+    )
+    assert asked == [device, device], done.output
     assert f"computing on {'cpu' if device == 'cpu' else 'cuda:0, cuda:1'}\n" in done.output
