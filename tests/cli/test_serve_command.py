@@ -4,35 +4,76 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.weights import generate_command, score_command, serve_command
+from parity.llama3_folder import save_llama3
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.cli.weights import generate_command, hash_command, pack_command, score_command, serve_command
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.workers import service
 from serve.packed_runs import DENSE, make_run
 
-COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
-    "serve": (serve_command.command, ["--port", "0"]),
-    "serve by workers": (serve_command.command, ["--port", "0", "--workers", "2"]),
-    "serve from disk": (serve_command.command, ["--port", "0", "--stream"]),
-    "score": (score_command.command, ["-"]),
-    "generate": (generate_command.command, []),
-}
 
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_folder_of_hugging_face_is_refused_with_the_command_that_imports_it(
-    tmp_path: Path, name: str
-) -> None:
+def test_what_only_a_run_directory_can_do_is_refused_of_a_published_model(tmp_path: Path) -> None:
     folder = tmp_path / "Llama 3"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    command, options = COMMANDS[name]
-    done = CliRunner().invoke(command, [str(folder), *options], input="a text")
-    assert done.exit_code == 1
-    assert f"phalanx import '{folder}' --out RUN_DIR" in done.output
+    (tmp_path / "token").write_text("0123456789abcdef")
+    pack = f"phalanx pack '{folder}' --out NEW.pack"
+    imported = f"phalanx import '{folder}' --out RUN_DIR"
+    far = ["--token-file", str(tmp_path / "token")]
+    for options, remedy in (
+        (["--stream"], pack),
+        (["--follow", "recompute"], "leave out --follow"),
+        (["--pipeline", "2", "--stages-at", "127.0.0.1:0", *far], imported),
+        (["--join", "127.0.0.1:1", *far], imported),
+    ):
+        done = CliRunner().invoke(serve_command.command, [str(folder), *options], terminal_width=1000)
+        assert (done.exit_code, remedy in done.output) == (2, True), done.output
+
+
+def test_a_published_model_without_its_weights_is_refused_by_the_file_that_lacks(tmp_path: Path) -> None:
+    save_llama3(tmp_path / "llama3")
+    (tmp_path / "llama3" / "model.safetensors").unlink()
+    for command, options in (
+        (serve_command.command, ["--port", "0"]),
+        (score_command.command, ["-"]),
+        (generate_command.command, []),
+    ):
+        done = CliRunner().invoke(command, [str(tmp_path / "llama3"), *options], input="a text")
+        assert (done.exit_code, "model.safetensors: is missing" in done.output) == (1, True), done.output
+
+
+def test_a_published_model_is_generated_from_scored_hashed_and_packed_as_its_import_is(
+    tmp_path: Path,
+) -> None:
+    folder, run = tmp_path / "llama3", tmp_path / "run"
+    save_llama3(folder)
+    import_hf(folder, run)
+    (tmp_path / "texts.jsonl").write_text('{"text": "the cat and the dog"}\n{"tokens": [5, 6, 7]}\n')
+    said: dict[Path, list[str]] = {}
+    for place in (folder, run):
+        said[place] = []
+        for command, words in (
+            (generate_command.command, ["--prompt", "the cat", "--tokens", "8", "--json"]),
+            (
+                generate_command.command,
+                ["--prompt", "the cat", "--tokens", "8", "--dtype", "bfloat16", "--json"],
+            ),
+            (score_command.command, [str(tmp_path / "texts.jsonl"), "--json"]),
+            (hash_command.command, []),
+            (pack_command.command, ["--out", str(tmp_path / f"{place.name}.pack")]),
+        ):
+            done = CliRunner().invoke(command, [str(place), *words])
+            assert done.exit_code == 0, done.output
+            said[place].append(done.stdout.replace(str(place), "PLACE"))
+    ours, theirs = said[folder], said[run]
+    assert ours[:3] == theirs[:3]
+    assert ours[3].split()[0] == theirs[3].split()[0]
+    assert [line for line in ours[4].splitlines() if "packed" not in line] == [
+        line for line in theirs[4].splitlines() if "packed" not in line
+    ]
 
 
 def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:

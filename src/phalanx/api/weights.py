@@ -11,8 +11,11 @@ from phalanx.checkpoint.committed.digest import WEIGHTS, digest_checkpoint
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.shards import Shard, torch_dtype
+from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import run_or_stand_in
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.run.directory.paths import RunDirectoryError, committed_steps, locate_checkpoints
+from phalanx.checkpoint.tiers.tier import ReadableTier
+from phalanx.run.directory.paths import RunDirectoryError, committed_steps, is_published, locate_checkpoints
 from phalanx.serve.sample import continued
 
 
@@ -22,7 +25,7 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
     The names are those of the module: of a model of your own, ``model.load_state_dict(load_weights(...))`` takes them.
 
     Args:
-        place: A run directory, its folder of checkpoints, or one checkpoint.
+        place: A run directory, its folder of checkpoints, one checkpoint, or a folder of Hugging Face.
         step: ``None``: the newest, or that of the one checkpoint.
 
     Raises:
@@ -66,29 +69,34 @@ def generate_text(
 ) -> str:
     """Returns text that continues ``prompt``, at most ``tokens`` tokens, without the prompt.
 
+    ``run_dir`` is a run directory, or a folder of Hugging Face.
+
     What the tokenizer puts before each text comes before the prompt; any of the model's end tokens ends the text. With ``chat`` the
     prompt is a user's message, which the chat template of an imported model frames. The same seed gives the same text. ``temperature`` 0
     takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in. ``device`` computes: "cpu", "cuda", "cuda:1", or "auto", which is a GPU
     if there is one; another kind may round to another text. Raises ``RunDirectoryError`` where the run has saved nothing,
     ``CheckpointError``, ``DataError`` where it has no tokenizer or no chat template, and ``ValueError`` for numbers out of range.
     """
-    return "".join(
-        continued(
-            Path(run_dir),
-            prompt,
-            tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            step=step,
-            chat=chat,
-            device=device,
+    with run_or_stand_in(Path(run_dir)) as read:
+        return "".join(
+            continued(
+                read,
+                prompt,
+                tokens=tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                step=step,
+                chat=chat,
+                device=device,
+            )
         )
-    )
 
 
-def _checkpoint(place: Path | str, step: int | None) -> tuple[DiskTier, int]:
+def _checkpoint(place: Path | str, step: int | None) -> tuple[ReadableTier, int]:
+    if is_published(Path(place)):
+        return FolderTier(Path(place)), step or 0
     root, wanted = locate_checkpoints(Path(place), step)
     steps = committed_steps(root) if root.is_dir() else []
     if not steps:

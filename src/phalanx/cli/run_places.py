@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,14 @@ import click
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import COMMITTED, ObjectTier
 from phalanx.cli.errors import explained
-from phalanx.run.directory.paths import RunDirectoryError, import_first, locate_checkpoints, step_of
+from phalanx.run.directory.paths import (
+    RunDirectory,
+    RunDirectoryError,
+    import_first,
+    is_published,
+    locate_checkpoints,
+    step_of,
+)
 from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url, open_store
 
@@ -43,6 +52,21 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
     raise click.ClickException(
         f"{path} holds no checkpoints: it is no run directory, or its run has saved none yet"
     )
+
+
+@contextmanager
+def weights_place(path: Path, step: int | None = None) -> Iterator[CheckpointPlace]:
+    """As ``checkpoint_place``; of a folder of Hugging Face, for a while, a run directory that stands in for it, whose notes are printed to standard error."""
+    if not is_published(path):
+        yield checkpoint_place(path, step)
+        return
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
+
+    with explained(CheckpointError), stand_in(path) as found:
+        for note in found.notes:
+            click.echo(f"note: {note}", err=True)
+        yield CheckpointPlace(RunDirectory(found.path).checkpoints, step)
 
 
 @dataclass(frozen=True)

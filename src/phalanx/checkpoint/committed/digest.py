@@ -16,7 +16,7 @@ from phalanx.checkpoint.committed.gather import gather
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
 from phalanx.checkpoint.format.errors import NotCoveredError
 from phalanx.checkpoint.format.image import spans
-from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.checkpoint.tiers.tier import ReadableTier
 
 WEIGHTS = "model/"
 OPTIMIZER = "optimizer/"
@@ -50,7 +50,7 @@ def combine(tensors: Mapping[str, TensorDigest]) -> str:
     return digest.hexdigest()
 
 
-def digest_checkpoint(tier: Tier, step: int, prefix: str = WEIGHTS) -> str:
+def digest_checkpoint(tier: ReadableTier, step: int, prefix: str = WEIGHTS) -> str:
     """The digest of the checkpoint's tensors whose names begin with ``prefix``, which is left out of the names.
 
     Streams with bounded memory. Raises NotCoveredError where the checkpoint has no such tensor or not all of one.

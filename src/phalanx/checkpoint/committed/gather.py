@@ -7,13 +7,13 @@ import numpy as np
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.image import RAW_DTYPE, RawArray
 from phalanx.checkpoint.format.restore_plan import Held, plan_restore
-from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.checkpoint.tiers.tier import ReadableTier
 
 
-def gather(tier: Tier, step: int, boxes: Sequence[Box], held: Sequence[Held]) -> list[RawArray]:
+def gather(tier: ReadableTier, step: int, boxes: Sequence[Box], held: Sequence[Held]) -> list[RawArray]:
     """The elements of each box as raw unsigned integers of the item's size, in C order.
 
-    ``held`` is ``tier.boxes(step)``, or what of it may be used. Raises what ``plan_restore`` and ``Tier.read`` raise.
+    ``held`` is ``tier.boxes(step)``, or what of it may be used. Raises what ``plan_restore`` and ``ReadableTier.read`` raise.
     """
     arrays = [np.empty(box.shape, RAW_DTYPE[box.itemsize]) for box in boxes]
     targets: dict[str, list[tuple[Box, RawArray]]] = {}

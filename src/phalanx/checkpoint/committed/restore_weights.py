@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -13,8 +14,8 @@ from phalanx.checkpoint.committed.restore import candidates, restore
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
 from phalanx.checkpoint.format.errors import CorruptError, MissingFileError, NoSuchStepError, StorageError
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.checkpoint.tiers.tier import ReadableTier
+from phalanx.run.directory.paths import RunDirectoryError
 
 _log = logging.getLogger(__name__)
 
@@ -29,35 +30,31 @@ class Rows:
 
 
 def restore_weights(
-    directory: RunDirectory,
+    tier: ReadableTier,
+    place: Path,
     model: nn.Module,
     step: int | None = None,
     parts: Mapping[str, Rows] | None = None,
 ) -> int:
     """Fills a ``model`` with the weights of ``step``, or of the newest step that can be read, and returns the step.
 
-    The tensors named in ``parts`` are parts of the checkpoint's, all others whole. Without ``step``, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run has no checkpoint,
+    The tensors named in ``parts`` are parts of the checkpoint's, all others whole. Without ``step``, a damaged checkpoint is passed over with a warning. ``place`` is what messages call the run. Raises RunDirectoryError where the run has no checkpoint,
     NoSuchStepError, and what ``restore`` raises.
     """
-    if not directory.checkpoints.is_dir():
-        raise RunDirectoryError(
-            f"{directory.path}: has no folder checkpoints; give the directory of a run that saved"
-        )
-    tier = DiskTier(directory.checkpoints)
     if step is not None:
         return _restore_step(tier, step, model, parts or {})
     steps = candidates(tier)
     if not steps:
-        raise RunDirectoryError(f"{tier.root}: no checkpoint is committed; let the run save one first")
+        raise RunDirectoryError(f"{place}: no checkpoint is committed; let the run save one first")
     for one in steps:
         try:
             return _restore_step(tier, one, model, parts or {})
         except (CorruptError, MissingFileError, StorageError, NoSuchStepError) as error:
             _log.warning("step %d cannot be read and is passed over: %s", one, error)
-    raise RunDirectoryError(f"{tier.root}: none of the steps {steps} can be read; see the warnings above")
+    raise RunDirectoryError(f"{place}: none of the steps {steps} can be read; see the warnings above")
 
 
-def _restore_step(tier: DiskTier, step: int, model: nn.Module, parts: Mapping[str, Rows]) -> int:
+def _restore_step(tier: ReadableTier, step: int, model: nn.Module, parts: Mapping[str, Rows]) -> int:
     # The boxes say what is held, fp32; copying into the model's own tensors converts and moves to its device.
     shards = [
         Shard(_box(WEIGHTS + name, tuple(tensor.shape), parts.get(name)), tensor)

@@ -28,6 +28,7 @@ from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, Stor
 from phalanx.checkpoint.format.image import PAGE_BYTES, RawArray, spans
 from phalanx.checkpoint.format.restore_plan import Held
 from phalanx.checkpoint.format.shards import torch_dtype
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder, weights_tier
 from phalanx.checkpoint.pack.index import PackError, PackIndex, encode_header, encode_index
 from phalanx.checkpoint.pack.layout import (
     CHUNK_BYTES,
@@ -38,7 +39,7 @@ from phalanx.checkpoint.pack.layout import (
     padded_bytes,
 )
 from phalanx.checkpoint.pack.narrowing import RoundingMeter
-from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.tier import ReadableTier
 from phalanx.run.directory.durable import sync
 from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -73,12 +74,12 @@ def pack(
     """
     run = RunDirectory(run_dir)
     spec = read_resolved(run)
-    if not run.checkpoints.is_dir():
-        raise RunDirectoryError(
-            f"{run_dir}: has no folder checkpoints; give the directory of a run that saved"
-        )
-    tier = DiskTier(run.checkpoints)
+    tier, published = weights_tier(run), published_folder(run)
     chosen = _chosen(tier, step, run_dir)
+    if path is None and published is not None:
+        raise PackError(
+            f"{published}: is a published model, which a pack is not put into: name the new file (--out)"
+        )
     out = path or default_path(run, chosen, form)
     if out.exists():
         raise PackError(f"{out}: exists; name another file (--out), or remove that one first")
@@ -86,7 +87,7 @@ def pack(
     sections = lay_out(
         {name: box.global_shape for name, box in source.boxes.items()}, form, custom=bool(spec.model.factory)
     )
-    named = f"{spec.name} ({run_dir.resolve()})"
+    named = f"{spec.name} ({(published or run_dir).resolve()})"
     with _new_file(out, _end(sections)) as descriptor:
         checksums, meter = _write_sections(descriptor, sections, source, progress)
         index = PackIndex(
@@ -100,7 +101,7 @@ def pack(
     return out, index
 
 
-def _chosen(tier: DiskTier, step: int | None, run_dir: Path) -> int:
+def _chosen(tier: ReadableTier, step: int | None, run_dir: Path) -> int:
     steps = tier.steps()
     if not steps:
         raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
@@ -125,7 +126,7 @@ def _small_files(run: RunDirectory) -> dict[str, bytes]:
 class _Source:
     """The weights of a committed step, hashed as they are taken; each tensor must be taken from its beginning to its end."""
 
-    def __init__(self, tier: DiskTier, step: int) -> None:
+    def __init__(self, tier: ReadableTier, step: int) -> None:
         self._tier, self.step = tier, step
         self._held: dict[str, list[Held]] = defaultdict(list)
         self.boxes: dict[str, Box] = {}
@@ -160,7 +161,7 @@ class _Source:
 
     def recorded(self) -> str | None:
         """The hash that the run has written down with the step, if it has."""
-        return self._tier.index(self.step).weights_sha256
+        return self._tier.record(self.step).weights_sha256
 
 
 def _require_hash(source: _Source, found: str, run_dir: Path) -> None:

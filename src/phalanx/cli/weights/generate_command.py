@@ -10,9 +10,10 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.run_places import weights_place
 from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.memory_option import Bytes
+from phalanx.run.directory.paths import is_published
 
 
 @click.command("generate")
@@ -79,7 +80,7 @@ def command(
     device: str,
     as_json: bool,
 ) -> None:
-    """Generate text with the weights in PLACE: a run directory, a checkpoint, or a pack (`phalanx pack`).
+    """Generate text with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
     With --stream the weights are read layer by layer as they are computed with, and a mixture's experts as they are chosen; of a run, they
     are packed for that once.
@@ -89,7 +90,7 @@ def command(
       phalanx generate runs/quickstart-1f3a9c04 --prompt "import " --temperature 0 --tokens 50
       phalanx generate runs/quickstart-1f3a9c04 --prompt "def " --device cpu
       phalanx generate model.pack --stream --memory 2GiB --prompt "def "
-      phalanx generate imported/llama --chat --prompt "Why is the sky blue?"
+      phalanx generate Llama-3.1-8B --chat --prompt "Why is the sky blue?"
     """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
@@ -99,14 +100,25 @@ def command(
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise click.ClickException("--prompt is not valid UTF-8")
-    packed = place.is_file()
-    where = None if packed else checkpoint_place(place, step)
+    packed, published = place.is_file(), is_published(place)
+    if published and memory is not None and not stream:
+        raise click.UsageError("--memory is for --stream, for a run directory and for a pack: leave it out")
     kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
     with ExitStack() as stack, explained(*kinds):
+        where = None if packed else stack.enter_context(weights_place(place, step))
         run_dir = place if where is None else where.root.parent
         step = step if where is None else where.step
         model = None
-        if packed or stream or memory is not None or dtype != "float32":
+        if published and not stream:
+            import torch
+
+            from phalanx.hardware.local.device import gpus
+            from phalanx.serve.computing_device import device_named
+            from phalanx.serve.generate import load_model
+
+            computing = device_named(device, gpus())
+            model, _ = load_model(run_dir, step, device=computing, dtype=getattr(torch, dtype))
+        elif packed or stream or memory is not None or dtype != "float32":
             import torch
 
             from phalanx.checkpoint.pack.reader import open_pack

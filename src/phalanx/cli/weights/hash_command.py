@@ -13,7 +13,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
 from phalanx.run.directory.lineage import lineage_table, read_lineage
-from phalanx.run.directory.paths import RunDirectory, read_small_json
+from phalanx.run.directory.paths import RunDirectory, is_published, read_small_json
 
 
 @click.command("hash")
@@ -21,7 +21,7 @@ from phalanx.run.directory.paths import RunDirectory, read_small_json
 @click.option("--step", type=int, help="A step other than the newest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(place: Path, step: int | None, as_json: bool) -> None:
-    """Print the SHA-256 of all weights in PLACE: a run directory or a checkpoint.
+    """Print the SHA-256 of all weights in PLACE: a run directory, a checkpoint, or a folder of Hugging Face.
 
     It is computed from the bytes on disk and equals the hash that training prints, however many ranks wrote them. Of a run that
     goes on from another one's checkpoint, its lineage is printed too (on stderr).
@@ -30,16 +30,23 @@ def command(place: Path, step: int | None, as_json: bool) -> None:
       phalanx hash runs/quickstart-1f3a9c04
       phalanx hash runs/quickstart-1f3a9c04/checkpoints/step-00000100
     """
-    where = checkpoint_place(place, step)
     with explained(CheckpointError):
-        tier = DiskTier(where.root)
-        chosen = where.newest(tier.steps())
-        digest = digest_checkpoint(tier, chosen)
-    lineage = read_lineage(read_small_json(RunDirectory(where.root.parent).record))
+        if is_published(place):
+            from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+
+            chosen, named, run_dir = step or 0, place, place
+            digest = digest_checkpoint(FolderTier(place), chosen)
+        else:
+            where = checkpoint_place(place, step)
+            tier = DiskTier(where.root)
+            chosen = where.newest(tier.steps())
+            named, run_dir = tier.folder(chosen), where.root.parent
+            digest = digest_checkpoint(tier, chosen)
+    lineage = read_lineage(read_small_json(RunDirectory(run_dir).record))
     if as_json:
-        found = {"checkpoint": str(tier.folder(chosen)), "step": chosen, "weights_sha256": digest}
+        found = {"checkpoint": str(named), "step": chosen, "weights_sha256": digest}
         click.echo(json.dumps({**found, "lineage": lineage_table(lineage)}))
         return
-    click.echo(f"{digest}  {tier.folder(chosen)}")
+    click.echo(f"{digest}  {named}")
     for origin in lineage:
         click.echo(f"goes on from {origin}", err=True)

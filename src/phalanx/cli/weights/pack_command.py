@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.run_places import weights_place
 
 
 @click.command("pack")
@@ -27,13 +27,14 @@ from phalanx.cli.run_places import checkpoint_place
     "--verify", type=click.Path(path_type=Path), help="Read this pack and check every byte instead."
 )
 def command(place: Path | None, form: str, step: int | None, out: Path | None, verify: Path | None) -> None:
-    """Write the weights of the run in PLACE as one file, layer after layer, for serving.
+    """Write the weights in PLACE, a run directory or a folder of Hugging Face, as one file, layer after layer, for serving.
 
     Such a file is what `phalanx generate --stream` reads a model from that is larger than memory. fp8 and int8 have a scale for
     32 neighbors; what rounding has changed is printed.
 
     \b
       phalanx pack runs/quickstart-1f3a9c04 --format bf16
+      phalanx pack Llama-3.1-8B --out llama.pack
       phalanx pack --verify model.pack
     """
     if (place is None) == (verify is None):
@@ -46,8 +47,7 @@ def command(place: Path | None, form: str, step: int | None, out: Path | None, v
     from phalanx.checkpoint.pack.writer import pack
     from phalanx.run.directory.paths import RunDirectoryError
 
-    where = checkpoint_place(place, step)
-    with explained(CheckpointError, RunDirectoryError):
+    with explained(CheckpointError, RunDirectoryError), weights_place(place, step) as where:
         path, index = pack(where.root.parent, where.step, out, form, progress=_shown)  # type: ignore[arg-type]
     click.echo(f"step {index.step} packed as {form} into {path} ({path.stat().st_size:,} bytes)")
     click.echo(f"  weights {index.weights_id}")

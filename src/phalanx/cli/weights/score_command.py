@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.run_places import weights_place
 from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.memory_option import Bytes
 
@@ -62,7 +62,7 @@ def command(
     device: str,
     as_json: bool,
 ) -> None:
-    """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, or a pack (`phalanx pack`).
+    """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
     FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
     text the tokens behind the first are scored, in nats, with the bits that the trainer computes for them.
@@ -127,8 +127,8 @@ def command(
 def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
     """The run's directory, or for a while the small files that a pack has of it; and the step that is meant."""
     if not place.is_file():
-        where = checkpoint_place(place, step)
-        yield where.root.parent, where.step
+        with weights_place(place, step) as where:
+            yield where.root.parent, where.step
         return
     from phalanx.checkpoint.pack.reader import open_pack
     from phalanx.serve.weights.open_model import run_folder

@@ -9,9 +9,10 @@ import click
 
 from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.memory_option import Bytes
-from phalanx.cli.weights.service.options import require_consistent, require_stage_options
+from phalanx.cli.weights.service.options import another_machine, require_consistent, require_stage_options
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
 from phalanx.cli.weights.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
+from phalanx.run.directory.paths import is_published
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
@@ -23,9 +24,9 @@ _PAGES_BYTES = 1 << 30
 
 
 @click.command("serve")
-@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.argument("run_dir", metavar="PLACE", required=False, type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="A step other than the newest.")
-@click.option("--name", help="What clients call the model. Without it, the name of RUN_DIR.")
+@click.option("--name", help="What clients call the model. Without it, the name of PLACE.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address; any but a loopback one needs --key-file."
 )
@@ -34,7 +35,7 @@ _PAGES_BYTES = 1 << 30
 @click.option(
     "--context",
     type=click.IntRange(2),
-    help="Most tokens of a request. Without it, those of a training sequence.",
+    help="Most tokens of a request. Without it, those that its publisher gives an imported model, else those of a training sequence.",
 )
 @click.option(
     "--memory",
@@ -211,7 +212,8 @@ def command(
     key_name: str,
     key_limits: str,
 ) -> None:
-    """Serve the model of RUN_DIR, a run directory or a pack: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics.
+    """Serve the model of PLACE, a run directory, a pack or a folder of Hugging Face: /v1/completions, /v1/chat/completions, /v1/models, /health,
+    /ready, /metrics.
 
     Ctrl-C or SIGTERM takes nothing new and finishes what goes on; a second one ends. Prompts are not logged.
 
@@ -219,6 +221,7 @@ def command(
       phalanx serve runs/quickstart-1f3a9c04
       phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2
       phalanx serve runs/quickstart-1f3a9c04 --numerics fast --device cuda --memory 20GiB --dtype bfloat16
+      phalanx serve Llama-3.1-8B --numerics fast --dtype bfloat16
       phalanx serve model.pack --stream --memory 8GiB
       phalanx serve runs/quickstart-1f3a9c04 --pipeline 2
       phalanx serve runs/quickstart-1f3a9c04 --tensor 2
@@ -230,11 +233,13 @@ def command(
     if key_name or key_limits:
         raise click.UsageError("--key-name and --key-limits are for --new-key FILE")
     if run_dir is None:
-        raise click.UsageError("give a run directory or a pack")
+        raise click.UsageError("give a run directory, a pack, or a folder of Hugging Face")
     if join or stages_at or token_file:
         require_stage_options(
             max(pipeline.most, tensor.most), stages_at, join, token_file, with_workers=bool(workers)
         )
+    if join and is_published(run_dir):
+        raise click.UsageError(f"--join: {another_machine(run_dir)}")
     if join and token_file:
         return join_stages(run_dir, join, token_file)
     memory_bytes = (0 if stream else _PAGES_BYTES) if memory is None else max(1, memory)

@@ -102,6 +102,11 @@ def locate_checkpoints(path: Path, step: int | None = None) -> tuple[Path, int |
     return (inside if inside.is_dir() else path), step
 
 
+def is_published(folder: Path) -> bool:
+    """True if ``folder`` holds a model of Hugging Face, and is no run directory."""
+    return (folder / "config.json").is_file() and not (folder / RUN_FILE).exists()
+
+
 def import_first(folder: Path) -> str:
     """The rest of a sentence on ``folder``, which is no run directory, with the command that makes it one; empty unless it holds a model of Hugging Face."""
     if not (folder / "config.json").exists():
@@ -144,6 +149,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """The root of the disk tier."""
         return self.path / "checkpoints"
+
+    @property
+    def weights_elsewhere(self) -> Path:
+        """The file that is in the place of ``checkpoints`` where a published model's own files hold the weights."""
+        return self.path / "weights.json"
 
     @property
     def tokenizer(self) -> Path:

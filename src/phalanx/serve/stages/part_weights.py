@@ -16,7 +16,8 @@ from phalanx.checkpoint.committed.digest import TensorDigest, tensor_digest
 from phalanx.checkpoint.committed.restore_weights import Rows
 from phalanx.checkpoint.format.index import encode_index
 from phalanx.checkpoint.format.shards import dtype_name
-from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
 from phalanx.model.facts.shape import parameters
 from phalanx.model.facts.stages import balance
 from phalanx.model.transformer import Transformer
@@ -58,9 +59,11 @@ def restored_part(
 
 
 def checkpoint_name(run_dir: Path, step: int) -> str:
-    """16 digits that name a step's checkpoint: two places that have it under the same name have the same weights of all layers."""
-    index = DiskTier(RunDirectory(run_dir).checkpoints).index(step)
-    return hashlib.sha256(encode_index(index)).hexdigest()[:16]
+    """16 digits that name a step's checkpoint: two places that have it under the same name have the same weights of all layers. A published
+    model's name is of its files on this machine."""
+    tier = weights_tier(RunDirectory(run_dir))
+    named = tier.version() if isinstance(tier, FolderTier) else encode_index(tier.index(step))
+    return hashlib.sha256(named).hexdigest()[:16]
 
 
 def _cut(model: Transformer, layers: range) -> dict[str, Rows]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import nn
 
 from phalanx.checkpoint.format.errors import MismatchError
 from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder
 from phalanx.checkpoint.pack.index import PackIndex
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
@@ -112,6 +114,10 @@ def taken() -> int:
 def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
     """The pack of a run's step, made if there is none. Raises MismatchError if it is of other weights."""
     run = RunDirectory(run_dir)
+    if (folder := published_folder(run)) is not None:
+        raise RunDirectoryError(
+            f"{folder}: is a published model, and what is streamed is a pack: phalanx pack {shlex.quote(str(folder))} --out NEW.pack, and give that"
+        )
     if not run.checkpoints.is_dir():
         raise RunDirectoryError(
             f"{run_dir}: has no folder checkpoints; give a pack, or the directory of a run that saved"

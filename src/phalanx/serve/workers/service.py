@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from phalanx.checkpoint.committed.restore import candidates
 from phalanx.checkpoint.committed.verify import verify
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder
 from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -89,9 +90,10 @@ def devices_of(
 
 def _older_than_damaged(served: ServedRun) -> int | None:
     """The newest step before that of ``served`` if that one is damaged, which reading all of it tells; ``None`` if there is none, or another reason for trouble."""
-    if served.step is None or is_pack(served.path):
+    run = RunDirectory(served.path)
+    if served.step is None or is_pack(served.path) or published_folder(run) is not None:
         return None
-    root = RunDirectory(served.path).checkpoints
+    root = run.checkpoints
     steps = candidates(DiskTier(root))
     # One that was deleted meanwhile cannot be read either.
     if served.step in steps and not verify(root, served.step):

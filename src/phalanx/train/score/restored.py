@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.committed.restore_weights import Rows, restore_weights
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.layers.experts.router import routers
@@ -37,6 +38,7 @@ def restored_model(
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
+    tier = weights_tier(directory)
     recorded = read_resolved(directory)
     if recorded.runtime.numerics == "portable" and torch.device(device).type == "cpu":
         begin_portable()
@@ -58,4 +60,4 @@ def restored_model(
     for _, router in routers(model):
         # fp32 like all of the choice of experts, whatever the rest computes in.
         router.bias = None if router.bias is None else router.bias.float()
-    return model, spec, restore_weights(directory, model, step, parts)
+    return model, spec, restore_weights(tier, run_dir, model, step, parts)

@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import tomli_w
 import torch
 
 from phalanx.checkpoint.committed.digest import WEIGHTS
@@ -31,14 +30,19 @@ from phalanx.checkpoint.interop.dcp.metadata import (
 )
 from phalanx.checkpoint.interop.huggingface.config import Storage
 from phalanx.checkpoint.interop.huggingface.folders import SAFETENSORS_DTYPE, new_folder
-from phalanx.checkpoint.interop.huggingface.import_folder import IMAGE_BYTES, Imported, Weights, copy_weights
+from phalanx.checkpoint.interop.huggingface.import_folder import (
+    IMAGE_BYTES,
+    Imported,
+    copy_weights,
+    run_file_text,
+)
 from phalanx.checkpoint.interop.huggingface.names import Published, RotaryRows
+from phalanx.checkpoint.interop.huggingface.stored.weights import Weights
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 
 _TITAN_ENDS = {
@@ -90,7 +94,7 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
         digest = copy_weights(
             DiskTier(run.checkpoints), Weights({**tensors}, Storage()), wanted, extra, image_bytes
         )
-        run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
+        run.run_file.write_text(run_file_text(out.name, spec))
     return Imported(spec, digest, _TOKENS, notes)
 
 

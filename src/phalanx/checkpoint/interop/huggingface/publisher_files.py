@@ -171,14 +171,30 @@ def _read_config(folder: Path | None) -> JsonObject:
     return read_json(folder / CONFIG) if folder is not None and (folder / CONFIG).exists() else {}
 
 
+def published_context(config: JsonObject) -> int:
+    """The most tokens of a text that a ``config.json`` speaks of; 0 if it does not say."""
+    said = config.get(_CONTEXT)
+    return said if isinstance(said, int) and not isinstance(said, bool) and said > 0 else 0
+
+
+def served_context(folder: Path, spec: ModelSpec, trained_seq_len: int) -> int:
+    """The most tokens of a text of a run with the publisher's files in ``folder``, which may not exist: those that an export writes into ``config.json``.
+
+    They are the publisher's, as long as positions are rotated as in the published model, and those of a training sequence otherwise. Raises
+    HuggingFaceError for a damaged ``config.json``.
+    """
+    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    return _context(config, spec, 0, trained_seq_len)[0]
+
+
 def _context(
     published: JsonObject, spec: ModelSpec, max_seq_len: int, trained_seq_len: int
 ) -> tuple[int, str]:
     """The longest context to write, 0 to leave it to the model, and a note on the choice where there was one."""
     if max_seq_len:
         return max_seq_len, ""
-    said = published.get(_CONTEXT)
-    if isinstance(said, int) and said > 0:
+    said = published_context(published)
+    if said:
         if _rotates_alike(published, spec):
             return max(said, trained_seq_len), ""
         why = f"the rotary embedding is not that of the published model, whose context was {said}"

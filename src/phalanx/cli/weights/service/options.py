@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.core import ParameterSource
 
 from phalanx.cli.weights.service.start import Start
 from phalanx.cli.weights.service.worker_roles import Degrees
+from phalanx.run.directory.paths import is_published
 from phalanx.traffic.events import Role
 
 
@@ -30,6 +32,29 @@ def require_consistent(asked: Start) -> None:
         )
     if asked.follow:
         _require_followed(asked, divided)
+    if is_published(served.path):
+        _require_for_published(asked)
+
+
+def _require_for_published(asked: Start) -> None:
+    """Raises UsageError for what needs a run's own directory, and a folder of Hugging Face has not."""
+    path = asked.served.path
+    if asked.follow:
+        raise click.UsageError(f"{path} is a published model, which saves no newer steps: leave out --follow")
+    if asked.served.stream:
+        raise click.UsageError(
+            f"--stream reads weights in the order of layers, as a pack has them: phalanx pack {shlex.quote(str(path))} --out NEW.pack, and serve that"
+        )
+    if asked.served.stages_at:
+        raise click.UsageError(f"--stages-at: {another_machine(path)}")
+
+
+def another_machine(path: Path) -> str:
+    """Why a folder of Hugging Face is not divided over several machines, and what is."""
+    return (
+        f"that two machines have the same files of {path} is not looked at: make it a run directory on each (phalanx import "
+        f"{shlex.quote(str(path))} --out RUN_DIR), whose checkpoints are compared"
+    )
 
 
 def _require_workers(asked: Start) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import structs
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.weights.service.worker_roles import Degrees
+from phalanx.run.directory.paths import is_published
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
@@ -110,19 +112,31 @@ def start(asked: Start, said: Said) -> None:
     path = asked.served.path
     if not path.exists():
         demand_folder(path)
+    if not is_published(path):
+        _start(asked, said)
+        return
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
+
+    with explained(CheckpointError), stand_in(path) as found:
+        for note in found.notes:
+            said.text(f"note: {note}")
+        _start(replace(asked, served=structs.replace(asked.served, run_dir=str(found.path))), said)
+
+
+def _start(asked: Start, said: Said) -> None:
+    """Serves a run's directory, or a pack."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.observe.serving import ServingNote
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, import_first
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
     from phalanx.serve.gateway.app import Gateway
     from phalanx.serve.gateway.server import ServerError, listen, serve, serving_of
 
-    directory = RunDirectory(path)
-    if not directory.run_file.exists() and (remedy := import_first(path)):
-        raise click.ClickException(f"{path} is no run directory{remedy}")
+    directory = RunDirectory(asked.served.path)
     with explained(
         CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
     ):
@@ -136,7 +150,8 @@ def start(asked: Start, said: Said) -> None:
         port = sock.getsockname()[1]
         url = f"http://{shown}:{port}/v1"
         note = None
-        if directory.run_file.is_file():  # not of a pack, which may be anywhere
+        # Not of a pack, which may be anywhere, nor of what stands in for a published model, which nobody sees.
+        if directory.run_file.is_file() and not directory.weights_elsewhere.exists():
             note = ServingNote(directory, f"{platform.node()}-{port}", partial(serving_of, gateway, url))
         said.listening(model.name, url)
         serve(gateway, sock, drain_s=asked.drain_s, tell=said.text, note=note)

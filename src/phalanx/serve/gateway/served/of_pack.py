@@ -16,11 +16,12 @@ from phalanx.checkpoint.pack.index import PackIndex
 from phalanx.checkpoint.pack.reader import PackFile
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine as PagedEngine
 from phalanx.serve.engine.supported import require_supported
-from phalanx.serve.gateway.served.opened import OpenedEngine, device_of
+from phalanx.serve.gateway.served.opened import OpenedEngine, context_of, device_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, Identity, Streaming
@@ -41,7 +42,7 @@ from phalanx.serve.weights.open_model import (
     free_to_use,
     packed,
     read_weights,
-    recorded_run,
+    run_folder,
     stream_weights,
     taken,
 )
@@ -54,8 +55,10 @@ def open_packed(served: ServedRun) -> OpenedEngine:
     """The engine of a pack, or of a run that is packed for streaming. Raises EngineError, and as ``open_model`` does."""
     dtype, device = getattr(torch, served.dtype), device_of(served)
     file = packed(served.path, served.step, dtype)
-    sequence = recorded_run(file.index).train.seq_len
-    context = served.context or sequence
+    with run_folder(file.index) as folder:
+        run = read_resolved(RunDirectory(folder))
+        context = context_of(served, run, folder)
+    sequence = run.train.seq_len
     model, spec = empty_model(file.index, dtype)
     note, texts, pages, streaming = "", 0, 0, None
     if served.stream:

@@ -15,17 +15,17 @@ import torch
 
 from phalanx.checkpoint.committed.digest import TensorDigest, combine
 from phalanx.checkpoint.committed.restore import candidates
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
 from phalanx.checkpoint.pack.reader import is_pack
-from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules.portable import numerics_environment
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.gateway.served.opened import OpenedEngine, context_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.worker import Identity
 from phalanx.serve.stages import messages as m
@@ -48,7 +48,7 @@ def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine
     else:
         door = start_stages(parts.count - 1, numerics_environment(run.runtime))
     try:
-        return _opened(served, door, parts, step, run.train.seq_len)
+        return _opened(served, door, parts, step, run)
     except PartLostError as error:
         door.close()
         raise EngineError(str(error)) from error
@@ -130,9 +130,7 @@ class _Shares:
 _Restored = tuple[Transformer, ModelSpec, dict[str, TensorDigest]]
 
 
-def _opened(
-    served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, sequence: int
-) -> OpenedEngine:
+def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, run: RunSpec) -> OpenedEngine:
     links: list[StageLink] = door.admit(parts.count - 1)
     dtype = getattr(torch, served.dtype)
     for link, opening in zip(links, parts.opens(served, step), strict=True):
@@ -144,14 +142,14 @@ def _opened(
     for one in ready:
         digests |= {name: TensorDigest(d.dtype, d.shape, d.sha256) for name, d in one.digests.items()}
     layers, far = parts.far(links, spec)
-    digest, context = combine(digests)[:16], served.context or sequence
+    digest, context = combine(digests)[:16], context_of(served, run, served.path)
     engine = Engine(
         model,
         spec,
         memory_bytes=served.memory_bytes,
         rows=served.rows,
         numerics=served.numerics,
-        sequence=sequence,
+        sequence=run.train.seq_len,
         context=context,
         kept=served.kept,
         far=layers,
@@ -193,8 +191,7 @@ def _require_dividable(served: ServedRun) -> None:
 
 def newest_step(run_dir: Path) -> int:
     """The newest step that is committed: a run that goes on has another one a moment later."""
-    checkpoints = RunDirectory(run_dir).checkpoints
-    steps = candidates(DiskTier(checkpoints)) if checkpoints.is_dir() else []
+    steps = candidates(weights_tier(RunDirectory(run_dir)))
     if not steps:
-        raise RunDirectoryError(f"{checkpoints}: no checkpoint is committed; let the run save one first")
+        raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
     return steps[0]

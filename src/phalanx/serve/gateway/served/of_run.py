@@ -21,7 +21,7 @@ from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_pack import open_packed
 from phalanx.serve.gateway.served.of_processes import open_divided
-from phalanx.serve.gateway.served.opened import OpenedEngine, device_of
+from phalanx.serve.gateway.served.opened import OpenedEngine, context_of, device_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.served.turns import TurnsEngine
 from phalanx.serve.gateway.worker import Engine, EngineWorker, Identity
@@ -67,7 +67,7 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
             served.path, served.step, device=device, dtype=dtype, ahead=drafts > 0
         )
     sequence = run.train.seq_len
-    context, digest = served.context or sequence, weights_digest(model)
+    context, digest = context_of(served, run, served.path), weights_digest(model)
     engine: Engine
     if isinstance(model, Transformer):
         paged = PagedEngine(

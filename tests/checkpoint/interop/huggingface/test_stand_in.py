@@ -1,0 +1,147 @@
+"""A published model is read where it lies as the run is that an import makes of it, and no copy is left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.huggingface_models import CONFIGS, edit_config, saved_by_transformers
+from parity.llama3_folder import save_llama3
+from phalanx.checkpoint.committed.digest import digest_checkpoint
+from phalanx.checkpoint.committed.restore_weights import Rows
+from phalanx.checkpoint.format.errors import NoSuchStepError
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
+from phalanx.checkpoint.pack.index import PackError
+from phalanx.checkpoint.pack.writer import pack
+from phalanx.model.transformer import Transformer
+from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.train.score.restored import restored_model
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("published") / "llama3"
+    save_llama3(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_has_the_hash_of_the_run_that_is_imported_from_it(name: str, tmp_path: Path) -> None:
+    folder = saved_by_transformers(CONFIGS[name], tmp_path / "hf")
+    assert digest_checkpoint(FolderTier(folder), 0) == import_hf(folder, tmp_path / "run").weights_sha256
+
+
+def test_what_stands_in_has_the_files_of_an_imported_run_but_its_weights_and_goes(
+    llama3: Path, tmp_path: Path
+) -> None:
+    import_hf(llama3, tmp_path / "llama3")
+    imported = _small_files(tmp_path / "llama3")
+    with stand_in(llama3) as found:
+        own = _small_files(found.path)
+        assert own.pop("weights.json") == json.dumps({"folder": str(llama3.resolve())}).encode()
+        assert (own, found.path.name) == (imported, "llama3")
+    assert not found.path.parent.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_what_stands_in_has_the_bits_of_an_imported_one(
+    dtype: torch.dtype, llama3: Path, tmp_path: Path
+) -> None:
+    import_hf(llama3, tmp_path / "run")
+    with stand_in(llama3) as found:
+        model, spec, step = restored_model(found.path, None, dtype=dtype)
+    other, other_spec, other_step = restored_model(tmp_path / "run", None, dtype=dtype)
+    assert (spec, step) == (other_spec, other_step)
+    state = other.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_part_of_a_model_reads_its_own_rows(llama3: Path) -> None:
+    name = "blocks.0.attention.query.weight"
+    with stand_in(llama3) as found:
+        whole, _, _ = restored_model(found.path, 0)
+
+        def halved(model: Transformer) -> Mapping[str, Rows]:
+            layer: Any = model.get_submodule(name.rpartition(".")[0])
+            rows = layer.weight.shape[0]
+            layer.weight = torch.nn.Parameter(layer.weight[rows // 2 :], requires_grad=False)
+            return {name: Rows(rows // 2, rows)}
+
+        part, _, _ = restored_model(found.path, 0, cut=halved)
+    of_whole, of_part = whole.state_dict()[name], part.state_dict()[name]
+    assert torch.equal(of_part, of_whole[len(of_whole) // 2 :])
+
+
+def test_a_text_that_is_scored_is_as_long_as_the_publisher_allows(llama3: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "llama3"
+    shutil.copytree(llama3, folder)
+    lengths = {}
+    for allowed in (64, 100_000):
+        edit_config(folder, max_position_embeddings=allowed)
+        with stand_in(folder) as found:
+            lengths[allowed] = read_resolved(RunDirectory(found.path)).train.seq_len
+    assert lengths == {64: 64, 100_000: 2048}
+
+
+def test_a_step_that_no_published_model_has_is_refused(llama3: Path) -> None:
+    with stand_in(llama3) as found, pytest.raises(NoSuchStepError, match="leave the step out"):
+        restored_model(found.path, 7)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    save_llama3(tmp_path / "llama3")
+    file = tmp_path / "llama3" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with (
+        stand_in(tmp_path / "llama3") as found,
+        pytest.raises(HuggingFaceError, match=r"model\.norm\.weight"),
+    ):
+        restored_model(found.path, 0)
+
+
+def test_a_folder_without_its_weights_is_refused_before_anything_stands_in(tmp_path: Path) -> None:
+    save_llama3(tmp_path / "llama3")
+    (tmp_path / "llama3" / "model.safetensors").unlink()
+    with (
+        pytest.raises(HuggingFaceError, match=r"model\.safetensors: is missing"),
+        stand_in(tmp_path / "llama3"),
+    ):
+        raise AssertionError("nothing is there to stand in")
+
+
+def test_a_pack_of_a_folder_is_that_of_the_imported_run_and_lies_where_it_is_asked_for(
+    llama3: Path, tmp_path: Path
+) -> None:
+    import_hf(llama3, tmp_path / "run")
+    _, imported = pack(tmp_path / "run", form="bf16")
+    with stand_in(llama3) as found:
+        with pytest.raises(PackError, match="--out"):
+            pack(found.path)
+        path, index = pack(found.path, path=tmp_path / "llama.pack", form="bf16")
+    assert path == tmp_path / "llama.pack"
+    assert (index.weights_sha256, index.checksums) == (imported.weights_sha256, imported.checksums)
+    assert str(llama3.resolve()) in index.run
+
+
+def _small_files(run: Path) -> dict[str, bytes]:
+    checkpoints = RunDirectory(run).checkpoints
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in files_below(run)
+        if path.is_file() and not path.is_relative_to(checkpoints)
+    }
