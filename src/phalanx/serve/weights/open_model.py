@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 import shlex
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
+from phalanx.run.directory.held_folder import held_folder
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
@@ -196,8 +196,7 @@ def recorded_run(index: PackIndex) -> RunSpec:
 @contextmanager
 def run_folder(index: PackIndex) -> Iterator[Path]:
     """A folder with the small files of the run that a pack was made of, for as long as it is used."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-pack-") as name:
-        folder = Path(name)
+    with held_folder("phalanx-pack-") as folder:
         for relative, data in index.files.items():
             target = (folder / relative).resolve()
             if not target.is_relative_to(folder.resolve()):

@@ -1,13 +1,12 @@
 """A run directory that stands in for a Hugging Face folder, so that whatever reads a run reads a published model where it lies.
 
 It has what an import writes but for the weights: ``run.toml``, ``tokenizer/`` and ``published/``. In the place of ``checkpoints/`` a file names the
-folder, and ``weights_tier`` reads them there. It lies among the temporary files, and goes when it is not used any more.
+folder, and ``weights_tier`` reads them there. It lies among the temporary files, and goes with the process that uses it.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from phalanx.checkpoint.interop.huggingface.import_folder import write_small_fil
 from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
 from phalanx.checkpoint.interop.huggingface.stored.weights import open_folder
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.run.directory.held_folder import held_folder
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, is_published
 
 _FOLDER = "folder"
@@ -38,8 +38,8 @@ def stand_in(directory: Path) -> Iterator[StandIn]:
     name = directory.resolve().name
     with ExitStack() as opened:
         folder = open_folder(directory, opened)
-    with tempfile.TemporaryDirectory(prefix="phalanx-published-") as above:
-        run = RunDirectory(Path(above, name))
+    with held_folder("phalanx-published-") as above:
+        run = RunDirectory(above / name)
         run.path.mkdir()
         without_tokenizer, notes = write_small_files(directory, run, name, folder.spec)
         run.weights_elsewhere.write_text(json.dumps({_FOLDER: str(directory.resolve())}))
