@@ -144,7 +144,7 @@ def fleet(model: Transformer, *roles: Role, audit_share: float = 0.0) -> Iterato
     def gone(peer: Peer, why: str) -> None:
         left.put((peer.number, why))
 
-    watcher = Watcher(lambda _: None, lambda peer: joined.put(peer.number), gone, gone)
+    watcher = Watcher(lambda _: None, gone, lambda peer: joined.put(peer.number), gone, gone)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -368,7 +368,7 @@ def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
 def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> None:
     async def asked() -> list[Told]:
         told: list[Told] = []
-        nobody = Watcher(lambda _: None, lambda _: None, lambda *_: None, lambda *_: None)
+        nobody = Watcher(lambda _: None, lambda *_: None, lambda _: None, lambda *_: None, lambda *_: None)
         router = Router(TOKEN, RouterSettings(64), nobody)
         router.submit(Request("before", (1, 2), 3), told.extend)
         router.fail_all("no worker is left")

@@ -9,7 +9,7 @@ import pytest
 from phalanx.serve.gateway.worker import Streaming
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
-from phalanx.serve.workers.router_port import RouterPort
+from phalanx.serve.workers.router_port import Notice, RouterPort
 
 
 @pytest.mark.parametrize("link_first", [True, False])
@@ -46,6 +46,19 @@ def test_the_end_of_the_last_worker_ends_all_requests(link_first: bool) -> None:
     assert "no worker is left" in failed[0]
 
 
+def test_a_worker_that_tries_its_kernels_is_told_with_its_number() -> None:
+    port = RouterPort.__new__(RouterPort)
+    notices: list[Notice] = []
+    port.__dict__["_notices"] = SimpleNamespace(put=notices.append)
+    trying = m.for_router.decode(m.encode(m.Trying("trying this machine's kernels", "/home/a/.cache")))
+    assert isinstance(trying, m.Trying)
+    port._trying(SimpleNamespace(number=2), trying)  # type: ignore[arg-type]
+    (notice,) = notices
+    assert notice.event == "numerics-trial"
+    assert notice.text == "worker 2: trying this machine's kernels"
+    assert (notice.facts["worker"], notice.facts["kept"]) == (2, "/home/a/.cache")
+
+
 def beating(number: int, read: int) -> SimpleNamespace:
     """A worker whose last sign of life, as it comes over the wire, counts ``read`` bytes."""
     beat = m.WorkerBeat(1, (), 2, 3, 4, 5, number, Streaming(read, 0.5, 7, 6))
@@ -53,7 +66,7 @@ def beating(number: int, read: int) -> SimpleNamespace:
 
 
 def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:
-    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 4)))
+    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 5)))
     router._count_past(beating(1, 100))  # type: ignore[arg-type]
     router._count_past(beating(2, 200))  # type: ignore[arg-type]
     router.peers[3] = beating(3, 4000)  # type: ignore[assignment]

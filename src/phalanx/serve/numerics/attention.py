@@ -26,6 +26,7 @@ from phalanx.serve.engine.pages.memory import BLOCK, Piece
 from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
 from phalanx.serve.numerics.facts import Facts, recalled
 from phalanx.serve.numerics.head_products import heads_of
+from phalanx.serve.numerics.trials import begin_part
 
 _LONGEST = 4096
 """Tokens of the longest sequence that is tried; kernels have long settled on their largest tiles then."""
@@ -35,6 +36,16 @@ _PIECES = ((0, 2), (0, 33), (1, 8), (64, 97), (130, 255), (500, 530))
 
 def dependent_attention(model: Transformer, sequence: int) -> Iterator[str]:
     """Each kind of layer, described, whose queries depend on how they are computed."""
+    for case, layer in kinds_of_attention(model, sequence).items():
+        begin_part(f"attention of layer {layer}")
+        place = _first_difference(case, torch.get_num_threads())
+        if place:
+            yield f"attention of layer {layer} in {case.dtype} over sequences of {case.length} ({place})"
+
+
+def kinds_of_attention(model: Transformer, sequence: int) -> dict[_Case, str]:
+    """Each kind of layer that ``dependent_attention`` tries, and the name of the first layer of it."""
+    kinds: dict[_Case, str] = {}
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "the model's layers"
         attention, core = block.attention, block.attention.core
@@ -53,9 +64,8 @@ def dependent_attention(model: Transformer, sequence: int) -> Iterator[str]:
             dtype,
             length,
         )
-        place = _first_difference(case, torch.get_num_threads())
-        if place:
-            yield f"attention of layer {layer} in {dtype} over sequences of {length} ({place})"
+        kinds.setdefault(case, layer)
+    return kinds
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.numerics.attention import dependent_attention
+from phalanx.serve.numerics.attention import dependent_attention, kinds_of_attention
 from phalanx.serve.numerics.facts import Facts
 from phalanx.serve.numerics.head_products import (
     HeadShape,
@@ -29,7 +29,8 @@ from phalanx.serve.numerics.products import (
     use_products,
     whole_shapes,
 )
-from phalanx.serve.numerics.widths import width_facts
+from phalanx.serve.numerics.trials import begin_part, expect_parts
+from phalanx.serve.numerics.widths import operations, width_facts
 
 _INSTEAD = "so numerics cannot be exact: serve with --numerics fast, or with --dtype float32"
 
@@ -57,26 +58,32 @@ def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: i
     """
     found: dict[Shape, Facts] = {}
     dtype = next(model.parameters()).dtype
-    shapes = list(shapes_of(model))
-    if model.norm is not None:
-        shapes.append(("the output projection", shape_of(model.projection())))
-    for name, shape in shapes:
-        if shape in found:
-            continue
+    shapes = _shapes(model)
+    wholes = whole_shapes(spec, dtype) if shares > 1 else []
+    absorbed = {shape: name for name, _, shape in absorbing(model)}
+    expect_parts(
+        len(shapes)
+        + len(wholes)
+        + len(absorbed)
+        + len(list(operations(spec, dtype, shares)))
+        + len(kinds_of_attention(model, sequence))
+    )
+    for shape, name in shapes.items():
+        begin_part(f"{name}: {shape}")
         facts = product_facts(shape)
         if facts is None:
             raise EngineError(
                 f"{name}: on this machine, rows of a {shape} depend on how many there are, {_INSTEAD}"
             )
         found[shape] = facts
-    wholes = whole_shapes(spec, dtype) if shares > 1 else []
     for name, shape in wholes:
+        begin_part(f"{name}: {shape}, divided among {shares} processes")
         if not keeps_divided(shape, shares):
             raise EngineError(
                 f"{name}: on this machine, a {shape} has other bits when its outputs are divided among {shares} processes, so numerics cannot be "
                 "exact: serve with fewer processes in --tensor, with --pipeline, or with --numerics fast"
             )
-    heads = dict(_head_facts(model, shares))
+    heads = dict(_head_facts(absorbed, shares))
     rows = Facts(1, 1)
     for name, facts in width_facts(spec, dtype, shares):
         if facts is None:
@@ -91,9 +98,20 @@ def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: i
     return exact
 
 
-def _head_facts(model: Transformer, shares: int) -> Iterator[tuple[HeadShape, Facts]]:
-    """What the products of absorbed layers rely on; of ``shares`` that each layer is divided into, ``model`` is one. Raises EngineError."""
-    for shape, name in {shape: name for name, _, shape in absorbing(model)}.items():
+def _shapes(model: Transformer) -> dict[Shape, str]:
+    """The products of ``model``, each with the name of the first matrix that has it."""
+    shapes: dict[Shape, str] = {}
+    for name, shape in shapes_of(model):
+        shapes.setdefault(shape, name)
+    if model.norm is not None:
+        shapes.setdefault(shape_of(model.projection()), "the output projection")
+    return shapes
+
+
+def _head_facts(absorbed: Mapping[HeadShape, str], shares: int) -> Iterator[tuple[HeadShape, Facts]]:
+    """What the products of ``absorbed`` layers, by names, rely on; of ``shares`` that each layer is divided into, they are of one. Raises EngineError."""
+    for shape, name in absorbed.items():
+        begin_part(f"{name}: {shape}")
         facts = head_facts(shape)
         if facts is None:
             raise EngineError(

@@ -22,6 +22,7 @@ from phalanx.hardware.kernels.rows.product import row_kernel
 from phalanx.hardware.local.device import device_name, on_gpu
 from phalanx.hardware.portable.operations import begun
 from phalanx.run.directory.durable import write_atomically
+from phalanx.serve.numerics.trials import tell_search
 
 _VERSION = 3
 """The version of the probes: others have tried other things."""
@@ -115,10 +116,12 @@ def recalled(name: str, search: Callable[[], Facts | None], holds: Callable[[Fac
         path = facts_path()
     except RuntimeError as error:
         _log.debug("what is found of this machine's kernels is not kept: %s", error)
+        tell_search(None)
         return search()
     kept = _read(path)
     if name in kept and holds(kept[name]):
         return kept[name]
+    tell_search(path.parent)
     found = search()
     if found is not None:
         # Read again: other processes find facts meanwhile. One that is lost is found again.

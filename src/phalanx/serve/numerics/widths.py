@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,25 +21,39 @@ from phalanx.run.kinds.mixture import dense_width
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.numerics.facts import Facts, recalled
 from phalanx.serve.numerics.products import fewest_rows
+from phalanx.serve.numerics.trials import begin_part
 
 _MANY = 576
 _WIDE = 1 << 14
 """Elements of a row from which on fewer rows are tried: a vocabulary's softmax goes through each row by itself."""
 
 
+Find = Callable[[], Facts | None]
+
+
 def width_facts(spec: ModelSpec, dtype: torch.dtype, shares: int = 1) -> Iterator[tuple[str, Facts | None]]:
     """Each operation of a resolved model that is no product, and how few rows it may have; ``None`` if no number keeps the bits. Activations of dense
     layers are tried in the width of one of ``shares``, too."""
-    yield f"the norm of width {spec.dim}", _norm(spec.dim, spec.norm_eps, spec.norm_offset, dtype)
+    for name, find in operations(spec, dtype, shares):
+        begin_part(name)
+        yield name, find()
+
+
+def operations(spec: ModelSpec, dtype: torch.dtype, shares: int = 1) -> Iterator[tuple[str, Find]]:
+    """What ``width_facts`` tries, by name."""
+    yield f"the norm of width {spec.dim}", partial(_norm, spec.dim, spec.norm_eps, spec.norm_offset, dtype)
     inner = {dense_width(spec), *((spec.moe.ffn_dim, spec.moe.shared * spec.moe.ffn_dim) if spec.moe else ())}
     dense = {dense_width(spec), spec.moe.shared * spec.moe.ffn_dim if spec.moe else 0}
     for width in sorted((inner | {width // shares for width in dense}) - {0}):
-        yield f"the activation of width {width}", _activation(spec, width, dtype)
-    yield f"the softmax over {spec.vocab_size} tokens", _softmax(spec.vocab_size, spec.logit_cap, dtype)
+        yield f"the activation of width {width}", partial(_activation, spec, width, dtype)
+    yield (
+        f"the softmax over {spec.vocab_size} tokens",
+        partial(_softmax, spec.vocab_size, spec.logit_cap, dtype),
+    )
     if spec.moe is not None:
-        yield f"the router of {spec.moe.experts} experts", _router(spec.dim, spec.moe)
+        yield f"the router of {spec.moe.experts} experts", partial(_router, spec.dim, spec.moe)
         if spec.moe.shared_gate:
-            yield "the gate of the shared experts", _shared_gate(spec.dim, dtype)
+            yield "the gate of the shared experts", partial(_shared_gate, spec.dim, dtype)
 
 
 def _tried(name: str, operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> Facts | None:

@@ -16,7 +16,7 @@ from phalanx.serve.gateway.worker import Streaming
 from phalanx.traffic import events as e
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
 
-PURPOSE = "phalanx serving worker, version 1"
+PURPOSE = "phalanx serving worker, version 2"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Name = Annotated[bytes, Meta(max_length=64)]
@@ -38,6 +38,13 @@ class Opening(_Message, frozen=True):
 
     number: int
     pid: Count
+
+
+class Trying(_Message, frozen=True):
+    """The worker tries its machine's kernels before it serves, which takes a while: once, where what is found can be kept."""
+
+    text: Annotated[str, Meta(max_length=8192)]
+    kept: Annotated[str, Meta(max_length=8192)]
 
 
 class Unable(_Message, frozen=True):
@@ -154,7 +161,7 @@ class Go(_Message, frozen=True):
     why: str = ""
 
 
-ToRouter = Opening | Unable | Ready | Speech | WorkerBeat | Leaving
+ToRouter = Opening | Trying | Unable | Ready | Speech | WorkerBeat | Leaving
 ToWorker = RunJob | StopJob | ForgetPages | Go
 
 _encoder = msgspec.msgpack.Encoder()

@@ -45,6 +45,7 @@ class Watcher:
     """Who hears of workers' lives: the supervisor of their processes, and whoever waits for the service to begin."""
 
     opening: Callable[[Peer], None]
+    trying: Callable[[Peer, m.Trying], None]
     ready: Callable[[Peer], None]
     unable: Callable[[Peer, str], None]
     left: Callable[[Peer, str], None]
@@ -157,6 +158,8 @@ class Router:
                         self._joined += 1
                         peer.number = self._joined
                     self.watcher.opening(peer)
+                case m.Trying() as trying:
+                    self.watcher.trying(peer, trying)
                 case m.Ready() as ready:
                     self._admit(peer, ready)
                 case m.Unable(why):

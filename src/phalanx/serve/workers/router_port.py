@@ -21,6 +21,7 @@ from msgspec import structs
 
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.worker import Identity, Streaming, WorkerFacts, WorkerLoad
+from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.processes import Happened, Processes
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
@@ -201,7 +202,7 @@ class RouterPort:
 
     async def _begin(self) -> None:
         service, token = self._service, secrets.token_hex(32)
-        watcher = Watcher(lambda _: None, self._ready, self._unable, self._left)
+        watcher = Watcher(lambda _: None, self._trying, self._ready, self._unable, self._left)
         self._router = Router(token, service.settings, watcher)
         self._server = await self._router.listen("127.0.0.1")
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -238,6 +239,10 @@ class RouterPort:
             # Those that divide the model hold more, and a text may go on with any of them.
             context = min(other.ready.context for other in self._router.peers.values() if other.ready)
             self._begun.set_result(Identity(identity.weights, identity.numerics, context))
+
+    def _trying(self, peer: Peer, trying: m.Trying) -> None:
+        text = f"worker {peer.number}: {trying.text}"
+        self._notice("numerics-trial", text, worker=peer.number, kept=trying.kept)
 
     def _unable(self, peer: Peer, why: str) -> None:
         if not self._begun.done():

@@ -99,12 +99,14 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.gateway.served.of_run import open_engine
     from phalanx.serve.gateway.served.opened import device_of
+    from phalanx.serve.numerics.trials import first_told, trials_told
     from phalanx.serve.workers.page_server import PageServer
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
     from phalanx.traffic.events import Identity
 
     device = device_of(task.served, task.number)
-    opened = open_engine(msgspec.structs.replace(task.served, device=str(device)))
+    with trials_told(first_told(lambda trial: link.send(m.encode(m.Trying(str(trial), trial.kept))))):
+        opened = open_engine(msgspec.structs.replace(task.served, device=str(device)))
     engine = opened.engine
     if not isinstance(engine, Engine):
         raise EngineError(

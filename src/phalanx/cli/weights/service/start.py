@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ from msgspec import structs
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.weights.service.trial_lines import TrialLines
 from phalanx.cli.weights.service.worker_roles import Degrees
 from phalanx.run.directory.paths import is_published
 from phalanx.serve.gateway.served.served_run import ServedRun
@@ -49,6 +52,18 @@ class Said:
     def text(self, text: str) -> None:
         """For people, whatever the form."""
         click.echo(text, err=True)
+
+    @contextmanager
+    def trials(self) -> Iterator[None]:
+        """Tells which of this machine's kernels are tried within the block."""
+        from phalanx.serve.numerics.trials import trials_told
+
+        if self._as_json:
+            with trials_told(lambda trial: self._line({"event": "numerics-trial", **asdict(trial)})):
+                yield
+            return
+        with TrialLines() as lines, trials_told(lines):
+            yield
 
     @staticmethod
     def _line(content: dict[str, object]) -> None:
@@ -95,7 +110,8 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
 
     with explained(CheckpointError, EngineError, OSError):
         host, port = address(at, "--join")
-        why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
+        with Said(as_json=False).trials():
+            why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
         if why:
             raise EngineError(why)
     click.echo(f"the server at {at} has ended", err=True)
@@ -142,7 +158,8 @@ def _start(asked: Start, said: Said) -> None:
     ):
         keys = None if asked.key_file is None else read_keys(asked.key_file)
         sock = listen(asked.host, asked.port)
-        model, worker = _opened(asked, said)
+        with said.trials():
+            model, worker = _opened(asked, said)
         if model.note:
             said.text(model.note)
         gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))

@@ -1,0 +1,43 @@
+"""What is tried of a machine's kernels, on standard error: a line that says why it takes so long, and on a terminal another one that says how far it is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from phalanx.serve.numerics.trials import Trial
+
+
+class TrialLines:
+    """Shows each trial that it is called with; as a context, ends the line that is being written."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._begun = False
+        self._width = 0
+
+    def __call__(self, trial: Trial) -> None:
+        if not self._begun:
+            click.echo(str(trial), err=True)
+        self._begun = True
+        if not self._terminal:
+            return
+        # A line that is broken by the terminal is not written over by the next.
+        line = f"{trial.number} of {trial.of}: {trial.part}"[: shutil.get_terminal_size().columns - 1]
+        click.echo("\r" + line.ljust(self._width), err=True, nl=False)
+        self._width = len(line)
+
+    def __enter__(self) -> TrialLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._width:
+            click.echo(err=True)
+        self._width = 0
