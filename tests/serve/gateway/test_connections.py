@@ -19,8 +19,9 @@ import pytest
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.gateway.access.admission import Limits
 from phalanx.serve.gateway.app import Gateway
+from phalanx.serve.gateway.listening import listen
 from phalanx.serve.gateway.served.model_text import ModelText
-from phalanx.serve.gateway.server import DrainingServer, listen
+from phalanx.serve.gateway.server import DrainingServer
 from serve.gateway.test_limits import Immediate
 
 MOST = 4

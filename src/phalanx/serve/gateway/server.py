@@ -16,34 +16,10 @@ import uvicorn
 from phalanx.observe.serving import Serving, ServingNote
 from phalanx.serve.gateway.app import Gateway, application, too_many
 from phalanx.serve.gateway.connections import Connection, Crowd, CrowdConfig, descriptors
+from phalanx.serve.gateway.listening import WAITING
 
-_WAITING = 1024
-"""Connections that the kernel keeps for a server that has not accepted them yet."""
 _AT_ONCE = 16
 """Connections that asyncio accepts before it calls a protocol, which may end another one: beyond the limit so many and a few times as many are open."""
-
-
-class ServerError(RuntimeError):
-    """The server cannot start; the message says what to do."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ServerError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ServerError(f"--host {host}: {error.strerror}; give an address of this machine") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(_WAITING)
-    except OSError as error:
-        sock.close()
-        raise ServerError(
-            f"cannot listen at {host}, port {port}: {error.strerror}; give another --port, or 0 for any"
-        ) from error
-    return sock
 
 
 class DrainingServer(uvicorn.Server):
@@ -73,7 +49,7 @@ class DrainingServer(uvicorn.Server):
         """Starts to take connections; asyncio gives the kernel the number that it accepts at once, which are too few to keep."""
         await super().startup(sockets)
         for sock in sockets or ():
-            sock.listen(_WAITING)
+            sock.listen(WAITING)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """The first signal drains, the second ends."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,20 +129,25 @@ def start(asked: Start, said: Said) -> None:
     path = asked.served.path
     if not path.exists():
         demand_folder(path)
-    if not is_published(path):
-        _start(asked, said)
-        return
-    from phalanx.checkpoint.format.errors import CheckpointError
-    from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
+    from phalanx.serve.gateway.listening import ServerError, listen
 
-    with explained(CheckpointError), stand_in(path) as found:
-        for note in found.notes:
-            said.text(f"note: {note}")
-        _start(replace(asked, served=structs.replace(asked.served, run_dir=str(found.path))), said)
+    with explained(ServerError):
+        sock = listen(asked.host, asked.port)  # before PyTorch is imported: a port that is taken is told at once
+    with closing(sock):
+        if not is_published(path):
+            _start(asked, said, sock)
+            return
+        from phalanx.checkpoint.format.errors import CheckpointError
+        from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
+
+        with explained(CheckpointError), stand_in(path) as found:
+            for note in found.notes:
+                said.text(f"note: {note}")
+            _start(replace(asked, served=structs.replace(asked.served, run_dir=str(found.path))), said, sock)
 
 
-def _start(asked: Start, said: Said) -> None:
-    """Serves a run's directory, or a pack."""
+def _start(asked: Start, said: Said, sock: socket.socket) -> None:
+    """Serves a run's directory, or a pack, at ``sock``."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.observe.serving import ServingNote
@@ -150,14 +156,11 @@ def _start(asked: Start, said: Said) -> None:
     from phalanx.serve.gateway.access.admission import Limits
     from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
     from phalanx.serve.gateway.app import Gateway
-    from phalanx.serve.gateway.server import ServerError, listen, serve, serving_of
+    from phalanx.serve.gateway.server import serve, serving_of
 
     directory = RunDirectory(asked.served.path)
-    with explained(
-        CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, ServerError
-    ):
+    with explained(CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError):
         keys = None if asked.key_file is None else read_keys(asked.key_file)
-        sock = listen(asked.host, asked.port)
         with said.trials():
             model, worker = _opened(asked, said)
         if model.note:
