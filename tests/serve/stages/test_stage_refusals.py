@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.of_run import open_engine
+from phalanx.serve.numerics.facts import machine
+from phalanx.serve.stages import far_part
 from phalanx.serve.stages.door import read_token
 from phalanx.serve.stages.shares import require_shares
+from phalanx.serve.stages.stage_main import StageTask, join
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, staged, token_file
 
@@ -27,6 +31,37 @@ def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> No
     short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)))
     with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers: give every stage the same run"):
         staged(run, 2, short)
+
+
+def test_a_stage_that_rounds_otherwise_is_refused_alone_and_another_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    own = machine()
+    machines = iter([own | {"threads": "64", "torch": "2.0"}, own])
+    monkeypatch.setattr(far_part, "machine", lambda: next(machines))
+    whys: list[str] = []
+
+    def tell(text: str) -> None:
+        task = StageTask("127.0.0.1", int(text.split(":")[1].split()[0]), TOKEN, -1)
+
+        def come() -> None:
+            whys.append(join(task, run))
+            join(task, run)
+
+        threading.Thread(target=come, daemon=True).start()
+
+    at = {"stages_at": "127.0.0.1:0", "token_file": str(token_file(tmp_path))}
+    opened = open_engine(served(run, stages=2, **at), tell)
+    assert "2 stages" in opened.note
+    differs = (
+        f"torch 2.0 in the stage and {own['torch']} in the server, threads 64 in the stage and {own['threads']} in the server; use machines of one "
+        "kind, with the same libraries and number of threads"
+    )
+    assert whys == [f"the server at the other end rounds otherwise, and waits for another stage: {differs}"]
+    (warned,) = (one.getMessage() for one in caplog.records if "rounds otherwise" in one.getMessage())
+    assert warned.endswith(f"rounds otherwise, and another one is waited for: {differs}")
+    assert warned.startswith("the stage at 127.0.0.1:")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def machine(threads: int = 0) -> dict[str, str]:
         "kernels": "portable" if begun() else "native",
         "processor": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
         "environment": " ".join(
             f"{name}={value}"

@@ -42,8 +42,9 @@ class Door:
     token: str
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def admit(self, count: int) -> list[StageLink]:
-        """The connections of ``count`` stages, those started here in their order. Raises EngineError where they do not come."""
+    def admit(self, count: int, machine: Mapping[str, str]) -> list[StageLink]:
+        """The connections of ``count`` stages, those started here in their order. Of those that join by themselves, one whose machine differs from
+        this one in what ``machine`` has is refused by itself, before it reads anything. Raises EngineError where they do not come."""
         end = time.monotonic() + BEGIN_S
         came: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
         found: list[tuple[int, StageLink]] = []
@@ -63,7 +64,9 @@ class Door:
                     continue
                 # Each by itself: whoever says nothing keeps no stage waiting.
                 peer = f"{address[0]}:{address[1]}"
-                proving.append(Thread(target=self._prove, args=(connection, peer, came), daemon=True))
+                proving.append(
+                    Thread(target=self._prove, args=(connection, peer, machine, came), daemon=True)
+                )
                 proving[-1].start()
             while len(found) < count and not came.empty():
                 found.append(came.get())
@@ -73,10 +76,25 @@ class Door:
         self.listener.close()
         return [link for _, link in sorted(found, key=lambda pair: pair[0])]
 
-    def _prove(self, connection: socket.socket, peer: str, came: SimpleQueue[tuple[int, StageLink]]) -> None:
+    def _prove(
+        self,
+        connection: socket.socket,
+        peer: str,
+        machine: Mapping[str, str],
+        came: SimpleQueue[tuple[int, StageLink]],
+    ) -> None:
         try:
             link = StageLink(connection, self.token, "server", peer)
             here = m.from_stage.decode(link.hear())
+            if isinstance(here, m.Here) and here.number < 0 and (why := _unlike(here.machine, machine)):
+                link.say(
+                    m.Refused(
+                        f"the server at the other end rounds otherwise, and waits for another stage: {why}"
+                    )
+                )
+                _log.warning("the stage at %s rounds otherwise, and another one is waited for: %s", peer, why)
+                link.close()
+                return
         except (CheckpointError, OSError, msgspec.MsgspecError) as error:
             _log.warning("whoever connected from %s is no stage of this server: %s", peer, error)
             connection.close()
@@ -89,6 +107,17 @@ class Door:
         for process in self.processes:
             process.kill()
             process.wait()
+
+
+def _unlike(stage: Mapping[str, str], server: Mapping[str, str]) -> str:
+    """In what a stage's machine differs from the server's, with what to do; empty if in nothing."""
+    found = [
+        f"{name} {stage.get(name) or 'none'} in the stage and {value or 'none'} in the server"
+        for name, value in server.items()
+        if stage.get(name) != value
+    ]
+    remedy = "use machines of one kind, with the same libraries and number of threads"
+    return f"{', '.join(found)[:3000]}; {remedy}" if found else ""
 
 
 def start_stages(count: int, environment: Mapping[str, str]) -> Door:

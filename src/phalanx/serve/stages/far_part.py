@@ -24,6 +24,7 @@ from phalanx.serve.engine.part import ModelPart, Passed
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.numerics.exact import exact_numerics
+from phalanx.serve.numerics.facts import machine
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.far_shares import NearShare
@@ -113,7 +114,7 @@ class FarPart:
             case m.WritePage(errands, place):
                 self._run(errands)
                 self._memory.write(place, bytes(body))
-            case m.Open() | m.Whole():
+            case m.Open() | m.Refused() | m.Whole():
                 raise EngineError(f"nobody has asked for {type(message).__name__}")
 
     def _answer(self, link: StageLink, found: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
@@ -175,8 +176,10 @@ class FarPart:
 def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
     """Serves as one stage until the service ends; why it could not, empty if it could. ``run_dir`` is where the run is here, by default where it is
     there. Raises WireError where the connection breaks before the layers are open."""
-    link.say(m.Here(number, pid))
+    link.say(m.Here(number, pid, machine()))
     opened = m.to_stage.decode(link.hear())
+    if isinstance(opened, m.Refused):
+        return opened.why
     if not isinstance(opened, m.Open):
         return "the other side is no server of stages"
     alive = link.keep_alive(opened.served.silence_s)

@@ -1,7 +1,7 @@
 """What the process with the first layers of a model and those with the others say to each other: msgpack of tagged structs, sealed.
 
-A stage connects, proves that it knows the service's token, and says that it is ``Here``; it is told what to ``Open``, and says that it is ``Ready``
-or ``Unable``. From then on it answers, one after another. Keys and values are spoken of by numbers: a *piece* is a running text's, a *place* a page's.
+A stage connects, proves that it knows the service's token, and says that it is ``Here``; it is ``Refused``, or told what to ``Open``, and says that it is
+``Ready`` or ``Unable``. From then on it answers, one after another. Keys and values are spoken of by numbers: a *piece* is a running text's, a *place* a page's.
 States and pages follow their message as raw numbers (``phalanx.serve.stages.link``).
 """
 
@@ -16,10 +16,11 @@ from phalanx.serve.engine.part import FarSpan
 from phalanx.serve.engine.readings import Ask, Reading
 from phalanx.serve.gateway.served.served_run import ServedRun
 
-PURPOSE = "phalanx serving stage, version 2"
+PURPOSE = "phalanx serving stage, version 3"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Text = Annotated[str, Meta(max_length=8192)]
+Fact = Annotated[str, Meta(max_length=4096)]
 
 
 class _Message(Struct, frozen=True, tag=True):
@@ -39,6 +40,8 @@ class Here(_Message, frozen=True):
 
     number: int
     pid: Count
+    machine: dict[Fact, Fact]
+    """What decides how the process rounds (``phalanx.serve.numerics.facts.machine``)."""
 
 
 class Ready(_Message, frozen=True):
@@ -101,6 +104,12 @@ class Open(_Message, frozen=True):
     """Layers from ``begin`` up to ``end``."""
     shares: Count = 1
     """Where there are several, the process has share ``stage`` of each of the layers."""
+
+
+class Refused(_Message, frozen=True):
+    """The process cannot be a stage of this server, and ends."""
+
+    why: Text
 
 
 class Hold(_Message, frozen=True):
@@ -166,7 +175,7 @@ class WritePage(_Message, frozen=True):
 
 
 FromStage = Here | Ready | Alive | Held | Unable | Passed | Piece | Page | Failed
-ToStage = Open | Hold | Compute | Whole | ReadPage | WritePage
+ToStage = Open | Refused | Hold | Compute | Whole | ReadPage | WritePage
 encode = msgspec.msgpack.Encoder().encode
 from_stage: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)
 to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)

@@ -22,12 +22,13 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_re
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules.portable import numerics_environment
-from phalanx.run.spec import ModelSpec, RunSpec
+from phalanx.run.spec import ModelSpec, RunSpec, RuntimeSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.gateway.served.opened import OpenedEngine, context_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.worker import Identity
+from phalanx.serve.numerics.facts import machine
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.door import Door, await_stages, opened_stages, start_stages
 from phalanx.serve.stages.far_shares import FarShare, FarShares
@@ -131,7 +132,7 @@ _Restored = tuple[Transformer, ModelSpec, dict[str, TensorDigest]]
 
 
 def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, run: RunSpec) -> OpenedEngine:
-    links: list[StageLink] = door.admit(parts.count - 1)
+    links: list[StageLink] = door.admit(parts.count - 1, _must_agree(run.runtime))
     dtype = getattr(torch, served.dtype)
     for link, opening in zip(links, parts.opens(served, step), strict=True):
         link.say(opening)  # all read at the same time
@@ -174,6 +175,15 @@ def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, 
         note=parts.note(far),
         trouble=layers.trouble,
     )
+
+
+def _must_agree(runtime: RuntimeSpec) -> dict[str, str]:
+    """What of this machine any other one must have too, and is known before the run is read: portable numerics choose kernels, and set the environment,
+    only then."""
+    facts = machine()
+    if runtime.numerics == "portable":
+        return {name: facts[name] for name in ("processor", "torch", "threads")}
+    return {name: value for name, value in facts.items() if name != "kernels"}
 
 
 def _require_dividable(served: ServedRun) -> None:
