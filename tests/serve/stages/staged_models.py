@@ -38,10 +38,17 @@ def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
     return file
 
 
-def staged(run: Path, count: int, other_run: Path | None = None, **options: object) -> OpenedEngine:
-    """The engine of stages that join over the loopback, as from other machines; they end with its connections."""
+def staged(
+    run: Path, count: int, other_run: Path | None = None, said: list[str] | None = None, **options: object
+) -> OpenedEngine:
+    """The engine of stages that join over the loopback, as from other machines, whenever it waits for them; they end with its connections. What else it
+    tells is ``said``."""
 
     def tell(text: str) -> None:
+        if not text.startswith("waiting"):
+            assert said is not None, text
+            said.append(text)
+            return
         port = int(text.split(":")[1].split()[0])
         task = StageTask("127.0.0.1", port, TOKEN, -1)
         for _ in range(count - 1):

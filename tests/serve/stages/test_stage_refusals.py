@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.weights.serve_command import command as serve_command
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.gateway.served import of_processes
 from phalanx.serve.gateway.served.of_run import open_engine
 from phalanx.serve.numerics.facts import machine
 from phalanx.serve.stages import far_part
 from phalanx.serve.stages.door import read_token
+from phalanx.serve.stages.part_weights import restored_part
 from phalanx.serve.stages.shares import require_shares
 from phalanx.serve.stages.stage_main import StageTask, join
 from serve.packed_runs import DENSE, make_run
@@ -31,6 +34,48 @@ def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> No
     short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)))
     with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers: give every stage the same run"):
         staged(run, 2, short)
+
+
+def damaged_run(tmp_path: Path) -> Path:
+    """A run whose newest step, 3, has a byte that is not the one that was written."""
+    run = make_run(tmp_path / "run", KINDS["dense"], (1, 3))
+    file = run / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 1, "tensor": 2}], ids=["layers", "shares"])
+def test_a_newest_step_that_is_damaged_is_passed_over_aloud_unless_it_was_asked_for(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    run = damaged_run(tmp_path)
+    with pytest.raises((CheckpointError, EngineError), match="rank-00000"):
+        staged(run, 2, step=3, **options)
+    said: list[str] = []
+    assert staged(run, 2, said=said, **options).step == 1
+    (passed,) = said
+    assert passed.startswith("step 3 cannot be read and is passed over: ")
+    assert "rank-00000.safetensors" in passed
+
+
+def test_a_newest_step_that_only_another_process_finds_damaged_is_passed_over_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said = damaged_run(tmp_path), list[str]()
+    whole = make_run(tmp_path / "whole", KINDS["dense"], (1, 3))
+    monkeypatch.setattr(of_processes, "restored_part", lambda _, *given: restored_part(whole, *given))
+    assert staged(run, 2, said=said).step == 1
+    (passed,) = said
+    assert passed.startswith("step 3 cannot be read and is passed over: stage 1 ")
+
+
+def test_trouble_that_is_not_of_the_newest_steps_bytes_passes_over_no_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", KINDS["dense"], (1, 3))
+    short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)), (1, 3))
+    with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers"):
+        staged(run, 2, short, said=[])
 
 
 def test_a_stage_that_rounds_otherwise_is_refused_alone_and_another_one_takes_its_place(

@@ -34,6 +34,10 @@ _SHORTEST_TOKEN = 16
 _log = logging.getLogger(__name__)
 
 
+class PartNotOpenedError(EngineError):
+    """A stage could not open its part of the model; the message says which and why."""
+
+
 @dataclass
 class Door:
     """Where stages connect, and the processes among them that were started here."""
@@ -187,17 +191,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def opened_stages(links: Sequence[StageLink]) -> list[m.Ready]:
-    """What each process says once its part is open. Raises EngineError with the reason of the first that cannot."""
+    """What each process says once its part is open. Raises PartNotOpenedError with the reason of the first that cannot."""
     ready = []
     for number, link in enumerate(links, 1):
         try:
             said = m.from_stage.decode(link.hear(math.inf))  # weights may be long in coming
         except (CheckpointError, OSError, msgspec.MsgspecError) as error:
-            raise EngineError(
+            raise PartNotOpenedError(
                 f"stage {number} ({link.peer}) ended while it opened its layers: {error}"
             ) from error
         if isinstance(said, m.Unable):
-            raise EngineError(f"stage {number} ({link.peer}): {said.why}")
+            raise PartNotOpenedError(f"stage {number} ({link.peer}): {said.why}")
         if not isinstance(said, m.Ready):
             raise EngineError(f"stage {number} ({link.peer}) says what nobody understands")
         ready.append(said)

@@ -8,17 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from msgspec.structs import replace
 
-from phalanx.checkpoint.committed.restore import candidates
-from phalanx.checkpoint.committed.verify import verify
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder
 from phalanx.checkpoint.pack.reader import is_pack
-from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import RunSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
-from phalanx.serve.gateway.served.of_processes import newest_step, require_divisible
+from phalanx.serve.gateway.served.of_processes import newest_step, older_than_damaged, require_divisible
 from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
 from phalanx.serve.gateway.served.opened import device_of
 from phalanx.serve.gateway.served.served_run import ServedRun
@@ -89,16 +85,10 @@ def devices_of(
 
 
 def _older_than_damaged(served: ServedRun) -> int | None:
-    """The newest step before that of ``served`` if that one is damaged, which reading all of it tells; ``None`` if there is none, or another reason for trouble."""
-    run = RunDirectory(served.path)
-    if served.step is None or is_pack(served.path) or published_folder(run) is not None:
+    """``older_than_damaged`` of the step of ``served``; of a pack there is none."""
+    if served.step is None or is_pack(served.path):
         return None
-    root = run.checkpoints
-    steps = candidates(DiskTier(root))
-    # One that was deleted meanwhile cannot be read either.
-    if served.step in steps and not verify(root, served.step):
-        return None
-    return next((step for step in steps if step < served.step), None)
+    return older_than_damaged(served.path, served.step)
 
 
 def _of_one_kind(served: ServedRun, divisions: Mapping[Role, Division]) -> ServedRun:

@@ -15,8 +15,11 @@ import torch
 
 from phalanx.checkpoint.committed.digest import TensorDigest, combine
 from phalanx.checkpoint.committed.restore import candidates
+from phalanx.checkpoint.committed.verify import verify
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
 from phalanx.checkpoint.pack.reader import is_pack
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
@@ -30,7 +33,7 @@ from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.gateway.worker import Identity
 from phalanx.serve.numerics.facts import machine
 from phalanx.serve.stages import messages as m
-from phalanx.serve.stages.door import Door, await_stages, opened_stages, start_stages
+from phalanx.serve.stages.door import Door, PartNotOpenedError, await_stages, opened_stages, start_stages
 from phalanx.serve.stages.far_shares import FarShare, FarShares
 from phalanx.serve.stages.far_stages import FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
@@ -39,10 +42,25 @@ from phalanx.serve.stages.shares import Share, require_shares
 
 
 def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
-    """The engine of a run whose layers, or each of them, are divided over several processes. Raises EngineError, and as ``restored_part`` does."""
+    """The engine of a run whose layers, or each of them, are divided over several processes. Without a step, a newest one that is damaged is passed over,
+    as ``tell`` hears. Raises EngineError, and as ``restored_part`` does."""
     run = read_resolved(RunDirectory(served.path))
     parts = _divided(served, run.model)
     step = newest_step(served.path) if served.step is None else served.step
+    while True:
+        try:
+            return _opened_at(step, served, parts, run, tell)
+        except (CheckpointError, PartNotOpenedError) as error:
+            older = older_than_damaged(served.path, step) if served.step is None else None
+            if older is None:
+                raise
+            tell(f"step {step} cannot be read and is passed over: {error}")
+            step = older
+
+
+def _opened_at(
+    step: int, served: ServedRun, parts: _Stages | _Shares, run: RunSpec, tell: Callable[[str], None]
+) -> OpenedEngine:
     door: Door
     if served.stages_at:
         door = await_stages(served.stages_at, Path(served.token_file), parts.count - 1, tell)
@@ -133,6 +151,17 @@ _Restored = tuple[Transformer, ModelSpec, dict[str, TensorDigest]]
 
 def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, run: RunSpec) -> OpenedEngine:
     links: list[StageLink] = door.admit(parts.count - 1, _must_agree(run.runtime))
+    try:
+        return _over(links, served, parts, step, run)
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+
+
+def _over(
+    links: list[StageLink], served: ServedRun, parts: _Stages | _Shares, step: int, run: RunSpec
+) -> OpenedEngine:
     dtype = getattr(torch, served.dtype)
     for link, opening in zip(links, parts.opens(served, step), strict=True):
         link.say(opening)  # all read at the same time
@@ -205,3 +234,15 @@ def newest_step(run_dir: Path) -> int:
     if not steps:
         raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
     return steps[0]
+
+
+def older_than_damaged(run_dir: Path, step: int) -> int | None:
+    """The newest step before ``step`` if that one is damaged, which reading all of it tells; ``None`` if there is none, or another reason for trouble."""
+    root = RunDirectory(run_dir).checkpoints
+    if not root.is_dir():  # a tier would make it
+        return None
+    steps = candidates(DiskTier(root))
+    # One that was deleted meanwhile cannot be read either.
+    if step in steps and not verify(root, step):
+        return None
+    return next((one for one in steps if one < step), None)
