@@ -135,6 +135,58 @@ def test_a_body_that_is_too_long_is_refused_in_words_however_much_of_it_still_co
         assert ask(one, "/v1/completions", TEXT)[0] == 200
 
 
+MALFORMED = {
+    "no HTTP": (b"\0\xff\r\n\r\n", 400, "illegal request line"),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "Missing mandatory Host: header"),
+    "lengths": (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n", 400, "bad Content-Length"),
+    "a long head": (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 100_000, 431, "Receive buffer too long"),
+    "another coding": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n",
+        501,
+        "Only Transfer-Encoding: chunked is supported",
+    ),
+    "a body": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n",
+        400,
+        "illegal chunk header",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_http_request_is_refused_as_all_others_are(name: str) -> None:
+    sent, status, why = MALFORMED[name]
+    with running() as (server, port):
+        with connected(port, sent) as one:
+            answer = b""
+            while more := one.recv(4096):
+                answer += more
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % status)
+        assert b"\r\ncontent-type: application/json\r\n" in head.lower()
+        error = json.loads(body)["error"]
+        assert error["message"].startswith(f"what was sent is no HTTP request: {why}")
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+        with connected(port) as one:
+            assert ask(one, "/v1/completions", TEXT)[0] == 200
+            assert f'status="{status}"' in ask(one, "/metrics")[1].decode()
+        assert not server.crowd.told
+
+
+def test_what_is_wrong_behind_an_answer_ends_the_connection_and_is_no_defect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with running() as (_, port), connected(port, head) as one:
+        assert one.recv(4096).startswith(b"HTTP/1.1 404 ")
+        one.sendall(b"no length\r\n")
+        while one.recv(4096):
+            pass
+        with connected(port) as other:
+            assert ask(other, "/health")[0] == 200
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_a_connection_without_a_whole_head_ends_after_a_while() -> None:
     with served(head_s=0.3) as port, connected(port) as silent, connected(port, b"GET /hea") as slow:
         for one in (silent, slow):

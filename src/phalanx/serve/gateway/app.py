@@ -318,6 +318,14 @@ def too_many(gateway: Gateway, most: int) -> ASGIApp:
     return app
 
 
+def misread(gateway: Gateway, why: str, status: int) -> bytes:
+    """What is told of what is no HTTP request, as OpenAI writes errors."""
+    gateway.counts.refused(status)
+    return msgspec.json.encode(
+        error_body(RefusedError(f"what was sent is no HTTP request: {why[:500]}", status=status))
+    )
+
+
 def refusal(gateway: Gateway, error: RefusedError) -> Response:
     """An error as OpenAI writes it."""
     gateway.counts.refused(error.status)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -51,6 +54,8 @@ class Crowd:
     """How long a connection may be idle, or take to send the head of a request."""
     reader_s: float = 30.0
     """How long a connection may take nothing of an answer that waits for it."""
+    misread: Callable[[str, int], bytes] | None = None
+    """The JSON that is told, with a status, of what is no HTTP request, and why."""
     full: ASGIApp | None = None
     """What answers those beyond ``most`` whose path is not one that must be answered at any time."""
     there: set[Connection] = field(default_factory=set)
@@ -145,6 +150,34 @@ class Connection(H11Protocol):
         if not self.transport.is_closing():
             self._crowd.rests(self)
         super().on_response_complete()  # which may begin with a request that has come meanwhile
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP request, in the form of the application's errors, and ends the connection.
+
+        uvicorn calls this where h11 has raised the reason (``handle_events``), and would say ``msg`` as plain text: no application hears of such a request.
+        """
+        error = sys.exception()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # a request has its answer, and what is wrong comes behind it, in its body
+            return
+        if self._crowd.misread is None or not isinstance(error, h11.RemoteProtocolError):
+            super().send_400_response(msg)
+            return
+        status = error.error_status_hint
+        body = self._crowd.misread(str(error), status)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        reason = HTTPStatus(status).phrase.encode()
+        for event in (
+            h11.Response(status_code=status, headers=headers, reason=reason),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def give_way(self) -> None:
         """Ends a connection, of which nobody waits for an answer."""

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from phalanx.observe.serving import Serving, ServingNote
-from phalanx.serve.gateway.app import Gateway, application, too_many
+from phalanx.serve.gateway.app import Gateway, application, misread, too_many
 from phalanx.serve.gateway.connections import Connection, Crowd, CrowdConfig, descriptors
 from phalanx.serve.gateway.listening import WAITING
 
@@ -41,7 +42,9 @@ class DrainingServer(uvicorn.Server):
             timeout_graceful_shutdown=1,
         )
         most = gateway.limits.connections or descriptors()
-        config.crowd = self.crowd = Crowd(most, gateway.head_s, gateway.reader_s, too_many(gateway, most))
+        config.crowd = self.crowd = Crowd(
+            most, gateway.head_s, gateway.reader_s, partial(misread, gateway), too_many(gateway, most)
+        )
         super().__init__(config)
         self._gateway, self._drain_s, self._tell = gateway, drain_s, tell
 
