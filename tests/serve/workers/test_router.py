@@ -9,10 +9,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from phalanx.serve.workers.router import Router, RouterSettings, Watcher
 from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.serve.workers.serving_worker import ServingWorker
 from phalanx.traffic import events as e
+from phalanx.traffic import pools
 from phalanx.traffic.events import Identity, Role
 from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Told
 
@@ -144,7 +146,7 @@ def fleet(model: Transformer, *roles: Role, audit_share: float = 0.0) -> Iterato
     def gone(peer: Peer, why: str) -> None:
         left.put((peer.number, why))
 
-    watcher = Watcher(lambda _: None, gone, lambda peer: joined.put(peer.number), gone, gone)
+    watcher = Watcher(lambda _: None, gone, lambda peer: joined.put(peer.number), gone, gone, gone)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -368,7 +370,7 @@ def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
 def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> None:
     async def asked() -> list[Told]:
         told: list[Told] = []
-        nobody = Watcher(lambda _: None, lambda *_: None, lambda _: None, lambda *_: None, lambda *_: None)
+        nobody = Watcher(*([lambda *_: None] * 6))
         router = Router(TOKEN, RouterSettings(64), nobody)
         router.submit(Request("before", (1, 2), 3), told.extend)
         router.fail_all("no worker is left")
@@ -376,3 +378,34 @@ def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> 
         return told
 
     assert asyncio.run(asked()) == [Ended(name, "error", "no worker is left") for name in ("before", "after")]
+
+
+def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[tuple[int, str]] = []
+
+    def worker(life: int, silent_s: float, still_s: float) -> pools.Worker:
+        now_s = time.monotonic()
+        return pools.Worker(
+            1, life, "both", Identity("w", "n", "p"), 4, 1e9, now_s - silent_s, now_s - still_s
+        )
+
+    async def watched() -> None:
+        told: list[Callable[..., None]] = [lambda *_: None] * 6
+        told[4] = lambda peer, why: heard.append((peer.life, why))
+        router = Router(TOKEN, RouterSettings(64, late_s=3.0), Watcher(*told))
+        tick = asyncio.create_task(router._tick())
+        for life, silent_s, still_s in ((1, 4.0, 4.0), (2, 0.0, 12.0), (3, 0.0, 0.0)):
+            router.peers[1] = SimpleNamespace(number=1, life=life)  # type: ignore[assignment]
+            router.traffic.pool.workers[1] = worker(life, silent_s, still_s)
+            for _ in range(20):  # a tick each
+                await asyncio.sleep(0)
+        tick.cancel()
+
+    monkeypatch.setattr("phalanx.serve.workers.router.TICK_S", 0)
+    asyncio.run(watched())
+    assert heard == [
+        (1, "it has given no sign of life for 4 s"),
+        (2, "its engine has made no step for 12 s"),
+    ]

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.serve.gateway.worker import Streaming
 from phalanx.serve.workers import messages as m
+from phalanx.serve.workers.processes import Happened
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
 from phalanx.serve.workers.router_port import Notice, RouterPort
 
@@ -59,6 +60,29 @@ def test_a_worker_that_tries_its_kernels_is_told_with_its_number() -> None:
     assert (notice.facts["worker"], notice.facts["kept"]) == (2, "/home/a/.cache")
 
 
+def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_started() -> None:
+    port = RouterPort.__new__(RouterPort)
+    notices: list[Notice] = []
+    seat = SimpleNamespace(task=SimpleNamespace(number=2, role="decode"))
+    port.__dict__.update(
+        _notices=SimpleNamespace(put=notices.append),
+        _begun=SimpleNamespace(done=lambda: True),
+        _trouble="there is some already",
+    )
+    port._late(SimpleNamespace(number=1), "it has given no sign of life for 4 s")  # type: ignore[arg-type]
+    port._slow(seat, 60.0)  # type: ignore[arg-type]
+    port._happened(Happened(seat, "cannot be started (no memory)", 2.0))  # type: ignore[arg-type]
+    assert [(one.event, one.facts["worker"], one.text) for one in notices] == [
+        (
+            "worker-late",
+            1,
+            "worker 1 is late: it has given no sign of life for 4 s; its texts go on elsewhere, and it is taken back when it goes on",
+        ),
+        ("worker-slow", 2, "worker 2 (decode) does not serve yet, 60 s after its start; it is waited for"),
+        ("worker-ended", 2, "worker 2 (decode) cannot be started (no memory): it is started again in 2 s"),
+    ]
+
+
 def beating(number: int, read: int) -> SimpleNamespace:
     """A worker whose last sign of life, as it comes over the wire, counts ``read`` bytes."""
     beat = m.WorkerBeat(1, (), 2, 3, 4, 5, number, Streaming(read, 0.5, 7, 6))
@@ -66,7 +90,7 @@ def beating(number: int, read: int) -> SimpleNamespace:
 
 
 def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:
-    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 5)))
+    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 6)))
     router._count_past(beating(1, 100))  # type: ignore[arg-type]
     router._count_past(beating(2, 200))  # type: ignore[arg-type]
     router.peers[3] = beating(3, 4000)  # type: ignore[assignment]

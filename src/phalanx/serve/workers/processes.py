@@ -22,6 +22,8 @@ from phalanx.traffic.restarts import RestartRule, Starts, after_end
 
 _COMMAND = (sys.executable, "-m", "phalanx.serve.workers.worker_main")
 _LEAVE_S = 3.0
+_SLOW_S = 60.0
+"""A start that takes longer is told."""
 
 
 @dataclass
@@ -56,10 +58,13 @@ class Processes:
         tasks: Sequence[WorkerTask],
         environment: Mapping[str, str],
         ended: Callable[[Happened], None],
+        slow: Callable[[Seat, float], None],
         rule: RestartRule | None = None,
     ) -> None:
+        """``ended`` hears of each process that ends or cannot be started, ``slow`` of each that does not serve after so many seconds."""
         self.seats = [Seat(task) for task in tasks]
         self._environment, self._ended, self._rule = environment, ended, rule or RestartRule()
+        self._slow = slow
         self._watches: set[asyncio.Task[None]] = set()
         self.closing = False
         """True: a process that ends is not started again."""
@@ -111,7 +116,11 @@ class Processes:
     async def _keep(self, seat: Seat) -> None:
         while not self.closing and seat.state != "left":
             seat.state, seat.ready_s = "starting", 0.0
-            code = await self._run(seat)
+            look = asyncio.get_running_loop().call_later(_SLOW_S, self._look, seat)
+            try:
+                code, how = await self._run(seat)
+            finally:
+                look.cancel()
             if self.closing:
                 return
             served_s = time.monotonic() - seat.ready_s if seat.ready_s else 0.0
@@ -120,12 +129,16 @@ class Processes:
                 again_s = 0.0  # It was sent away, which is no failure.
             if seat.state == "left":
                 again_s = None
-            how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             seat.state, seat.why = ("waiting", "") if again_s is not None else ("left", seat.why or how)
             self._ended(Happened(seat, how, again_s))
             await asyncio.sleep(again_s or 0.0)
 
-    async def _run(self, seat: Seat) -> int:
+    def _look(self, seat: Seat) -> None:
+        if seat.state == "starting":
+            self._slow(seat, _SLOW_S)
+
+    async def _run(self, seat: Seat) -> tuple[int, str]:
+        """A worker's process from its start to its end; its exit code, and how it ended, in words."""
         environment = os.environ | dict(self._environment) | {"PHALANX_LAUNCHER": str(os.getpid())}
         try:
             seat.process = await asyncio.create_subprocess_exec(
@@ -136,14 +149,14 @@ class Processes:
                 start_new_session=True,  # Ctrl-C is for the command that serves
             )
         except OSError as error:
-            seat.why = f"cannot be started: {error}"
-            return 127
+            return 127, f"cannot be started ({error})"
         assert seat.process.stdin is not None
         with suppress(ConnectionError):
             seat.process.stdin.write(msgspec.json.encode(seat.task))
             await seat.process.stdin.drain()
             seat.process.stdin.close()
-        return await seat.process.wait()
+        code = await seat.process.wait()
+        return code, f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def _kill(seat: Seat) -> None:

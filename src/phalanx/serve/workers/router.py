@@ -48,6 +48,8 @@ class Watcher:
     trying: Callable[[Peer, m.Trying], None]
     ready: Callable[[Peer], None]
     unable: Callable[[Peer, str], None]
+    late: Callable[[Peer, str], None]
+    """Its requests go on elsewhere, and why; once in a life."""
     left: Callable[[Peer, str], None]
     """The connection has ended, and why."""
 
@@ -69,6 +71,7 @@ class Router:
         self._lives = self._newcomers = 0
         self._sinks: dict[str, Sink] = {}
         self._refusals: dict[int, str] = {}  # life -> why
+        self._late: set[int] = set()  # lives of which it has been told
         self._joined = -1  # the highest number of a worker
         self._tasks: set[asyncio.Task[None]] = set()
         pool = PoolSettings(late_s=self.settings.late_s, step_rows=self.settings.rows)
@@ -142,6 +145,7 @@ class Router:
         if self._ending:
             return  # it was sent away and is no loss: whoever hears of one ends the process at once
         why = self._refusals.pop(peer.life, why)
+        self._late.discard(peer.life)
         if self.peers.get(peer.number) is peer:
             del self.peers[peer.number]
             self._count_past(peer)
@@ -206,6 +210,21 @@ class Router:
         while True:
             await asyncio.sleep(TICK_S)
             self._hear(e.Tick())
+            self._tell_late(time.monotonic())
+
+    def _tell_late(self, now_s: float) -> None:
+        for number, worker in self.traffic.pool.workers.items():
+            peer = self.peers.get(number)
+            if not worker.late or worker.life in self._late or peer is None:
+                continue
+            self._late.add(worker.life)
+            silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
+            why = (
+                f"it has given no sign of life for {silent_s:.0f} s"
+                if silent_s > self.settings.late_s
+                else f"its engine has made no step for {still_s:.0f} s"
+            )
+            self.watcher.late(peer, why)
 
     def _hear(self, event: e.Event) -> None:
         self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())

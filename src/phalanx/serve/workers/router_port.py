@@ -23,7 +23,7 @@ from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.worker import Identity, Streaming, WorkerFacts, WorkerLoad
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.peer import Peer
-from phalanx.serve.workers.processes import Happened, Processes
+from phalanx.serve.workers.processes import Happened, Processes, Seat
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.events import Role
@@ -202,7 +202,7 @@ class RouterPort:
 
     async def _begin(self) -> None:
         service, token = self._service, secrets.token_hex(32)
-        watcher = Watcher(lambda _: None, self._trying, self._ready, self._unable, self._left)
+        watcher = Watcher(lambda _: None, self._trying, self._ready, self._unable, self._late, self._left)
         self._router = Router(token, service.settings, watcher)
         self._server = await self._router.listen("127.0.0.1")
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -210,7 +210,7 @@ class RouterPort:
             structs.replace(service.task_of(role), host=host, port=port, token=token, number=number)
             for number, role in enumerate(service.roles)
         ]
-        self._processes = Processes(tasks, service.environment, self._happened)
+        self._processes = Processes(tasks, service.environment, self._happened, self._slow)
         self._notice("router-listening", f"workers connect to {host}:{port}", address=f"{host}:{port}")
         self._processes.start()
 
@@ -250,6 +250,15 @@ class RouterPort:
         self._notice(
             "worker-unable", f"worker {peer.number} cannot serve: {why}", worker=peer.number, why=why
         )
+
+    def _late(self, peer: Peer, why: str) -> None:
+        text = f"worker {peer.number} is late: {why}; its texts go on elsewhere, and it is taken back when it goes on"
+        self._notice("worker-late", text, worker=peer.number, why=why)
+
+    def _slow(self, seat: Seat, seconds: float) -> None:
+        number, role = seat.task.number, seat.task.role
+        text = f"worker {number} ({role}) does not serve yet, {seconds:g} s after its start; it is waited for"
+        self._notice("worker-slow", text, worker=number, role=role, seconds=seconds)
 
     def _left(self, peer: Peer, why: str) -> None:
         if peer.number in self._router.traffic.pool.quarantined:
