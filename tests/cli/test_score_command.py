@@ -51,7 +51,7 @@ def test_texts_are_read_from_standard_input(folder: Path, result: dict[str, obje
 
 
 def test_another_format_than_the_runs_is_noted(folder: Path, result: dict[str, object]) -> None:
-    done = scored(folder, result, "ab cd", "--dtype", "bf16")
+    done = scored(folder, result, "ab cd", "--dtype", "bfloat16")
     assert done.exit_code == 0
     assert "computed in fp32 (precision.compute)" in done.stderr
 

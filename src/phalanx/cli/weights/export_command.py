@@ -11,6 +11,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.weights.dtype_option import DtypeName
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
 _VERIFIED_PROMPTS = 8
@@ -21,9 +22,7 @@ _VERIFIED_PROMPTS = 8
 @click.argument("place", type=click.Path(path_type=Path))
 @click.option("--to", "kind", type=click.Choice(["hf", "dcp"]), default="hf", help="The format (hf).")
 @click.option("--step", type=int, help="A step other than the newest.")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the weights (hf only)."
-)
+@click.option("--dtype", type=DtypeName(), default="float32", help="Of the weights (hf only).")
 @click.option(
     "--max-seq-len",
     type=click.IntRange(min=1),

@@ -12,6 +12,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
 from phalanx.cli.weights.device_option import DeviceName
+from phalanx.cli.weights.dtype_option import DtypeName
 from phalanx.cli.weights.memory_option import Bytes
 from phalanx.run.directory.paths import is_published
 
@@ -52,7 +53,7 @@ from phalanx.run.directory.paths import is_published
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
+    type=DtypeName(),
     default="float32",
     help="Of the weights and of what is computed with them (float32).",
 )

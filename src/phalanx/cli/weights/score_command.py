@@ -16,6 +16,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
 from phalanx.cli.weights.device_option import DeviceName
+from phalanx.cli.weights.dtype_option import RUN_FILE_NAMES, DtypeName
 from phalanx.cli.weights.memory_option import Bytes
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--step", type=int, help="A step other than the newest.")
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "bf16"]),
+    type=DtypeName(),
     help="Format to compute in; by default the run's own.",
 )
 @click.option(
@@ -56,7 +57,7 @@ def command(
     place: Path,
     file: BinaryIO,
     step: int | None,
-    dtype: Literal["fp32", "bf16"] | None,
+    dtype: str | None,
     stream: bool,
     memory: int | None,
     device: str,
@@ -97,7 +98,8 @@ def command(
                 raise
             tokenizer = None  # tokens alone are scored without one, but not by the byte
         texts = [_encoded(one, tokenizer) for one in given]
-        scorer = _scorer(place if place.is_file() else run_dir, step, dtype, stream, memory, device)
+        form = None if dtype is None else RUN_FILE_NAMES[dtype]
+        scorer = _scorer(place if place.is_file() else run_dir, step, form, stream, memory, device)
         with computing_on(scorer.device, "the scores of a text"):
             found = scorer.score(texts, _progress(len(texts)))
         computed = numerics_id(

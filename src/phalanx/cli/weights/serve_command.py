@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.weights.device_option import DeviceName
+from phalanx.cli.weights.dtype_option import DtypeName
 from phalanx.cli.weights.memory_option import Bytes
 from phalanx.cli.weights.service.options import another_machine, require_consistent, require_stage_options
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
@@ -31,7 +32,7 @@ _PAGES_BYTES = 1 << 30
     "--host", default="127.0.0.1", show_default=True, help="Address; any but a loopback one needs --key-file."
 )
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port (0: any).")
-@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
+@click.option("--dtype", default="float32", show_default=True, type=DtypeName())
 @click.option(
     "--context",
     type=click.IntRange(2),

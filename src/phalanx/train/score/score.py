@@ -113,7 +113,7 @@ class Scorer:
             if not bool(torch.isfinite(values).all()):
                 raise ScoreError(
                     f"text {number}: its log-probabilities are not finite (NaN or infinite): the weights are, or too large for the "
-                    "format computed in; take an earlier step or --dtype fp32"
+                    "format computed in; take an earlier step or --dtype float32"
                 )
         return found
 
