@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +174,14 @@ def by_vllm(python: str, url: str, model: Path, load: Load, seed: int) -> Found:
         given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         switches = ["--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
         run_program([python, "-c", LOAD, *given, *switches], Path(folder))
-        found = json.loads((Path(folder) / "found.json").read_text())
+        return of_vllm(json.loads((Path(folder) / "found.json").read_text()), load)
+
+
+def of_vllm(found: Mapping[str, Any], load: Load) -> Found:
+    """The results that ``vllm bench serve`` writes (``vllm/benchmarks/serve.py``). Raises SystemExit for answers of another length."""
+    require_lengths(
+        [length for length, error in zip(found["output_lens"], found["errors"], strict=True) if not error]
+    )
     # A request that failed has no first token.
     tpot_s = [statistics.fmean(gaps) if gaps else 0.0 for gaps in found["itls"]]
     answered = [
@@ -209,12 +216,28 @@ def by_guidellm(python: str, url: str, model: Path, load: Load, seed: int) -> Fo
         given = [word for name, value in options.items() for word in (f"--{name}", value)]
         run_program([python, "-m", "guidellm", "run", *given, "--disable-console"], Path(folder))
         (found,) = json.loads(found_at.read_text())["benchmarks"]
+    return of_guidellm(found)
+
+
+def of_guidellm(found: Mapping[str, Any]) -> Found:
+    """The results that GuideLLM writes (``GenerativeRequestStats`` in ``guidellm/schemas``). Raises SystemExit for answers of another length."""
     told = found["requests"]
+    require_lengths([one["output_tokens"] for one in told["successful"]])
     answered = [
         (one["time_to_first_token_ms"] / 1e3, one["inter_token_latency_ms"] / 1e3)
         for one in told["successful"]
     ]
     return Found(answered, len(told["errored"]) + len(told["incomplete"]), found["duration"])
+
+
+def require_lengths(lengths: Sequence[int | None]) -> None:
+    """Raises SystemExit unless all answers have as many tokens as were asked for: what ends early costs its server less."""
+    wrong = [length for length in lengths if length != NEW_TOKENS]
+    if wrong:
+        raise SystemExit(
+            f"{len(wrong)} of {len(lengths)} answers have not the {NEW_TOKENS} tokens that were asked for, but {sorted(set(map(str, wrong)))[:5]}: "
+            "nothing can be said of this load; see that the server takes ignore_eos and tells its usage"
+        )
 
 
 def run_program(command: Sequence[str], folder: Path) -> None:

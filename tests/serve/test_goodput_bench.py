@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,36 @@ def test_a_side_that_answered_nothing_has_a_line_too() -> None:
     nothing = bench.Found([], 4, 2.0)
     assert nothing.goodput(LOAD) == 0
     assert bench.line("vLLM", nothing, LOAD) == "  vLLM: goodput 0, none answered, 4 failed"
+
+
+VLLM = {
+    "duration": 4.0,
+    "output_lens": [32, 0, 32],
+    "ttfts": [0.5, 0.0, 0.6],
+    "itls": [[0.1] * 31, [], [0.2] * 31],
+    "errors": ["", "refused", ""],
+}
+
+
+def guidellm(*lengths: int | None) -> dict[str, Any]:
+    times = {"time_to_first_token_ms": 500.0, "inter_token_latency_ms": 100.0}
+    told = [{"output_tokens": length, **times} for length in lengths]
+    return {"duration": 4.0, "requests": {"successful": told, "errored": [{}], "incomplete": []}}
+
+
+def test_what_the_load_programs_write_is_read() -> None:
+    by_vllm, by_guidellm = bench.of_vllm(VLLM, LOAD), bench.of_guidellm(guidellm(32, 32))
+    assert by_vllm.answered == [pytest.approx((0.5, 0.1)), pytest.approx((0.6, 0.2))]
+    assert by_guidellm.answered == [(0.5, 0.1)] * 2
+    assert (by_vllm.failed, by_guidellm.failed) == (2, 1)
+
+
+def test_answers_of_another_length_than_was_asked_for_end_the_bench() -> None:
+    with pytest.raises(SystemExit, match=r"1 of 2 answers have not the 32 tokens .*'31'"):
+        bench.of_vllm(VLLM | {"output_lens": [31, 0, 32]}, LOAD)
+    for length, said in ((33, "'33'"), (None, "'None'")):
+        with pytest.raises(SystemExit, match=f"1 of 3 answers .*{said}"):
+            bench.of_guidellm(guidellm(32, length, 32))
 
 
 def runs(pid: int) -> bool:
