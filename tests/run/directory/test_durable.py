@@ -99,6 +99,30 @@ def test_writers_of_one_file_do_not_mix_their_contents(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_writers_with_one_number_of_a_thread_do_not_share_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Containers number their threads alike, and one number is given to thread after thread.
+    path, names = tmp_path / "file", list[str]()
+    opened = os.open
+
+    def noted(name: Path, *given: int) -> int:
+        if str(name).endswith(".tmp"):
+            names.append(Path(name).name)
+            if len(names) == 1:
+                write_atomically(path, NEW)  # the other one, in the middle of this one
+        return opened(name, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable.os, "open", noted)
+        write_atomically(path, OLD)
+    assert len(set(names)) == 2
+    assert path.read_bytes() == OLD
+    for name in names:
+        (tmp_path / name).touch()  # as if both had been killed
+    assert remove_temporaries(tmp_path) == sorted(names)
+
+
 def test_only_what_a_killed_writer_left_behind_is_removed(tmp_path: Path) -> None:
     for name in ("file", ".hidden", "note.tmp", ".file.4711.tmp"):
         (tmp_path / name).touch()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from pathlib import Path
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
@@ -24,12 +23,12 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: 
     With ``durable=False`` neither the file nor the folder is fsynced: after a power cut the file may be old or empty, but no
     process ever reads half of it. This is for a status that is written again soon, by a thread that must not wait for a disk.
 
-    Several processes and threads of one machine may write one path at once: the last rename wins. Raises ``OSError``; the old content is
+    Several processes and threads of any machines and containers may write one path at once: the last rename wins. Raises ``OSError``; the old content is
     intact then, unless the last step, the fsync of the folder, is what failed.
     """
-    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
+    temporary = _temporary(path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
@@ -43,6 +42,11 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: 
         raise
     if durable:
         sync(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    """A new name beside ``path``, of the form that ``remove_temporaries`` knows. Containers that share a folder number their processes and threads alike, so it is drawn."""
+    return path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
 
 
 def sync(path: Path) -> None:
@@ -71,7 +75,7 @@ def create_once(path: Path, content: bytes) -> bytes:
     Of several processes on any machines, one succeeds. (On a file system without links, in a race of milliseconds, the last.) Raises
     ``OSError``.
     """
-    temporary = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
+    temporary = _temporary(path)
     try:
         temporary.write_bytes(content)
         try:
