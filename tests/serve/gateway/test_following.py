@@ -227,6 +227,48 @@ def test_a_step_that_cannot_be_read_at_present_is_tried_again_after_waits_that_d
     assert took_over.startswith("step 3 takes over")
 
 
+class OnGpu(Failing):
+    """An engine on a GPU, as far as whoever follows can see."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 1)
+
+
+def test_a_gpu_without_memory_for_a_second_copy_of_the_weights_is_told_with_what_would_help_and_tried_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
+    opened = open_engine(served)
+    assert isinstance(opened.engine, Engine)
+    reads, read = [0], following.restored_model
+
+    def reading(place: Path, step: int, *, device: torch.device, **options: Any) -> Any:
+        assert device.type == "cuda"
+        reads[0] += 1
+        if reads[0] < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+        return read(place, step, **options)
+
+    monkeypatch.setattr(following, "restored_model", reading)
+    for name in ("make_current", "give_back_memory"):
+        monkeypatch.setattr(f"phalanx.serve.computing_device.{name}", lambda _: None)
+    said: list[str] = []
+    worker = EngineWorker(opened.engine, opened.identity, step=1)
+    engine = cast(Engine, OnGpu(opened.engine, RuntimeError(), 0))
+    follower = Follower(served, engine, worker, 1, "mixed", said.append)
+    for _ in range(1 + 2 + 4):
+        follower.look()
+    worker.close()
+    failed, took_over = said
+    assert failed.startswith(
+        "step 3 cannot take over, and step 1 goes on: cuda:1 has no memory for a second copy of the weights, which --follow needs for a while "
+        "(CUDA out of memory. Tried to allocate 2.00 GiB): keep fewer keys and values there (serve --memory)"
+    )
+    assert failed.endswith("; it is tried again")
+    assert took_over.startswith("step 3 takes over")
+
+
 def test_a_step_of_a_run_whose_file_cannot_be_read_at_present_is_tried_again(run_dir: Path) -> None:
     served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
     opened = open_engine(served)

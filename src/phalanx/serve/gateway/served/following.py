@@ -20,9 +20,9 @@ from phalanx.checkpoint.format.errors import CheckpointError, StorageError, Stor
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.serve.computing_device import shown_device
+from phalanx.serve.computing_device import computing_on, shown_device
 from phalanx.serve.engine.engine import Engine, KeptPages
-from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
 from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
 from phalanx.serve.gateway.served.of_run import open_engine, weights_digest
 from phalanx.serve.gateway.served.served_run import ServedRun
@@ -108,6 +108,9 @@ class Follower:
     def _take(self, step: int) -> bool:
         try:
             swap = self._swap_to(step)
+        except DeviceMemoryError as error:
+            self._try_again(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            return False
         except EngineError as error:
             self._give_up(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
             return False
@@ -125,18 +128,22 @@ class Follower:
         return True
 
     def _swap_to(self, step: int) -> Swap:
-        """The weights of ``step``, ready to take over. Raises EngineError for those of another model, and whatever reading and memory may raise."""
-        model, spec, _ = restored_model(
-            self._served.path,
-            step,
-            device=self._engine.device,
-            dtype=getattr(torch, self._served.dtype),
-            ahead=self._engine.spec.mtp_depth > 0,
-        )
-        if not isinstance(model, Transformer) or spec != self._engine.spec:
-            raise EngineError("it is of another model than the one that is served: start another server")
-        digest = weights_digest(model)
-        prepared = self._engine.prepare(model)
+        """The weights of ``step``, ready to take over. Raises EngineError for those of another model, DeviceMemoryError where a GPU has no memory for
+        them beside those that compute, and whatever reading may raise."""
+        with computing_on(
+            self._engine.device, "a second copy of the weights, which --follow needs for a while"
+        ):
+            model, spec, _ = restored_model(
+                self._served.path,
+                step,
+                device=self._engine.device,
+                dtype=getattr(torch, self._served.dtype),
+                ahead=self._engine.spec.mtp_depth > 0,
+            )
+            if not isinstance(model, Transformer) or spec != self._engine.spec:
+                raise EngineError("it is of another model than the one that is served: start another server")
+            digest = weights_digest(model)
+            prepared = self._engine.prepare(model)
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
 
     def _give_up(self, step: int, said: str) -> None:
@@ -158,7 +165,11 @@ def _is_lasting(error: Exception) -> bool:
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError | RunDirectoryError | OSError) else repr(error)
+    return (
+        str(error)
+        if isinstance(error, CheckpointError | RunDirectoryError | PartLostError | OSError)
+        else repr(error)
+    )
 
 
 def open_followed(
