@@ -2,12 +2,18 @@
 
 Vectorized kernels compute the elements that are left over behind whole vectors by other code, which for ``sigmoid``, ``tanh`` and ``exp`` rounds
 otherwise. Which elements are left over depends on the width and on the number of rows. So each operation of a model is tried in its width.
+
+What a result rounds away hides an order of additions: of a norm in bf16 in all but one of a hundred rows or more, and in most of a softmax. So besides random rows there are some for
+which a result lies beside the middle between two numbers of bf16, sums that cancel, and softmaxes whose largest probability is near one.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +30,13 @@ from phalanx.serve.numerics.products import fewest_rows
 from phalanx.serve.numerics.trials import begin_part
 
 _MANY = 576
-_WIDE = 1 << 14
+_ALIKE = 64
+"""Rows among which it is sought where a result is rounded otherwise."""
+_SUMS, _LARGE, _APART = 8, 3, 10
+"""Sums of squares of which each is brought near a middle, with so many large numbers in each, by so many powers of two."""
+_FEW, _LOOKED = 33, 4
+"""Up to how many rows all is tried that would show more than random rows do, since many take long; and up to how many it is in several places."""
+_WIDE, _MANY_WIDE = 1 << 14, 96
 """Elements of a row from which on fewer rows are tried: a vocabulary's softmax goes through each row by itself."""
 
 
@@ -56,59 +68,135 @@ def operations(spec: ModelSpec, dtype: torch.dtype, shares: int = 1) -> Iterator
             yield "the gate of the shared experts", partial(_shared_gate, spec.dim, dtype)
 
 
-def _tried(name: str, operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> Facts | None:
+@dataclass(frozen=True)
+class _Tried:
+    """An operation, and the rows ``(many, width)`` that it is tried with."""
+
+    operation: Callable[[Tensor], Tensor]
+    rows: Tensor
+    most: int = 1 << 30
+    """Up to how many rows it is tried."""
+    looks: int = 0
+    """In how many places among the rows so few are looked for, up to ``_LOOKED`` of them: where rows are unlike each other, and few show anything."""
+
+    def expected(self) -> Tensor:
+        """What the operation makes of all rows; only of those that are compared, since there may be many trials of wide rows."""
+        whole = self.operation(self.rows.contiguous())
+        return whole[: self.most].clone() if self.looks == 1 else whole
+
+    def begins(self, number: int, begin: int) -> Sequence[int]:
+        """Where ``number`` rows are tried when it is the turn of those from ``begin`` on."""
+        if not self.looks:
+            return [begin]
+        if begin or number > self.most:
+            return []
+        looks, last = self.looks if number <= _LOOKED else 1, len(self.rows) - number
+        return [last * look // max(1, looks - 1) for look in range(looks)]
+
+
+_Trials = Callable[[int], Iterator[_Tried]]
+"""What is tried, in so many rows: random rows first, then those that show more, of which one look is enough."""
+
+
+def _found(name: str, trials: _Trials, width: int, dtype: torch.dtype) -> Facts | None:
     """How few rows an operation may have; ``name`` tells what else than width and format decides its bits."""
-    many = _MANY if width < _WIDE else 96
+    many = _MANY if width < _WIDE else _MANY_WIDE
     return recalled(
-        f"{name} {width} {dtype}",
-        lambda: _search(operation, width, dtype, many),
-        lambda facts: _keeps(operation, width, dtype, facts),
+        f"{name} {width} {dtype}", lambda: _search(trials(many), many), lambda facts: _keeps(trials, facts)
     )
-
-
-def _search(operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, many: int) -> Facts | None:
-    rows = torch.randn(many, width, generator=torch.Generator().manual_seed(0)).mul_(4).to(dtype)
-    with torch.no_grad():
-        expected = operation(rows)
-
-        def kept(number: int, begin: int) -> bool:
-            part = operation(rows[begin : begin + number].contiguous())
-            return torch.equal(part, expected[begin : begin + number])
-
-        return fewest_rows(kept, many)
 
 
 @torch.no_grad()
-def _keeps(operation: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, facts: Facts) -> bool:
+def _search(trials: Iterator[_Tried], many: int) -> Facts | None:
+    tried = [(one, one.expected()) for one in trials]
+
+    def kept(number: int, begin: int) -> bool:
+        return all(
+            _holds(one, expected, number, place)
+            for one, expected in tried
+            for place in one.begins(number, begin)
+        )
+
+    return fewest_rows(kept, many)
+
+
+@torch.no_grad()
+def _keeps(trials: _Trials, facts: Facts) -> bool:
     """A cheap look at what another process found: few rows among somewhat more, at both ends."""
     many = max(64, 2 * facts.fewest)
-    rows = torch.randn(many, width, generator=torch.Generator().manual_seed(1)).mul_(4).to(dtype)
-    expected = operation(rows)
-    return all(
-        torch.equal(
-            operation(rows[begin : begin + facts.fewest].contiguous()), expected[begin : begin + facts.fewest]
-        )
-        for begin in (0, many - facts.fewest)
-    )
+    one = next(trials(many))
+    expected = one.expected()
+    return all(_holds(one, expected, facts.fewest, begin) for begin in (0, many - facts.fewest))
+
+
+def _holds(one: _Tried, expected: Tensor, number: int, begin: int) -> bool:
+    part = one.operation(one.rows[begin : begin + number].contiguous())
+    return torch.equal(part, expected[begin : begin + number])
+
+
+def _random(many: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(many, width, generator=torch.Generator().manual_seed(0)).mul_(4).to(dtype)
 
 
 @functools.cache
 def _norm(width: int, eps: float, offset: bool, dtype: torch.dtype) -> Facts | None:
     norm = RMSNorm(width, eps, offset=offset).to(dtype).requires_grad_(False)
     torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
-    return _tried(f"norm {eps} {offset}", norm, width, dtype)
+
+    def trials(many: int) -> Iterator[_Tried]:
+        yield _Tried(norm, _random(many, width, dtype))
+        if dtype == torch.float32:
+            return
+        generator = torch.Generator().manual_seed(2)
+        for number in range(_SUMS):
+            # A few large squares take in no small one, and some small ones together.
+            row = torch.randn(1, width, generator=generator).mul_(2.0**-_APART)
+            row[:, torch.randint(width, (_LARGE,), generator=generator)] *= 2.0**_APART
+            alike = row.to(dtype).expand(many, -1)
+            for other in _beside_a_middle(norm, row.to(dtype)):
+                yield _Tried(other, alike, _FEW if number else many, looks=1)
+
+    return _found(f"norm {eps} {offset}", trials, width, dtype)
+
+
+def _beside_a_middle(norm: RMSNorm, row: Tensor) -> Iterator[RMSNorm]:
+    """The same norm with two other numbers in the place of ``eps``, beside each other, such that a result of ``row`` is rounded up with one and down with the other: a sum of squares
+    that differs in its last bit is rounded otherwise with one of them. None if there are no such numbers."""
+    rows = row.expand(_ALIKE, -1).contiguous()
+
+    def with_eps(eps: float) -> RMSNorm:
+        other = copy.copy(norm)
+        other.eps = eps
+        return other
+
+    mean = float(row.double().square().mean())
+    low, high = mean / 32, mean / 16
+    changed = (with_eps(low)(rows)[0] != with_eps(high)(rows)[0]).nonzero()[:, 0]
+    if not len(changed):
+        return
+    place = int(changed[len(changed) // 2])
+    before = with_eps(low)(rows)[0, place]
+    while high - low > mean * 2.0**-26:
+        middle = (low + high) / 2
+        if torch.equal(with_eps(middle)(rows)[0, place], before):
+            low = middle
+        else:
+            high = middle
+    yield with_eps(low)
+    yield with_eps(high)
 
 
 @functools.cache
 def _activation(spec: ModelSpec, width: int, dtype: torch.dtype) -> Facts | None:
-    if is_gated(spec):
-        return _tried(
-            f"gated {spec.ffn} {spec.swiglu_limit} {spec.swiglu_gain}",
-            lambda x: gated(spec, x, x.flip(1)),
-            width,
-            dtype,
-        )
-    return _tried("gelu", F.gelu, width, dtype)
+    name = f"gated {spec.ffn} {spec.swiglu_limit} {spec.swiglu_gain}" if is_gated(spec) else "gelu"
+
+    def operation(x: Tensor) -> Tensor:
+        return gated(spec, x, x.flip(1)) if is_gated(spec) else F.gelu(x)
+
+    def trials(many: int) -> Iterator[_Tried]:
+        yield _Tried(operation, _random(many, width, dtype))
+
+    return _found(name, trials, width, dtype)
 
 
 @functools.cache
@@ -117,7 +205,17 @@ def _softmax(vocab: int, cap: float, dtype: torch.dtype) -> Facts | None:
         bent = torch.tanh(scores.float() / cap) * cap if cap else scores
         return F.log_softmax(bent, dim=-1, dtype=torch.float32)
 
-    return _tried(f"softmax {cap}", read, vocab, dtype)
+    def trials(many: int) -> Iterator[_Tried]:
+        yield _Tried(read, _random(many, vocab, dtype))
+        generator = torch.Generator().manual_seed(1)
+        # The logarithm of a sum just above one is small, and keeps the sum's last bits.
+        half = (math.log(vocab) + 2) / 2
+        rows = torch.randn(many, vocab, generator=generator) - half
+        rows[:, -1] = half - 1
+        rows[torch.arange(many), torch.randint(vocab, (many,), generator=generator)] = half
+        yield _Tried(read, rows.to(dtype), _FEW, looks=8)
+
+    return _found(f"softmax {cap}", trials, vocab, dtype)
 
 
 @functools.cache
@@ -129,11 +227,31 @@ def _router(dim: int, moe: MoeSpec) -> Facts | None:
         chosen = logits.softmax(dim=1) if moe.score == "softmax" else logits.sigmoid()
         return torch.cat((logits, chosen, chosen / (chosen.sum(dim=1, keepdim=True) + 1e-20)), 1)
 
-    return _tried(f"router {moe.experts} {moe.score}", scores, dim, torch.float32)
+    def trials(many: int) -> Iterator[_Tried]:
+        yield _Tried(scores, _random(many, dim, torch.float32))
+
+    return _found(f"router {moe.experts} {moe.score}", trials, dim, torch.float32)
 
 
 @functools.cache
 def _shared_gate(dim: int, dtype: torch.dtype) -> Facts | None:
     # One element of each row: whole vectors of them need 32 rows.
-    matrix = torch.randn(1, dim, generator=torch.Generator().manual_seed(2)).to(dtype)
-    return _tried("shared gate", lambda tokens: F.linear(tokens, matrix).sigmoid(), dim, dtype)
+    generator = torch.Generator().manual_seed(2)
+    matrix, half = torch.randn(1, dim, generator=generator).to(dtype), dim // 2
+    second, first = slice(half, 2 * half), torch.randperm(half, generator=generator)
+    matrix[:, second] = -matrix[:, first]
+
+    def gate(tokens: Tensor) -> Tensor:
+        logits = F.linear(tokens, matrix)
+        return torch.cat((logits, logits.sigmoid()), 1)
+
+    def trials(many: int) -> Iterator[_Tried]:
+        yield _Tried(gate, _random(many, dim, dtype))
+        # Numbers of many magnitudes, whose sums are not exact, and that cancel: roundings alone are left.
+        drawn = torch.Generator().manual_seed(3)
+        magnitudes = torch.randint(-6, 7, (many, dim), generator=drawn).float().exp2()
+        rows = (_random(many, dim, torch.float32) * magnitudes).to(dtype)
+        rows[:, second] = rows[:, first]
+        yield _Tried(gate, rows, looks=8)
+
+    return _found("shared gate", trials, dim, dtype)
