@@ -4,10 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := requirements/base.txt
 DEV := requirements/dev.txt
-# Several tests at once, one more than there are processors: many wait for clocks, disks or each other's processes. A file's tests stay
-# together, and share what they start.
-AT_ONCE := $(shell expr $$(nproc) + 1)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(AT_ONCE) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=25
+# Several tests at once: many wait for clocks, disks or each other's processes. A file's tests stay together, and share what they start.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=25
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
