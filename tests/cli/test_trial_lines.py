@@ -49,6 +49,17 @@ def test_it_is_said_once_and_on_a_terminal_also_how_far_it_is(
     assert (said.out, said.err) == ("", SENTENCE + shown)
 
 
+def test_what_is_said_meanwhile_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    said = Said(as_json=False)
+    with said.trials():
+        try_two()
+        said.text("computing on the CPU")
+    assert capsys.readouterr().err.endswith("3 of 3: attention\ncomputing on the CPU\n")
+
+
 def test_a_program_gets_a_line_for_each_part(capsys: pytest.CaptureFixture[str]) -> None:
     with Said(as_json=True).trials():
         try_two()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from model.initialized import initialized
+from phalanx.hardware.kernels.rows.product import row_kernel, row_kernel_is_to_compile
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.numerics import attention, facts, products, widths
+from phalanx.serve.numerics import attention, exact, facts, products, widths
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.trials import Trial, first_told, trials_told
 
@@ -43,9 +45,10 @@ def told() -> list[Trial]:
 
 
 def test_a_first_start_tells_each_part_before_it_is_tried_and_the_next_one_tells_none(folder: Path) -> None:
+    row_kernel()
     first = told()
     (of,) = {trial.of for trial in first}
-    assert [trial.number for trial in first] == list(range(1, of + 1))
+    assert [trial.number for trial in first] == list(range(2, of + 1))  # the kernel of few rows is there
     assert first[0].part.startswith("blocks.0.attention.query.weight: torch.float32 product with 64 inputs")
     assert first[-1].part == "attention of layer 0"
     assert str(first[0]) == (
@@ -54,8 +57,22 @@ def test_a_first_start_tells_each_part_before_it_is_tried_and_the_next_one_tells
     assert told() == []
 
 
+def test_the_compiler_is_told_before_it_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(exact, "row_kernel_is_to_compile", lambda: True)
+    monkeypatch.setattr(exact, "tell_search", lambda _: calls.append("told"))
+    monkeypatch.setattr(exact, "row_kernel", lambda: calls.append("compiled"))
+    told()
+    assert calls == ["told", "compiled"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "of nobody"))
+    there = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    assert row_kernel_is_to_compile() is bool(there)
+    monkeypatch.setenv("PATH", "")
+    assert not row_kernel_is_to_compile(), "there is no compiler to wait for"
+
+
 def test_what_alone_is_not_known_is_told_alone(folder: Path) -> None:
-    of = len(told())
+    of = told()[0].of
     table = json.loads((folder / "facts.json").read_text())
     (norm,) = (name for name in table if name.startswith("norm"))
     del table[norm]

@@ -55,13 +55,26 @@ def _with_headers(sources: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
+def is_to_compile(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> bool:
+    """Whether ``compiled`` will take the time that a compiler takes."""
+    try:
+        missing = not library_path(source, options, beside=beside).exists()
+    except (OSError, RuntimeError):  # a user without a home has no library
+        return False
+    return missing and _compiler() is not None
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
 def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
     """The library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet. Raises ``NoHostKernelsError``."""
     try:
         target = library_path(source, options, beside=beside)
         if target.exists():
             return target
-        compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+        compiler = _compiler()
         if compiler is None:
             raise NoHostKernelsError("there is no C compiler (cc, gcc or clang)")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from phalanx.hardware.kernels.rows.product import row_kernel, row_kernel_is_to_compile
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.numerics.attention import dependent_attention, kinds_of_attention
-from phalanx.serve.numerics.facts import Facts
+from phalanx.serve.numerics.facts import Facts, facts_folder
 from phalanx.serve.numerics.head_products import (
     HeadShape,
     absorbing,
@@ -29,7 +30,7 @@ from phalanx.serve.numerics.products import (
     use_products,
     whole_shapes,
 )
-from phalanx.serve.numerics.trials import begin_part, expect_parts
+from phalanx.serve.numerics.trials import begin_part, expect_parts, tell_search
 from phalanx.serve.numerics.widths import operations, width_facts
 
 _INSTEAD = "so numerics cannot be exact: serve with --numerics fast, or with --dtype float32"
@@ -62,12 +63,17 @@ def exact_numerics(model: Transformer, spec: ModelSpec, sequence: int, shares: i
     wholes = whole_shapes(spec, dtype) if shares > 1 else []
     absorbed = {shape: name for name, _, shape in absorbing(model)}
     expect_parts(
-        len(shapes)
+        1
+        + len(shapes)
         + len(wholes)
         + len(absorbed)
         + len(list(operations(spec, dtype, shares)))
         + len(kinds_of_attention(model, sequence))
     )
+    begin_part("the kernels of few rows, which are compiled")
+    if row_kernel_is_to_compile():
+        tell_search(facts_folder())
+        row_kernel()
     for shape, name in shapes.items():
         begin_part(f"{name}: {shape}")
         facts = product_facts(shape)

@@ -101,13 +101,17 @@ def _processor() -> str:
     return " ".join((*parts, flags))
 
 
+def facts_folder() -> Path:
+    """The folder of facts. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "numerics"
+
+
 def facts_path() -> Path:
     """The file of this machine's facts. Raises RuntimeError for a user without a home."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kernel = row_kernel()
     named = [_VERSION, machine(), kernel.name if kernel is not None else ""]
     key = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
-    return cache / "phalanx" / "numerics" / f"{key}.json"
+    return facts_folder() / f"{key}.json"
 
 
 def recalled(name: str, search: Callable[[], Facts | None], holds: Callable[[Facts], bool]) -> Facts | None:

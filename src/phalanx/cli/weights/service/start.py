@@ -35,6 +35,7 @@ class Said:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
+        self._lines = TrialLines()
 
     def listening(self, model: str, url: str) -> None:
         """The service takes requests at ``url``."""
@@ -48,10 +49,11 @@ class Said:
         if self._as_json:
             self._line({"event": notice.event, "text": notice.text, **notice.facts})
         else:
-            click.echo(notice.text, err=True)
+            self.text(notice.text)
 
     def text(self, text: str) -> None:
         """For people, whatever the form."""
+        self._lines.end()
         click.echo(text, err=True)
 
     @contextmanager
@@ -63,8 +65,11 @@ class Said:
             with trials_told(lambda trial: self._line({"event": "numerics-trial", **asdict(trial)})):
                 yield
             return
-        with TrialLines() as lines, trials_told(lines):
-            yield
+        try:
+            with trials_told(self._lines):
+                yield
+        finally:
+            self._lines.end()
 
     @staticmethod
     def _line(content: dict[str, object]) -> None:

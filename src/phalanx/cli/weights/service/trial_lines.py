@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TrialLines:
-    """Shows each trial that it is called with; as a context, ends the line that is being written."""
+    """Shows each trial that it is called with."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -32,12 +31,8 @@ class TrialLines:
         click.echo("\r" + line.ljust(self._width), err=True, nl=False)
         self._width = len(line)
 
-    def __enter__(self) -> TrialLines:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self) -> None:
+        """Ends the line that is being written, for whatever is said next."""
         if self._width:
             click.echo(err=True)
         self._width = 0

@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled
+from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled, is_to_compile
 
 MOST_ROWS = 48
 """Rows up to which the kernel of fp32 takes no longer than a library (measured: AVX2, one thread)."""
 BF16_CHAINS = 64
 """The one order of additions of the kernel of bf16: so many chains of fp32 beside each other, in the place of a block."""
 _FOLDER = Path(__file__).parent
+_SOURCE = _FOLDER / "rows.c"
 _BESIDE = tuple(_FOLDER / name for name in ("layer.c", "bf16.c", "layer_bf16.c"))
 _OPTIONS = (*OPTIONS, "-Wno-psabi")
 _LEAST_SHARE = 1 << 16
@@ -34,7 +35,7 @@ class RowKernel:
 
     def __init__(self) -> None:
         try:
-            library = compiled(_FOLDER / "rows.c", _OPTIONS, beside=_BESIDE)
+            library = compiled(_SOURCE, _OPTIONS, beside=_BESIDE)
             self.name = library.stem
             """The digest of its source and the compiler's options."""
             self.library = ctypes.CDLL(str(library))
@@ -103,6 +104,11 @@ class Team:
 def most_rows(dtype: torch.dtype) -> int:
     """Rows up to which a kernel takes no longer than the library whose bits it has."""
     return sys.maxsize if dtype == torch.bfloat16 else MOST_ROWS
+
+
+def row_kernel_is_to_compile() -> bool:
+    """Whether ``row_kernel`` will compile it, which takes a while."""
+    return is_to_compile(_SOURCE, _OPTIONS, beside=_BESIDE)
 
 
 @functools.cache
