@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-torch-2.11 test-trackers servers lint bench gpu env env-dev clean
+.PHONY: quickstart test test-all test-torch-2.11 test-trackers test-nixl servers lint bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -42,6 +42,11 @@ test-trackers:  ## what trackers get of a run, by the real W&B, MLflow, TensorBo
 	$(MAKE) VENV=$(VENV)-trackers DEV=requirements/trackers.txt env-dev
 	OMP_NUM_THREADS=1 $(VENV)-trackers/bin/python -m pytest tests/observe/sinks
 
+test-nixl:  ## pages between workers over NIXL, in an environment of their own
+	$(MAKE) VENV=$(VENV)-nixl env-dev
+	$(VENV)-nixl/bin/pip install --quiet --no-deps -r requirements/nixl.txt
+	OMP_NUM_THREADS=1 $(VENV)-nixl/bin/python -m pytest tests/serve/workers/over_nixl
+
 test-torch-2.11:  ## the suite on the oldest PyTorch that is supported, in an environment of its own
 	$(MAKE) VENV=$(VENV)-torch-2.11 DEV=requirements/dev-torch-2.11.txt BASE=requirements/base-torch-2.11.txt test
 
@@ -60,4 +65,4 @@ $(VENV)/.dev: $(VENV)/.base $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch-2.11 $(VENV)-trackers .cache runs
+	rm -rf $(VENV) $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl .cache runs

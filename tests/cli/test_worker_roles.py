@@ -73,5 +73,11 @@ def test_processes_of_roles_that_no_worker_has_are_refused(options: list[str], s
 
 
 def test_what_is_for_workers_alone_is_refused_without_them() -> None:
-    for option in (["--threads", "2"], ["--audit", "0.5"]):
+    for option in (["--threads", "2"], ["--audit", "0.5"], ["--pages", "auto"]):
         assert "--workers" in CliRunner().invoke(command, [".", *option]).output
+
+
+def test_a_way_of_pages_needs_two_workers_and_one_that_is_known() -> None:
+    told = CliRunner().invoke(command, [".", "--workers", "1", "--pages", "nixl"])
+    assert (told.exit_code, "it needs --workers 2 or more" in " ".join(told.output.split())) == (2, True)
+    assert "'auto', 'socket', 'nixl'" in CliRunner().invoke(command, [".", "--pages", "rdma"]).output

@@ -29,7 +29,7 @@ from phalanx.serve.engine.pages.kept import kept_as
 from phalanx.serve.engine.pages.memory import page_bytes
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers import page_client, serving_worker
-from phalanx.serve.workers.page_client import Way, pull
+from phalanx.serve.workers.page_client import PageWay, Way, pull
 from phalanx.serve.workers.page_server import PageServer
 from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
@@ -91,6 +91,7 @@ class Fleet:
     joined: queue.SimpleQueue[int]
     left: queue.SimpleQueue[tuple[int, str]]
     workers: dict[int, Running] = field(default_factory=dict)
+    pages: PageWay = "auto"
 
     def start(
         self, number: int, role: Role, model: Transformer, *, weights: str = "w", token: str = TOKEN
@@ -101,7 +102,7 @@ class Fleet:
         link.send(m.encode(m.Opening(number, 1)))
         own = engine(model)
         identity = Identity(weights, "numerics", "pages")
-        worker = ServingWorker(own, identity, PAGE_BYTES, TOKEN, link)
+        worker = ServingWorker(own, identity, PAGE_BYTES, TOKEN, link, pages=self.pages)
         server = PageServer(worker.offered, identity, TOKEN)
         door = m.PageDoor("127.0.0.1", server.port)
         link.send(m.encode(m.Ready(identity, role, own.root, 2048, 64, PAGE_BYTES, 1000.0, door)))
@@ -138,7 +139,9 @@ class Fleet:
 
 
 @contextmanager
-def fleet(model: Transformer, *roles: Role, audit_share: float = 0.0) -> Iterator[Fleet]:
+def fleet(
+    model: Transformer, *roles: Role, audit_share: float = 0.0, pages: PageWay = "auto"
+) -> Iterator[Fleet]:
     """A service whose workers have all joined."""
     joined: queue.SimpleQueue[int] = queue.SimpleQueue()
     left: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -156,7 +159,7 @@ def fleet(model: Transformer, *roles: Role, audit_share: float = 0.0) -> Iterato
         return router, await router.listen("127.0.0.1")
 
     router, server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
-    made = Fleet(router, loop, server.sockets[0].getsockname()[:2], joined, left)
+    made = Fleet(router, loop, server.sockets[0].getsockname()[:2], joined, left, pages=pages)
     try:
         for number, role in enumerate(roles):
             made.start(number, role, model)
@@ -271,7 +274,7 @@ def test_workers_are_sent_away_at_the_end_and_none_is_reported_lost() -> None:
 
 @pytest.mark.parametrize(
     ("trouble", "counted"),
-    [("none", (8, 8, 0)), ("unreachable", (8, 0, 0)), ("damaged", (0, 0, 8))],
+    [("none", (8, 8, 0)), ("unreachable", (8, 0, 0)), ("damaged", (0, 0, 8)), ("only sockets", (8, 0, 0))],
 )
 def test_a_decode_worker_pulls_the_pages_of_a_prompt_or_computes_them_and_the_text_is_the_same(
     trouble: str,
@@ -290,7 +293,7 @@ def test_a_decode_worker_pulls_the_pages_of_a_prompt_or_computes_them_and_the_te
     (request,) = [request for request in requests() if len(request.prompt) == 260]
     asked = [request, replace(request, id="backwards", prompt=request.prompt[::-1])]
     right = alone(model, asked)
-    with fleet(model, "prefill", "decode") as served:
+    with fleet(model, "prefill", "decode", pages="socket" if trouble == "only sockets" else "auto") as served:
         for one in asked:
             assert words(heard(served.submit(one))) == words(right[one.id])
         while (beat := served.router.peers[1].beat) is None or beat.pulled + beat.not_pulled < 8:

@@ -12,13 +12,19 @@ from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers import service
+from phalanx.serve.workers.over_nixl import agent_process
+from phalanx.serve.workers.page_client import PageWay
 from phalanx.serve.workers.router_port import Division, Service
 from phalanx.traffic.events import Role
 from serve.packed_runs import DENSE, make_run, random_model
 
 
 def started(
-    served: ServedRun, monkeypatch: pytest.MonkeyPatch, roles: Sequence[Role], **divisions: Division
+    served: ServedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    roles: Sequence[Role],
+    pages: PageWay = "auto",
+    **divisions: Division,
 ) -> Service:
     """What workers are to open, without starting any."""
     found: list[Service] = []
@@ -32,6 +38,7 @@ def started(
         threads=1,
         audit_share=0.0,
         tell=lambda _: None,
+        pages=pages,
     )
     return found[0]
 
@@ -86,6 +93,25 @@ def test_drafts_of_a_run_that_is_streamed_are_refused_before_it_is_packed(
     with pytest.raises(EngineError, match="--drafts 1: a pack is served without its predictions ahead"):
         settled(served, monkeypatch)
     assert not (run_dir / "packs").exists()
+
+
+def test_pages_over_nixl_are_refused_where_it_is_not_installed_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_process, "find_spec", lambda _: None)
+    served = ServedRun("nowhere", None, "float32", None, 1 << 20, 64, "exact")
+    with pytest.raises(EngineError, match=r"--pages nixl needs the package nixl.*phalanx-train\[nixl\]"):
+        started(served, monkeypatch, ("both", "both"), pages="nixl")
+
+
+@pytest.mark.parametrize("pages", ["auto", "socket", "nixl"])
+def test_all_workers_take_pages_in_the_way_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: PageWay
+) -> None:
+    monkeypatch.setattr(agent_process, "find_spec", lambda name: name)
+    served = ServedRun(str(make_run(tmp_path / "run", DENSE)), None, "float32", None, 1 << 20, 64, "exact")
+    found = started(served, monkeypatch, ("prefill", "decode"), pages=pages)
+    assert [found.task_of(role).pages for role in found.roles] == [pages, pages]
 
 
 def test_workers_divide_the_model_as_their_role_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from phalanx.traffic.events import Role
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
     from phalanx.serve.engine.pages.kept import KeptName
+    from phalanx.serve.workers.page_client import PageWay
 
 _PAGES_BYTES = 1 << 30
 
@@ -98,6 +99,14 @@ _PAGES_BYTES = 1 << 30
     default=0,
     type=click.IntRange(0),
     help="Threads of each of --workers. Without it, the processors are divided among them.",
+)
+@click.option(
+    "--pages",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "socket", "nixl"]),
+    help="How --workers take keys and values from one another. auto: in memory that they share, else through sockets. socket: never in memory. "
+    "nixl: over NIXL (pip install 'phalanx-train[nixl]'), else through sockets.",
 )
 @click.option(
     "--pipeline",
@@ -198,6 +207,7 @@ def command(
     follow: KeptPages | None,
     workers: tuple[Role, ...] | None,
     threads: int,
+    pages: PageWay,
     pipeline: Degrees,
     tensor: Degrees,
     stages_at: str,
@@ -221,6 +231,7 @@ def command(
     \b
       phalanx serve runs/quickstart-1f3a9c04
       phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2
+      phalanx serve runs/quickstart-1f3a9c04 --workers prefill:1,decode:2 --pages nixl
       phalanx serve runs/quickstart-1f3a9c04 --numerics fast --device cuda --memory 20GiB --dtype bfloat16
       phalanx serve Llama-3.1-8B --numerics fast --dtype bfloat16
       phalanx serve model.pack --stream --memory 8GiB
@@ -277,6 +288,7 @@ def command(
         drain_s,
         pipeline,
         tensor,
+        pages,
     )
     require_consistent(asked)
     return start(asked, Said(as_json))

@@ -49,6 +49,7 @@ _AMONG_WORKERS = (
     ("moved", "requests_moved", "Texts that went on at another worker."),
     ("pulled", "pages_pulled", "Pages that came from another worker."),
     ("shared", "pages_shared", "Of these, pages that were read in its memory, not from a socket."),
+    ("over_nixl", "pages_over_nixl", "Of these, pages that were read over NIXL, not from a socket."),
     ("not_pulled", "pages_recomputed", "Pages that were to come from another worker and were computed."),
     ("audits", "audits", "Texts that another worker scored again."),
     ("audits_skipped", "audits_skipped", "Texts that no other worker could score again."),

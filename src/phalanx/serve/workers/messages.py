@@ -119,14 +119,15 @@ class WorkerBeat(_Message, frozen=True):
     streaming: Streaming | None = None
     """Where its weights are streamed."""
     shared: Count = 0
-    """Pages, of those that came, that were read in the memory of the worker that has them."""
+    """Pages, of those that came, that were read in the memory of the worker that has them, """
+    over_nixl: Count = 0
+    """and over NIXL."""
 
     @property
     def counts(self) -> dict[str, float]:
         """All that is counted of it, by name."""
-        found = {
-            name: getattr(self, name) for name in ("pulled", "shared", "not_pulled", "drafted", "accepted")
-        }
+        names = ("pulled", "shared", "over_nixl", "not_pulled", "drafted", "accepted")
+        found: dict[str, float] = {name: getattr(self, name) for name in names}
         return found | (asdict(self.streaming) if self.streaming is not None else {})
 
 

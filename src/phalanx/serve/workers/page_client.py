@@ -2,7 +2,7 @@
 
 A pull never fails: it returns the pages that came, from the first on without a gap, and why it ended early. Slower is allowed, other tokens
 are not, so a page counts only if its digest is that of its producer. Pages of a worker of this machine are taken where they lie in its memory
-(``shared_pages``); if they cannot be reached there, they are fetched over the connection that offered them.
+(``shared_pages``), or, where that was asked for, read over NIXL (``over_nixl``); those that cannot be had so are fetched over the connection that offered them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_client
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
+from phalanx.serve.workers.over_nixl.errors import NixlError
+from phalanx.serve.workers.over_nixl.reading import read_pages
 from phalanx.serve.workers.page_wire import (
     PURPOSE,
     Coming,
@@ -37,8 +40,10 @@ from phalanx.traffic.events import Identity
 _UNHASHED = 2
 """Pages that may wait for their hash."""
 
-Way = Literal["memory", "socket"]
+Way = Literal["memory", "nixl", "socket"]
 """How pages come."""
+PageWay = Literal["auto", "socket", "nixl"]
+"""How the workers of a service are to take pages: in memory where that can be had; never so; over NIXL where that can be had. Else through the socket."""
 
 
 @dataclass
@@ -50,9 +55,11 @@ class Pulled:
     failure: str = ""
     """Why the rest did not come; empty if all did."""
     way: Way | None = None
-    """How they came; None if nothing was offered."""
+    """How they came, the last ones if not all came in one way; None if nothing was offered."""
     unreached: str = ""
-    """Why they could not be taken in memory, though they lie in that of this machine; empty where that is as it should be."""
+    """Why they could not be taken in memory, though they lie in that of this machine, or not all over NIXL; empty where that is as it should be."""
+    over_nixl: int = 0
+    """The first of them, which came over NIXL."""
 
 
 def pull(
@@ -66,10 +73,11 @@ def pull(
     within_s: float = 10.0,
     page_bytes: int | None = None,
     only: Way | None = None,
+    nixl: AgentProcess | None = None,
 ) -> Pulled:
     """Pulls the pages ``names`` that are offered under ``job``, within ``within_s`` seconds; ``page_bytes`` is what one must have.
 
-    ``only`` allows one way alone, to compare them.
+    ``nixl`` is what reads pages over NIXL, which comes before all other ways then. ``only`` allows one way alone.
     """
     pulled = Pulled()
     until_s = time.monotonic() + within_s
@@ -78,7 +86,7 @@ def pull(
             wire = Wire(secured_client(connection, None, host), f"{host}:{port}")
             wire.set_deadline(within_s)
             sealed = SealedWire(wire, token, "client", PURPOSE)
-            _Pull(sealed, pulled, until_s, only).run(Open(identity, job, tuple(names)), page_bytes)
+            _Pull(sealed, pulled, until_s, only, nixl).run(Open(identity, job, tuple(names)), page_bytes)
     except (CheckpointError, OSError) as error:
         pulled.failure = str(error) or type(error).__name__
     return pulled
@@ -92,6 +100,7 @@ class _Pull:
     pulled: Pulled
     until_s: float
     only: Way | None
+    nixl: AgentProcess | None
 
     def run(self, asked: Open, page_bytes: int | None) -> None:
         """Takes what is offered. Raises WireError where something does not come as it should."""
@@ -106,14 +115,33 @@ class _Pull:
             raise WireError(
                 f"{self.wire.peer}: offers pages of {offer.page_bytes:,} bytes, where {page_bytes} are one"
             )
-        if offer.names and not (self.only != "socket" and self._take(offer)):
-            if self.only == "memory":
+        if offer.names and not self._bring(offer):
+            if self.only not in (None, "socket"):
                 raise WireError(f"{self.wire.peer}: its memory is not to be had: {self.pulled.unreached}")
             self._fetch(offer)
         with suppress(WireError):  # what came is whole, also if its source has just died
             say(self.wire, Done())
         if missing := len(asked.names) - len(offer.names):
             self.pulled.failure = f"{missing} pages are not offered: evicted, or their lease is over"
+
+    def _bring(self, offer: Offer) -> bool:
+        """Brings the pages out of memory, in the way that there is; whether all came so. Raises WireError for a damaged one."""
+        if self.nixl is not None and self.only in (None, "nixl"):
+            return self._read(offer, self.nixl)
+        return self.only in (None, "memory") and self._take(offer)
+
+    def _read(self, offer: Offer, nixl: AgentProcess) -> bool:
+        self.pulled.way = "nixl"
+        try:
+            with closing(read_pages(self.wire, nixl, offer, self.until_s)) as pages:
+                for name, came in zip(offer.names, pages, strict=False):
+                    self._keep(name, came.page, came.right, came.found)
+                    self.pulled.over_nixl += 1
+                    self._observe_time()
+        except NixlError as error:
+            self.pulled.unreached = str(error)
+            return False
+        return True
 
     def _take(self, offer: Offer) -> bool:
         """Takes the pages where they lie; whether that is possible. Raises WireError for a damaged one."""
@@ -136,9 +164,10 @@ class _Pull:
 
     def _fetch(self, offer: Offer) -> None:
         self.pulled.way = "socket"
-        say(self.wire, Fetch(len(offer.names)))
+        names = offer.names[len(self.pulled.pages) :]
+        say(self.wire, Fetch(len(self.pulled.pages), len(names)))
         coming = hear(self.wire)
-        if not isinstance(coming, Coming) or len(coming.digests) != len(offer.names):
+        if not isinstance(coming, Coming) or len(coming.digests) != len(names):
             raise WireError(f"{self.wire.peer}: sends pages without digests")
         # A page is hashed, which holds no lock of Python's, while the next one comes.
         with ThreadPoolExecutor(1) as hashing:
@@ -148,7 +177,7 @@ class _Pull:
                 name, right, page, found = came.popleft()
                 self._keep(name, page, right, found.result())
 
-            for name, right in zip(offer.names, coming.digests, strict=True):
+            for name, right in zip(names, coming.digests, strict=True):
                 page = bytearray(offer.page_bytes)
                 self.wire.raw.receive_into(memoryview(page))
                 came.append((name, right, page, hashing.submit(digest, page)))

@@ -2,7 +2,7 @@
 
 Each connection has a thread with a blocking socket, since bulk bytes have no place in an event loop; strangers wait in a bounded doorway with
 a deadline, as at the snapshot port. A page's digest is computed when it is offered; the SHA-256 of one that others can read in memory, when it is
-fetched all the same.
+fetched all the same, or read over NIXL.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.doorway import Doorway, Newcomer, shut
 from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_server
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
+from phalanx.serve.workers.over_nixl.laying import Laying
 from phalanx.serve.workers.page_wire import (
     PURPOSE,
     Coming,
     Done,
     Fetch,
+    Lay,
     Offer,
     Open,
     Refused,
@@ -165,9 +168,10 @@ class PageServer:
         token: str,
         host: str = "127.0.0.1",
         most_newcomers: int = 64,
+        nixl: AgentProcess | None = None,
     ) -> None:
-        """Listens on any free port of ``host``. Raises OSError where it cannot be had."""
-        self._pages, self._identity, self._token = pages, identity, token
+        """Listens on any free port of ``host``; with ``nixl``, lays pages for others' agents. Raises OSError where the port cannot be had."""
+        self._pages, self._identity, self._token, self._nixl = pages, identity, token, nixl
         self._doorway = Doorway(most_newcomers)
         self._open: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -235,15 +239,18 @@ class PageServer:
         batch = self._pages.offered(asked.job, asked.names)
         offer = batch.offer(asked.names)
         say(wire, offer)
-        while True:
-            match hear(wire):
-                case Fetch(pages):
-                    found = batch.fetched(offer.names[:pages])
-                    say(wire, Coming(tuple(each for _, each in found)))
-                    for page, _ in found:
-                        wire.raw.send(page)
-                case Done():
-                    self._pages.done(asked.job)
-                    return
-                case other:
-                    raise WireError(f"{wire.peer}: says {type(other).__name__} after an offer")
+        with closing(Laying(self._nixl)) as laying:
+            while True:
+                match hear(wire):
+                    case Fetch(first, pages):
+                        found = batch.fetched(offer.names[first : first + pages])
+                        say(wire, Coming(tuple(each for _, each in found)))
+                        for page, _ in found:
+                            wire.raw.send(page)
+                    case Lay(first, pages):
+                        say(wire, laying.lay(batch.fetched(offer.names[first : first + pages])))
+                    case Done():
+                        self._pages.done(asked.job)
+                        return
+                    case other:
+                        raise WireError(f"{wire.peer}: says {type(other).__name__} after an offer")

@@ -1,9 +1,9 @@
 """The messages of a worker's page port: identity first, then an offer of names, digests and a place in memory, then pages, then done.
 
 Both sides prove that they know the service's token, under a purpose of its own, so that a proof for one port is worth nothing at another.
-Messages are short (msgpack) and sealed. Whoever can open the memory that the offer names (``shared_pages``) takes the pages there. Others ask for raw bytes:
-a sealed message before them holds the SHA-256 of each page, so that one that was altered on its way, by accident or on purpose, is noticed.
-Nothing is encrypted.
+Messages are short (msgpack) and sealed. Whoever can open the memory that the offer names (``shared_pages``) takes the pages there. Others ask for raw bytes, or
+have the pages laid where their NIXL agent can read them (``over_nixl``): a sealed message before them holds the SHA-256 of each page, so that one that was altered on
+its way, by accident or on purpose, is noticed. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from phalanx.checkpoint.snapshot.wire import WireError
+from phalanx.serve.workers.over_nixl.agent import Address, NixlAgent
 from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.serve.workers.shared_pages import Place
 from phalanx.traffic.events import Identity
 
-PURPOSE = "phalanx page port, version 3"
+PURPOSE = "phalanx page port, version 4"
 MOST_PAGES = 1 << 15
 
 PageName = Annotated[bytes, Meta(max_length=64)]
 PageNames = Annotated[tuple[PageName, ...], Meta(max_length=MOST_PAGES)]
 Digests = Annotated[tuple[Annotated[bytes, Meta(max_length=32)], ...], Meta(max_length=MOST_PAGES)]
+_PageCount = Annotated[int, Meta(ge=0, le=MOST_PAGES)]
 Numbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=MOST_PAGES)], ...], Meta(max_length=MOST_PAGES)]
 
 
@@ -50,15 +52,41 @@ class Offer(Struct, frozen=True, tag=True):
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Asks for the bytes of the first ``pages`` of the offer. Answered by ``Coming``, and behind it one page after the other."""
+    """Asks for the bytes of ``pages`` of the offer, from the one of number ``first`` on. Answered by ``Coming``, and behind it one page after the other."""
 
-    pages: Annotated[int, Meta(ge=0, le=MOST_PAGES)]
+    first: _PageCount
+    pages: _PageCount
 
 
 class Coming(Struct, frozen=True, tag=True):
     """The SHA-256 of each page that follows."""
 
     digests: Digests
+
+
+class Lay(Struct, frozen=True, tag=True):
+    """Asks for pages of the offer, as ``Fetch`` does, to be laid where an agent can read them. Answered by ``Laid`` or ``NotLaid``.
+
+    They lie there until two more of these are asked for, or the conversation ends.
+    """
+
+    first: _PageCount
+    pages: _PageCount
+
+
+class Laid(Struct, frozen=True, tag=True):
+    """The pages asked for lie one behind the other at ``address``, in the memory that ``agent`` lets others read,"""
+
+    agent: NixlAgent
+    address: Address
+    digests: Digests
+    """and this is the SHA-256 of each."""
+
+
+class NotLaid(Struct, frozen=True, tag=True):
+    """They do not: ``why``. They can be fetched all the same."""
+
+    why: Annotated[str, Meta(max_length=8192)]
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -71,7 +99,7 @@ class Refused(Struct, frozen=True, tag=True):
     why: Annotated[str, Meta(max_length=8192)]
 
 
-Message = Open | Offer | Fetch | Coming | Done | Refused
+Message = Open | Offer | Fetch | Coming | Lay | Laid | NotLaid | Done | Refused
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

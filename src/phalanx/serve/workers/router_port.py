@@ -136,7 +136,7 @@ class RouterPort:
     def load(self) -> WorkerLoad:
         peers = list(self._router.peers.values())
         waiting, counted = len(self._first), self._counted(peers)
-        counts = {name: int(counted.get(name, 0)) for name in ("pulled", "shared", "not_pulled")}
+        counts = {name: int(counted.get(name, 0)) for name in ("pulled", "shared", "over_nixl", "not_pulled")}
         return WorkerLoad(
             len(self._running) - waiting,
             waiting,

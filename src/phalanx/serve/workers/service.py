@@ -19,6 +19,8 @@ from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
 from phalanx.serve.gateway.served.opened import device_of
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
+from phalanx.serve.workers.over_nixl.agent_process import require_installed
+from phalanx.serve.workers.page_client import PageWay
 from phalanx.serve.workers.router import RouterSettings
 from phalanx.serve.workers.router_port import Division, Notice, RouterPort, Service
 from phalanx.serve.workers.worker_main import WorkerTask
@@ -34,14 +36,17 @@ def open_service(
     threads: int,
     audit_share: float,
     tell: Callable[[Notice], None],
+    pages: PageWay = "auto",
 ) -> tuple[ModelText, RouterPort]:
     """The words of a run's model and the workers that compute it, ready to be asked.
 
     ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory and ``threads`` are each worker's;
     0 threads divide this machine's processors among them. Without a step all workers, also those
-    that are started again later, serve the step that is the newest now, or the newest that can be read: ``tell`` hears of those passed over. Raises
-    EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
+    that are started again later, serve the step that is the newest now, or the newest that can be read: ``tell`` hears of those passed over. ``pages``
+    is how workers take pages from one another. Raises EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
     """
+    if pages == "nixl":
+        require_installed()
     called = served.text_name(name)
     served = _of_one_kind(served, divisions or {})
     device_of(served)  # before packing, which takes long
@@ -54,7 +59,7 @@ def open_service(
         words = read_model_text(folder, called, spec.model.vocab_size)
     environment = _environment(spec, threads, len(roles))
     while True:
-        task = WorkerTask("", 0, "", 0, "both", served)
+        task = WorkerTask("", 0, "", 0, "both", served, pages=pages)
         service = Service(roles, task, environment, RouterSettings(served.rows, audit_share), divisions or {})
         for role in roles:  # refused here rather than by each worker
             asked = service.task_of(role).served

@@ -23,7 +23,8 @@ from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
 from phalanx.serve.gateway.worker import Streaming, explained
 from phalanx.serve.workers import messages as m
-from phalanx.serve.workers.page_client import Pulled, pull
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
+from phalanx.serve.workers.page_client import PageWay, Pulled, Way, pull
 from phalanx.serve.workers.page_server import OfferedPages
 from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.events import Identity
@@ -76,14 +77,18 @@ class ServingWorker:
         link: SealedWire,
         streaming: Callable[[], Streaming] | None = None,
         trouble: Callable[[], str] | None = None,
+        pages: PageWay = "auto",
+        nixl: AgentProcess | None = None,
     ) -> None:
         self._engine, self._identity, self._page_bytes = engine, identity, page_bytes
         self._token, self._link, self._streaming = token, link, streaming
         self._trouble = trouble
-        self.offered = OfferedPages(look_up=self._look_up)
+        self._only: Way | None = "socket" if pages == "socket" else None
+        self._nixl = nixl
+        self.offered = OfferedPages(look_up=self._look_up, share=pages == "auto")
         self._inbox: queue.SimpleQueue[m.ToWorker | m.Leaving | _Came | _Asked | _Over] = queue.SimpleQueue()
         self._orders: dict[int, m.RunJob] = {}
-        self._steps = self._pulled = self._not_pulled = self._shared = 0
+        self._steps = self._pulled = self._not_pulled = self._shared = self._over_nixl = 0
         self._told_unreached = False
         self._over = threading.Event()
 
@@ -159,6 +164,8 @@ class ServingWorker:
             names,
             within_s=PULL_S,
             page_bytes=self._page_bytes,
+            only=self._only,
+            nixl=self._nixl,
         )
         self._inbox.put(_Came(order.job, pulled, len(names)))
 
@@ -177,16 +184,25 @@ class ServingWorker:
                 kept += 1
         self._pulled += kept
         self._shared += kept if came.pulled.way == "memory" else 0
+        self._over_nixl += min(kept, came.pulled.over_nixl)
         self._not_pulled += came.asked - kept
         if came.pulled.failure:
             _log.info("job %d: %s; the rest is computed", came.job, came.pulled.failure)
-        if came.pulled.unreached and not self._told_unreached:
-            _log.warning(
-                "pages come through sockets, which is slower: the memory of a worker of this machine cannot be read (%s)",
-                came.pulled.unreached,
-            )
-            self._told_unreached = True
+        self._tell_unreached(came.pulled.unreached)
         self._submit(order)
+
+    def _tell_unreached(self, why: str) -> None:
+        """Says, once, that pages do not come as they were to."""
+        if not why or self._told_unreached:
+            return
+        self._told_unreached = True
+        if self._nixl is not None:
+            _log.warning("pages come through sockets, not over NIXL: %s", why)
+            return
+        _log.warning(
+            "pages come through sockets, which is slower: the memory of a worker of this machine cannot be read (%s)",
+            why,
+        )
 
     def _submit(self, order: m.RunJob) -> None:
         try:
@@ -269,6 +285,7 @@ class ServingWorker:
                 *self._engine.drafts(),
                 self._streaming() if self._streaming is not None else None,
                 self._shared,
+                self._over_nixl,
             )
             try:
                 self._link.send(m.encode(beat))

@@ -20,6 +20,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import Wire, secured_client
 from phalanx.serve.gateway.served.served_run import ServedRun
 from phalanx.serve.workers import messages as m
+from phalanx.serve.workers.page_client import PageWay
 from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.events import Role
 
@@ -41,6 +42,8 @@ class WorkerTask(Struct, frozen=True):
     served: ServedRun
     page_host: str = "127.0.0.1"
     """The address at which the others reach this worker's pages."""
+    pages: PageWay = "auto"
+    """How it takes pages from the others."""
 
 
 def main() -> None:
@@ -100,10 +103,12 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.gateway.served.of_run import open_engine
     from phalanx.serve.gateway.served.opened import device_of
     from phalanx.serve.numerics.trials import first_told, trials_told
+    from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
     from phalanx.serve.workers.page_server import PageServer
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
     from phalanx.traffic.events import Identity
 
+    nixl = AgentProcess() if task.pages == "nixl" else None  # before the model, which takes longer
     device = device_of(task.served, task.number)
     with trials_told(first_told(lambda trial: link.send(m.encode(m.Trying(str(trial), trial.kept))))):
         opened = open_engine(msgspec.structs.replace(task.served, device=str(device)))
@@ -121,9 +126,11 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     identity = Identity(
         opened.identity.weights_sha, opened.identity.numerics_id, f"{engine.root.hex()[:16]}-{nbytes}"
     )
-    worker = ServingWorker(engine, identity, nbytes, task.token, link, opened.streaming, opened.trouble)
+    worker = ServingWorker(
+        engine, identity, nbytes, task.token, link, opened.streaming, opened.trouble, task.pages, nixl
+    )
     signal.signal(signal.SIGTERM, _Leaving(worker))
-    server = PageServer(worker.offered, identity, task.token, task.page_host)
+    server = PageServer(worker.offered, identity, task.token, task.page_host, nixl=nixl)
     try:
         door = m.PageDoor(task.page_host, server.port)
         link.send(m.encode(m.Ready(identity, task.role, engine.root, context, pages, nbytes, rate, door)))

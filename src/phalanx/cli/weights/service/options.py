@@ -60,6 +60,10 @@ def another_machine(path: Path) -> str:
 def _require_workers(asked: Start) -> None:
     if not asked.workers and (asked.threads or asked.audit):
         raise click.UsageError("--threads and --audit are for --workers")
+    if len(asked.workers) < 2 and "--pages" in _given_beside():
+        raise click.UsageError(
+            "--pages says how workers take keys and values from one another: it needs --workers 2 or more"
+        )
     if asked.audit and len(asked.workers) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
     from phalanx.serve.gateway.served.model_text import ModelText
     from phalanx.serve.gateway.worker import WorkerPort
+    from phalanx.serve.workers.page_client import PageWay
     from phalanx.serve.workers.router_port import Notice
 
 
@@ -97,6 +98,8 @@ class Start:
     """With workers, into how many processes one of each role divides the layers, """
     tensor: Degrees
     """and each layer."""
+    pages: PageWay = "auto"
+    """How they take pages from one another."""
 
 
 def make_key(file: Path, name: str, limits: str) -> None:
@@ -204,6 +207,7 @@ def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
             threads=asked.threads,
             audit_share=asked.audit,
             tell=said.notice,
+            pages=asked.pages,
         )
     if asked.follow:
         return open_followed(asked.served, asked.name, asked.follow, said.text)

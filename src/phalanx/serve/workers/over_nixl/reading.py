@@ -1,0 +1,103 @@
+"""Pages that are read over NIXL out of the memory of the worker that offers them, a run of them at a time.
+
+The sealed conversation goes on meanwhile: its source is asked to lay the next pages, tells where they lie, and the SHA-256 of each, exactly as before pages that come
+through the socket. While one run is read, the one before is copied out of the staging and hashed, and the next one is laid.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from phalanx.checkpoint.snapshot.wire import WireError
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
+from phalanx.serve.workers.over_nixl.errors import NixlError
+from phalanx.serve.workers.over_nixl.staging import Stretch
+from phalanx.serve.workers.page_wire import Laid, Lay, NotLaid, Offer, digest, hear, say
+from phalanx.serve.workers.sealed_wire import SealedWire
+
+_RUN_BYTES = 8 << 20
+"""The bytes that are read at a time, but one page at least."""
+_RUN_S = 2.0
+"""What a run may take: a tenth of a second is what it does take, by the slowest rate seen."""
+
+
+@dataclass(frozen=True)
+class Came:
+    """A page that was read, in memory of its own, and the digest that it must have."""
+
+    page: bytearray
+    right: bytes
+    found: bytes
+
+
+def read_pages(wire: SealedWire, process: AgentProcess, offer: Offer, until_s: float) -> Generator[Came]:
+    """The pages of an offer, in their order. Raises NixlError where those that are left must come another way, and WireError where none will."""
+    most = max(1, _RUN_BYTES // offer.page_bytes)
+    runs = [range(first, min(first + most, len(offer.names))) for first in range(0, len(offer.names), most)]
+    with (
+        process.staging.stretches(2, len(runs[0]) * offer.page_bytes) as turns,
+        ThreadPoolExecutor(1) as hashing,
+    ):
+        unhashed: deque[Future[list[Came]]] = deque()
+        trouble: NixlError | WireError | None = None
+        try:
+            for number, digests in enumerate(
+                _read_runs(wire, process, offer.page_bytes, runs, turns, until_s)
+            ):
+                memory = process.staging.view(turns[number % 2])
+                unhashed.append(hashing.submit(_copied, memory, offer.page_bytes, digests))
+                if len(unhashed) > 1:  # so that the turn after this one is free
+                    yield from unhashed.popleft().result()
+        except (NixlError, WireError) as error:
+            trouble = error
+        while unhashed:  # what came before the trouble is whole
+            yield from unhashed.popleft().result()
+        if trouble is not None:
+            raise trouble
+
+
+def _read_runs(
+    wire: SealedWire,
+    process: AgentProcess,
+    page_bytes: int,
+    runs: Sequence[range],
+    turns: Sequence[Stretch],
+    until_s: float,
+) -> Iterator[tuple[bytes, ...]]:
+    """Reads each run into its turn, and yields its digests."""
+    say(wire, Lay(runs[0].start, len(runs[0])))
+    for number, run in enumerate(runs):
+        laid = _heard(wire, len(run))
+        if isinstance(laid, NotLaid):
+            raise NixlError(f"{wire.peer}: {laid.why}")
+        after = runs[number + 1] if number + 1 < len(runs) else None
+        if after is not None:
+            say(wire, Lay(after.start, len(after)))
+        within_s = min(_RUN_S, until_s - time.monotonic())
+        try:
+            process.read(laid.agent, laid.address, turns[number % 2], len(run), page_bytes, within_s)
+        except NixlError:
+            if after is not None:
+                _heard(wire, len(after))  # what it has begun to lay is not to be read
+            raise
+        yield laid.digests
+
+
+def _heard(wire: SealedWire, pages: int) -> Laid | NotLaid:
+    laid = hear(wire)
+    if isinstance(laid, NotLaid) or (isinstance(laid, Laid) and len(laid.digests) == pages):
+        return laid
+    raise WireError(f"{wire.peer}: lays other pages than were asked for")
+
+
+def _copied(memory: memoryview, page_bytes: int, digests: Sequence[bytes]) -> list[Came]:
+    """Pages out of the staging. The copy is hashed, not what was copied: that can still be written to by a reading that came too late."""
+    came = []
+    for number, right in enumerate(digests):
+        page = bytearray(memory[number * page_bytes : (number + 1) * page_bytes])
+        came.append(Came(page, right, digest(page)))
+    return came

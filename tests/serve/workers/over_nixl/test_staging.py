@@ -1,0 +1,75 @@
+"""Memory that a worker shares with the process of its NIXL agent, and what is done where there is no NIXL."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.serve.workers.over_nixl import agent_process
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, require_installed
+from phalanx.serve.workers.over_nixl.errors import NixlError
+from phalanx.serve.workers.over_nixl.laying import Laying
+from phalanx.serve.workers.over_nixl.staging import Staging, Stretch
+from phalanx.serve.workers.page_wire import NotLaid
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 30_000)), max_size=40))
+def test_no_two_stretches_that_are_taken_lie_over_each_other(steps: list[tuple[bool, int]]) -> None:
+    staging, taken = Staging(100_000), list[Stretch]()
+    for gives, number in steps:
+        if gives and taken:
+            staging.give_back(taken.pop(number % len(taken)))
+            continue
+        try:
+            taken.append(staging.take(number))
+        except NixlError:
+            # No multiple of a page of memory has room behind it.
+            assert not any(
+                all(start + number <= one.start or one.start + one.nbytes <= start for one in taken)
+                for start in range(0, 100_001 - number, 4096)
+            )
+        ordered = sorted(taken, key=lambda one: one.start)
+        assert all(one.start + one.nbytes <= after.start for one, after in pairwise(ordered))
+        assert all(one.start >= 0 and one.start + one.nbytes <= 100_000 for one in taken)
+
+
+def test_stretches_are_free_again_after_their_block_and_more_than_there_is_is_refused() -> None:
+    staging = Staging(100_000)
+    with staging.stretches(2, 40_000) as first, pytest.raises(NixlError, match="not free among the 100,000"):
+        staging.take(20_000)
+    with staging.stretches(2, 40_000) as second:
+        assert second == first
+    with pytest.raises(NixlError), staging.stretches(3, 40_000):
+        pass
+    assert staging.take(100_000) == Stretch(0, 100_000)
+
+
+def test_a_worker_without_nixl_lays_nothing_and_says_so() -> None:
+    laying = Laying(None)
+    assert laying.lay([(b"page", b"digest")]) == NotLaid("it offers nothing over NIXL")
+    laying.close()
+
+
+def test_nixl_that_is_not_installed_is_told_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_process, "find_spec", lambda _: None)
+    with pytest.raises(NixlError, match=r"pip install 'phalanx-train\[nixl\]'.*--no-deps nixl nixl-cu13"):
+        require_installed()
+
+
+def test_nixl_that_cannot_be_loaded_is_told_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").write_text(
+        "raise ImportError('libcuda.so.1: cannot open shared object file')"
+    )
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
+    with pytest.raises(NixlError, match=r"NIXL cannot be used here: ImportError: libcuda\.so\.1"):
+        AgentProcess(1 << 20)
