@@ -1,8 +1,9 @@
 """Pages between two workers against a plain blocking socket that moves the same bytes: ``python -m bench.serve_workers``.
 
 Rounds in one run on one machine: raw ``sendall``/``recv_into`` of the bytes over the loopback, then pulls with their proof, identity, offer and a digest of
-each page, through a socket and in memory that both workers share. What is in memory is checked where it lies; in the last pull it is then copied into memory
-of the receiver's own too, as the socket's bytes are. Ratios are medians of the rounds' ratios; the goal is 0.9. ``--short`` moves a tenth, to see that it works.
+each page, through a socket, in memory that both workers share, and, where NIXL is installed, over its agents, each in a process of its own. What is in memory is
+checked where it lies; in another pull it is then copied into memory of the receiver's own too, as the socket's bytes and NIXL's are. Ratios are medians of the
+rounds' ratios; the goal is 0.9. ``--short`` moves a tenth, to see that it works.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import statistics
 import threading
 import time
 
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, require_installed
+from phalanx.serve.workers.over_nixl.errors import NixlError
 from phalanx.serve.workers.page_client import Way, pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
 from phalanx.traffic.events import Identity
@@ -48,10 +51,30 @@ def plain_s(body: list[bytes]) -> float:
     return seconds
 
 
-def pulled_s(pages: dict[bytes, bytes], job: int, server: PageServer, way: Way, *, copies: bool) -> float:
+def agents() -> list[AgentProcess]:
+    """A source's and a reader's, or none where NIXL is not to be had."""
+    try:
+        require_installed()
+        return [AgentProcess(), AgentProcess()]
+    except NixlError as error:
+        print(f"without NIXL: {error}")
+        return []
+
+
+def pulled_s(
+    pages: dict[bytes, bytes],
+    job: int,
+    server: PageServer,
+    way: Way,
+    *,
+    copies: bool = False,
+    nixl: AgentProcess | None = None,
+) -> float:
     """Seconds of a pull, from connecting to the last page that is checked, and with ``copies`` copied."""
     began_s = time.perf_counter()
-    got = pull("127.0.0.1", server.port, "token", IDENTITY, job, tuple(pages), within_s=60.0, only=way)
+    got = pull(
+        "127.0.0.1", server.port, "token", IDENTITY, job, tuple(pages), within_s=60.0, only=way, nixl=nixl
+    )
     own = [bytearray(page) for page in got.pages.values()] if copies else []
     seconds = time.perf_counter() - began_s
     if got.failure or len(got.pages) != len(pages) or got.way != way:
@@ -68,28 +91,34 @@ def main() -> None:
     pages = {number.to_bytes(16, "big"): os.urandom(PAGE_BYTES) for number in range(count)}
     # The socket's pages are hashed when they are offered, as where there is no memory to share.
     in_memory, by_socket = OfferedPages(600.0), OfferedPages(600.0, share=False)
+    source, reader = agents() or (None, None)
     servers = {
         "memory": PageServer(in_memory, IDENTITY, "token"),
-        "socket": PageServer(by_socket, IDENTITY, "token"),
+        "socket": PageServer(by_socket, IDENTITY, "token", nixl=source),
     }
     offers: list[float] = []
     took: dict[str, list[float]] = {}
     for number in range(rounds):
-        by_socket.offer(number, pages)
+        for job in (2 * number, 2 * number + 1):
+            by_socket.offer(job, pages)
         for job in (2 * number, 2 * number + 1):
             began_s = time.perf_counter()
             in_memory.offer(job, pages)
             offers.append(time.perf_counter() - began_s)
         took.setdefault("plain socket", []).append(plain_s(list(pages.values())))
-        for name, job, way, copies in (
-            ("pages through a socket", number, "socket", False),
-            ("pages in shared memory", 2 * number, "memory", False),
-            ("the same, copied", 2 * number + 1, "memory", True),
-        ):
-            seconds = pulled_s(pages, job, servers[way], way, copies=copies)  # type: ignore[arg-type]
+        first, second = 2 * number, 2 * number + 1
+        found = {
+            "pages through a socket": pulled_s(pages, first, servers["socket"], "socket"),
+            "pages in shared memory": pulled_s(pages, first, servers["memory"], "memory"),
+            "the same, copied": pulled_s(pages, second, servers["memory"], "memory", copies=True),
+        }
+        if reader is not None:
+            found["pages over NIXL"] = pulled_s(pages, second, servers["socket"], "nixl", nixl=reader)
+        for name, seconds in found.items():
             took.setdefault(name, []).append(seconds)
-    for server in servers.values():
-        server.close()
+        by_socket.forget()
+    for end in (*servers.values(), *filter(None, (source, reader))):
+        end.close()
     size = count * PAGE_BYTES / 2**30
     plain = took["plain socket"]
     for name, each in took.items():
