@@ -105,9 +105,8 @@ class _Readings:
             self.going_on.remove(one)
             try:
                 self._agent.release_xfer_handle(one.handle)
-            except (
-                Exception
-            ):  # It goes on and cannot be taken back: the memory of this process is not to be used again.
+            except Exception:
+                # It goes on and cannot be taken back: the memory of this process is not to be used again.
                 _leave(1)
             self._end(one.asked, why)
 
