@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +60,37 @@ def test_folders_and_files_of_other_names_are_left_alone(tmp_path: Path) -> None
     with held_folder(PREFIX):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"phalanx-other-1", f"{PREFIX}file"}
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_folders_have_no_locks_one_is_made_and_nobody_sweeps_it(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(descriptor: int, how: int) -> None:  # noqa: ARG001
+        assert len(list(tmp_path.iterdir())) <= 2, "it is made again and again"
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    with held_folder(PREFIX) as first:
+        (first / "file").write_text("kept")
+        with held_folder(PREFIX) as second:
+            assert sorted(tmp_path.iterdir()) == sorted([first, second])
+            assert (first / "file").read_text() == "kept"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_without_descriptors_hears_so_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = os.open
+
+    def none_left(path: object, flags: int, *more: object, **named: object) -> int:
+        assert len(list(tmp_path.iterdir())) <= 1, "it is made again and again"
+        if isinstance(path, Path) and path.name.startswith(PREFIX):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return taken(path, flags, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("os.open", none_left)
+    with pytest.raises(OSError, match="Too many open files"), held_folder(PREFIX):
+        raise AssertionError("it cannot be held")
+    assert list(tmp_path.iterdir()) == []
