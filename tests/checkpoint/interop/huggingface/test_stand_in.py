@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from checkpoint.huggingface_models import CONFIGS, edit_config, saved_by_transfo
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.committed.restore_weights import Rows
-from phalanx.checkpoint.format.errors import NoSuchStepError
+from phalanx.checkpoint.format.errors import NoSuchStepError, StorageError
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
@@ -53,6 +55,40 @@ def test_what_stands_in_has_the_files_of_an_imported_run_but_its_weights_and_goe
         assert own.pop("weights.json") == json.dumps({"folder": str(llama3.resolve())}).encode()
         assert (own, found.path.name) == (imported, "llama3")
     assert not found.path.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "stands_in"),
+    [
+        ('it\'s "odd"\n\x1b[1m 日本', 'it\'s "odd"__[1m 日本'),
+        ("x" * 120, "x" * 100),
+    ],
+)
+def test_a_folder_whose_name_no_run_may_have_is_read(
+    name: str, stands_in: str, llama3: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama3, tmp_path / name)
+    with stand_in(tmp_path / name) as found:
+        assert (found.path.name, read_resolved(RunDirectory(found.path)).name) == (stands_in, stands_in)
+        restored_model(found.path, None)
+
+
+def test_temporary_files_without_room_are_named_with_what_would_help(
+    llama3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:  # noqa: ARG001
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source))  # as shutil.copyfile does
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(StorageError, match=rf"^{tmp_path}: No space .*TMPDIR"), stand_in(llama3):
+        raise AssertionError("nothing has room to stand in")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_goes_wrong_while_it_is_used_is_not_taken_for_the_copy_s(llama3: Path) -> None:
+    with pytest.raises(FileNotFoundError), stand_in(llama3) as found:
+        (found.path / "none").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,12 +6,14 @@ folder, and ``weights_tier`` reads them there. It lies among the temporary files
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.checkpoint.format.errors import StorageError
 from phalanx.checkpoint.interop.huggingface.folders import read_json
 from phalanx.checkpoint.interop.huggingface.import_folder import write_small_files
 from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
@@ -34,17 +36,39 @@ class StandIn:
 
 @contextmanager
 def stand_in(directory: Path) -> Iterator[StandIn]:
-    """Yields a run directory of the same name that stands in for the model in ``directory``. Raises as ``open_folder`` does."""
-    name = directory.resolve().name
+    """Yields a run directory of the same name that stands in for the model in ``directory``. Raises as ``open_folder`` does, and StorageError where the small
+    files cannot be copied."""
     with ExitStack() as opened:
         folder = open_folder(directory, opened)
-    with held_folder("phalanx-published-") as above:
-        run = RunDirectory(above / name)
-        run.path.mkdir()
-        without_tokenizer, notes = write_small_files(directory, run, name, folder.spec)
-        run.weights_elsewhere.write_text(json.dumps({_FOLDER: str(directory.resolve())}))
+    with ExitStack() as held:
+        above = None
+        try:
+            above = held.enter_context(held_folder("phalanx-published-"))
+            run = RunDirectory(above / _name(directory))
+            run.path.mkdir()
+            without_tokenizer, notes = write_small_files(directory, run, run.path.name, folder.spec)
+            run.weights_elsewhere.write_text(json.dumps({_FOLDER: str(directory.resolve())}))
+        except OSError as error:
+            raise StorageError(_why_not_copied(error, directory, above)) from error
         said = (f"without a tokenizer: {without_tokenizer}",) if without_tokenizer else ()
         yield StandIn(run.path, (*folder.notes, *notes, *said))
+
+
+def _name(directory: Path) -> str:
+    """The name of ``directory``, as far as a run may have it."""
+    name = "".join(one if one.isprintable() else "_" for one in directory.resolve().name)
+    return name[:100] or "model"
+
+
+def _why_not_copied(error: OSError, directory: Path, above: Path | None) -> str:
+    where = error.filename
+    if above is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = above.parent  # a copy that finds no room names what it read
+    reason = f"{where}: {error.strerror}" if where and error.strerror else str(error)
+    return (
+        f"{reason}. The small files of {directory} are copied among the temporary ones while it is read: make that possible, or have TMPDIR name another "
+        "folder for them"
+    )
 
 
 @contextmanager
