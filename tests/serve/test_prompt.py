@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
 from phalanx.data.chat.template import read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
@@ -26,6 +27,7 @@ from phalanx.serve.prompt import (
     load_run_tokenizer,
     published_with,
     stop_tokens,
+    template_folder,
 )
 from phalanx.serve.sample import continued
 
@@ -254,6 +256,25 @@ def test_a_run_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(tmp_path / "gone")}}))
     with pytest.raises(TokenizerError, match=r"has no tokenizer .*put .*tokenizer\.json into .*/tokenizer"):
         load_run_tokenizer(tmp_path)
+
+
+def test_a_published_model_without_a_tokenizer_or_a_template_is_named_and_not_what_stands_in_for_it(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "llama3"
+    save_llama3(folder)
+    (folder / "chat_template.jinja").unlink()
+    with stand_in(folder) as found:
+        tokenizer = load_run_tokenizer(found.path)
+        templates = template_folder(found.path, published_with(found.path, tokenizer))
+        with pytest.raises(TokenizerError, match=rf"of {folder}\); leave out --chat"):
+            encode_chat(templates, tokenizer, "hello")
+    (folder / "tokenizer.json").unlink()
+    with (
+        stand_in(folder) as found,
+        pytest.raises(TokenizerError, match=rf"^{folder} has no tokenizer .*tokenizer\.json"),
+    ):
+        load_run_tokenizer(found.path)
 
 
 def test_an_imported_model_never_borrows_the_tokenizer_of_the_default_dataset(tmp_path: Path) -> None:

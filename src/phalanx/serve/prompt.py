@@ -14,6 +14,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
 from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder
 from phalanx.data.chat.kept import turn_ends
 from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
@@ -36,6 +37,10 @@ def load_run_tokenizer(run_dir: Path) -> Tokenizer:
         return load_tokenizer(directory.tokenizer)
     of_dataset = Path(next(iter(addresses(read_resolved(directory).data).values())))
     if not directory.record.exists() or not of_dataset.is_dir():
+        if (model := published_folder(directory)) is not None:
+            raise TokenizerError(
+                f"{model} has no tokenizer that can be used here; put its tokenizer.json there, or give tokens where they are taken"
+            )
         raise TokenizerError(
             f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a "
             f"tokenizer.json into {directory.tokenizer}"
@@ -53,7 +58,9 @@ def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
 
     To tell, the published tokenizer is loaded, which takes a second for a large one.
     """
-    folder = RunDirectory(run_dir).published
+    directory = RunDirectory(run_dir)
+    # Where what is read stands in for a published model, messages name the model's own folder, and not a copy that goes.
+    folder = published_folder(directory) or directory.published
     return folder if folder.is_dir() and keeps_tokenizer(folder, tokenizer) else None
 
 
