@@ -160,6 +160,25 @@ def test_a_folder_without_its_weights_is_refused_before_anything_stands_in(tmp_p
         raise AssertionError("nothing is there to stand in")
 
 
+def test_weights_that_may_not_be_read_are_refused_by_name(
+    llama3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def forbidden(path: Path, *how: Any, **named: Any) -> Any:
+        if path.name == "model.safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *how, **named)
+
+    def not_there(path: Path, framework: str) -> None:  # noqa: ARG001
+        raise FileNotFoundError(f"No such file or directory: {path}")  # as safetensors does then
+
+    monkeypatch.setattr("pathlib.Path.open", forbidden)
+    monkeypatch.setattr("phalanx.checkpoint.interop.huggingface.stored.weights.safe_open", not_there)
+    with pytest.raises(HuggingFaceError, match=r"model\.safetensors: Permission denied"):
+        FolderTier(llama3)
+
+
 def test_a_pack_of_a_folder_is_that_of_the_imported_run_and_lies_where_it_is_asked_for(
     llama3: Path, tmp_path: Path
 ) -> None:

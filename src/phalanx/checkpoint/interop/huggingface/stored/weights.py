@@ -130,9 +130,14 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
                 "saved as safetensors first)"
             )
         try:
+            path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
             opened = stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise HuggingFaceError(f"{path}: damaged ({error}); copy or download it again") from error
+        except OSError as error:
+            raise HuggingFaceError(
+                f"{path}: {error.strerror or error}; let whoever runs this read it, or copy it again"
+            ) from error
         found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     return {
         name: tensor
