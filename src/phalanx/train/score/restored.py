@@ -38,7 +38,6 @@ def restored_model(
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
-    tier = weights_tier(directory)
     recorded = read_resolved(directory)
     if recorded.runtime.numerics == "portable" and torch.device(device).type == "cpu":
         begin_portable()
@@ -47,6 +46,7 @@ def restored_model(
         raise RunDirectoryError(
             f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
         )
+    tier = weights_tier(directory)
     parts: Mapping[str, Rows] = {}
     with torch.device("meta"):
         model = whole_model(spec, seq_len)
