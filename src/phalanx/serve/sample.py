@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from phalanx.hardware.local.device import gpus
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
@@ -36,11 +38,13 @@ def continued(
     chat: bool = False,
     model: Transformer | Chain | None = None,
     device: str = "auto",
+    dtype: str = "float32",
 ) -> Iterator[str]:
     """Text that continues ``prompt``, piece by piece as it is generated, at most ``tokens`` tokens; ends with the document.
 
     With ``chat`` the prompt is a user's message, framed by the run's chat template, and the text is the answer.
-    ``model`` is one that is open already (``phalanx.serve.weights``), in the place of the run's own; ``step`` and ``device`` say nothing then.
+    ``model`` is one that is open already (``phalanx.serve.weights``), in the place of the run's own; ``step``, ``device`` and ``dtype``,
+    PyTorch's name of the format to compute in, say nothing then.
     Else ``device`` computes: "cpu", "cuda", "cuda:1", or "auto", which is a GPU if there is one, but for a run of portable numerics the CPU.
     The other arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
     """
@@ -52,7 +56,7 @@ def continued(
         runtime = read_resolved(RunDirectory(run_dir)).runtime
         portable = device == "auto" and runtime.numerics == "portable"
         computing = device_named("cpu" if portable else device, gpus())
-        model, _ = load_model(run_dir, step, device=computing)
+        model, _ = load_model(run_dir, step, device=computing, dtype=getattr(torch, dtype))
     ids = generate(
         model,
         prompt_ids,

@@ -110,16 +110,7 @@ def command(
         run_dir = place if where is None else where.root.parent
         step = step if where is None else where.step
         model = None
-        if published and not stream:
-            import torch
-
-            from phalanx.hardware.local.device import gpus
-            from phalanx.serve.computing_device import device_named
-            from phalanx.serve.generate import load_model
-
-            computing = device_named(device, gpus())
-            model, _ = load_model(run_dir, step, device=computing, dtype=getattr(torch, dtype))
-        elif packed or stream or memory is not None or dtype != "float32":
+        if packed or stream or (not published and (memory is not None or dtype != "float32")):
             import torch
 
             from phalanx.checkpoint.pack.reader import open_pack
@@ -151,6 +142,7 @@ def command(
             chat=chat,
             model=model,
             device=device,
+            dtype=dtype,
         )
         if as_json:
             click.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))
