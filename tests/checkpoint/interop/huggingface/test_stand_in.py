@@ -160,6 +160,27 @@ def test_a_folder_without_its_weights_is_refused_before_anything_stands_in(tmp_p
         raise AssertionError("nothing is there to stand in")
 
 
+def test_a_copy_of_the_embedding_that_differs_is_refused_however_the_folder_is_opened(tmp_path: Path) -> None:
+    save_llama3(tmp_path / "llama3")
+    file = tmp_path / "llama3" / "model.safetensors"
+    edit_config(tmp_path / "llama3", tie_word_embeddings=True)
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, {"format": "pt"})
+    with stand_in(tmp_path / "llama3") as found:
+        restored_model(found.path, 0)
+
+    weights["lm_head.weight"][-1, -1] += 1
+    save_file(weights, file, {"format": "pt"})
+    refused = r"lm_head\.weight differs from model\.embed_tokens\.weight"
+    with pytest.raises(HuggingFaceError, match=refused):
+        FolderTier(tmp_path / "llama3")
+    with pytest.raises(HuggingFaceError, match=refused), stand_in(tmp_path / "llama3"):
+        raise AssertionError("nothing stands in for it")
+    with pytest.raises(HuggingFaceError, match=refused):
+        import_hf(tmp_path / "llama3", tmp_path / "run")
+
+
 def test_weights_that_may_not_be_read_are_refused_by_name(
     llama3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,15 +28,15 @@ from phalanx.checkpoint.tiers.tier import Record
 class FolderTier:
     """The fp32 weights of the model in ``directory``, and nothing else, as step 0; a ``ReadableTier``.
 
-    Raises as ``open_folder`` does.
+    ``compared`` is as for ``open_folder``. Raises as it does.
     """
 
     name = "published"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, compared: bool = False) -> None:
         self.root = directory
         # Files stay open for as long as somebody may read.
-        opened = open_folder(directory, ExitStack())
+        opened = open_folder(directory, ExitStack(), compared=compared)
         self._weights = opened.weights
         self._sources: dict[str, list[Published]] = defaultdict(list)
         for tensor in opened.wanted:

@@ -85,14 +85,14 @@ def published_folder(run: RunDirectory) -> Path | None:
     """The Hugging Face folder that ``run`` stands in for; ``None`` if it has weights of its own. Raises HuggingFaceError."""
     if not run.weights_elsewhere.exists():
         return None
-    return Path(str(read_json(run.weights_elsewhere).get(_FOLDER)))
+    return Path(read_json(run.weights_elsewhere)[_FOLDER])
 
 
 def weights_tier(run: RunDirectory) -> DiskTier | FolderTier:
     """The tier with the weights of a run, or of the published model that it stands in for. Raises RunDirectoryError where there are none."""
     folder = published_folder(run)
     if folder is not None:
-        return FolderTier(folder)
+        return FolderTier(folder, compared=True)  # before anything stood in for it
     if not run.checkpoints.is_dir():  # a tier would make it
         raise RunDirectoryError(
             f"{run.path}: has no folder checkpoints; give the directory of a run that saved"

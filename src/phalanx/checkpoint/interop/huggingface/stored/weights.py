@@ -57,10 +57,10 @@ class OpenFolder:
     """Sentences about parts of the folder that are left out or are read in another way."""
 
 
-def open_folder(directory: Path, stack: ExitStack) -> OpenFolder:
+def open_folder(directory: Path, stack: ExitStack, *, compared: bool = False) -> OpenFolder:
     """Opens the model in ``directory`` until ``stack`` closes, and looks that every tensor is there in its shape.
 
-    Raises UnsupportedModelError, or HuggingFaceError where files are incomplete or damaged.
+    Tensors that are stored twice are read whole to see that they are the same, unless somebody has ``compared`` them before. Raises UnsupportedModelError, or HuggingFaceError where files are incomplete or damaged.
     """
     if (directory / ".metadata").exists():
         raise HuggingFaceError(
@@ -75,6 +75,8 @@ def open_folder(directory: Path, stack: ExitStack) -> OpenFolder:
     wanted = tuple(published(spec, family))
     notes += _settle_biases(wanted, weights.tensors) + _rounded(weights.tensors)
     _require_tensors(directory, spec, wanted, weights)
+    if not compared:
+        _require_same_copies(directory, spec, weights)
     return OpenFolder(spec, weights, wanted, notes + import_notes(config))
 
 
@@ -222,9 +224,7 @@ def _require_tensors(
     directory: Path, spec: ModelSpec, tensors: Sequence[Published], weights: Weights
 ) -> None:
     wanted = {tensor.name: tensor.shape for tensor in tensors}
-    copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
-    if spec.tie_embeddings:
-        copies[_HEAD] = "model.embed_tokens.weight"
+    copies = _copies(spec)
     held = weights.tensors.keys()
     scales = {scale_name(name) for name in held if weights.tensors[name].get_dtype() == _FP8}
     if not wanted.keys() & held and any(f"model.{name}" in wanted for name in held):
@@ -248,8 +248,18 @@ def _require_tensors(
     if problems:
         more = f" ... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise HuggingFaceError(f"{directory}: {'; '.join(sorted(problems)[:8])}{more}")
-    for copy in copies.keys() & held:
-        _require_same(directory, copy, copies[copy], weights)
+
+
+def _copies(spec: ModelSpec) -> dict[str, str]:
+    """The tensors that a folder may hold once more, and which they repeat."""
+    copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
+    return copies | ({_HEAD: "model.embed_tokens.weight"} if spec.tie_embeddings else {})
+
+
+def _require_same_copies(directory: Path, spec: ModelSpec, weights: Weights) -> None:
+    for copy, original in _copies(spec).items():
+        if copy in weights.tensors:
+            _require_same(directory, copy, original, weights)
 
 
 def _dtype_problems(name: str, weights: Weights) -> list[str]:
