@@ -56,7 +56,7 @@ def _with_headers(sources: Sequence[Path]) -> list[Path]:
 
 
 def is_to_compile(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> bool:
-    """Whether ``compiled`` will take the time that a compiler takes."""
+    """True if ``compiled`` will call the compiler, which takes seconds."""
     try:
         missing = not library_path(source, options, beside=beside).exists()
     except (OSError, RuntimeError):  # a user without a home has no library

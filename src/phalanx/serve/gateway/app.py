@@ -319,7 +319,7 @@ def too_many(gateway: Gateway, most: int) -> ASGIApp:
 
 
 def misread(gateway: Gateway, why: str, status: int) -> bytes:
-    """What is told of what is no HTTP request, as OpenAI writes errors."""
+    """The body of the answer to bytes that are no HTTP request, and ``why`` they are none: an error as OpenAI writes it."""
     gateway.counts.refused(status)
     return msgspec.json.encode(
         error_body(RefusedError(f"what was sent is no HTTP request: {why[:500]}", status=status))

@@ -115,7 +115,7 @@ def _shapes(model: Transformer) -> dict[Shape, str]:
 
 
 def _head_facts(absorbed: Mapping[HeadShape, str], shares: int) -> Iterator[tuple[HeadShape, Facts]]:
-    """What the products of ``absorbed`` layers, by names, rely on; of ``shares`` that each layer is divided into, they are of one. Raises EngineError."""
+    """The facts that products of ``absorbed`` layers rely on, each shape beside the name of a layer, where layers are divided into ``shares``. Raises EngineError."""
     for shape, name in absorbed.items():
         begin_part(f"{name}: {shape}")
         facts = head_facts(shape)

@@ -42,7 +42,7 @@ class _Listener:
     number: int = 0
     of: int = 0
     told: bool = True
-    """Whether the present part has been told, or there is none."""
+    """True once the present part has been told, and while there is none."""
 
 
 _listening: ContextVar[_Listener | None] = ContextVar("listening", default=None)
@@ -59,7 +59,7 @@ def trials_told(tell: Callable[[Trial], None]) -> Iterator[None]:
 
 
 def first_told(say: Callable[[Trial], None]) -> Callable[[Trial], None]:
-    """What calls ``say`` for the first part alone: for many processes that speak at the same place."""
+    """A listener that hands the first trial to ``say`` and no other: where many processes write to one place."""
     told: list[Trial] = []
 
     def tell(trial: Trial) -> None:

@@ -140,9 +140,8 @@ def start(asked: Start, said: Said) -> None:
     from phalanx.serve.gateway.listening import ServerError, listen
 
     with explained(ServerError):
-        sock = listen(
-            asked.host, asked.port
-        )  # before PyTorch is imported: a port that is taken is told at once
+        # Before PyTorch is imported: a port that is taken is told at once.
+        sock = listen(asked.host, asked.port)
     with closing(sock):
         if not is_published(path):
             _start(asked, said, sock)

@@ -1,4 +1,4 @@
-"""What is tried of a machine's kernels, on standard error: a line that says why it takes so long, and on a terminal another one that says how far it is."""
+"""Shows on standard error that a machine's kernels are being tried: a line says why the start takes so long, and on a terminal another one how far it is."""
 
 from __future__ import annotations
 

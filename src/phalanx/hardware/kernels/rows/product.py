@@ -107,7 +107,7 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 def row_kernel_is_to_compile() -> bool:
-    """Whether ``row_kernel`` will compile it, which takes a while."""
+    """True if ``row_kernel`` will call the compiler, which takes seconds."""
     return is_to_compile(_SOURCE, _OPTIONS, beside=_BESIDE)
 
 

@@ -207,8 +207,8 @@ def _over(
 
 
 def _must_agree(runtime: RuntimeSpec) -> dict[str, str]:
-    """What of this machine any other one must have too, and is known before the run is read: portable numerics choose kernels, and set the environment,
-    only then."""
+    """The facts of this machine that every stage's machine must share, as far as they are known before the run is read: portable numerics choose
+    kernels, and set the environment, only then."""
     facts = machine()
     if runtime.numerics == "portable":
         return {name: facts[name] for name in ("processor", "torch", "threads")}
