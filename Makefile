@@ -4,19 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := requirements/base.txt
 DEV := requirements/dev.txt
-# Several tests at once: many wait for clocks, disks or each other's processes. A file's tests stay together, and share what they start.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=25
+# Files that wait for processes and clocks run one after the other, files that compute beside them (tests/lanes.py).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-torch-2.11 test-trackers test-nixl servers lint bench gpu env env-dev clean
+.PHONY: quickstart test test-servers test-all test-torch-2.11 test-trackers test-nixl servers lint bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
 
-test: env-dev  ## the whole suite
-	$(PYTEST) -m "not slow"
+test: env-dev  ## the whole suite, in ten minutes on two cores
+	$(PYTEST) -m "not slow and not servers"
+
+test-servers: env-dev  ## real Slurm, sshd, Chromium and Prometheus (after `make servers`), and campaigns of faults
+	$(PYTEST) -m "servers and not slow"
 
 test-all: env-dev  ## and what takes longer
 	$(PYTEST)

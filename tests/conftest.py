@@ -12,7 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
+import lanes
 from ranks import Ranks
 from store.servers import Server, fake_gcs, ministack
 
@@ -21,6 +24,8 @@ settings.register_profile("phalanx", deadline=None, suppress_health_check=[Healt
 settings.load_profile("phalanx")
 
 TESTS = Path(__file__).parent
+MOST_COMPUTING = 4
+"""Workers that compute beside the waiting lane. A worker and the ranks that it starts take up to 4 GiB."""
 SLOW_S = 1800.0
 """After which a slow test ends that sets no time of its own: many processes at work on few processors, and no step of them under a time limit."""
 
@@ -58,6 +63,21 @@ LONGEST = (
     "train/step/test_rank_times.py",
     "watch/profile/test_planted.py",
 )
+
+
+def pytest_configure() -> None:
+    """Lower the priority of the workers that compute."""
+    lanes.yield_to_the_waiting_lane()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker for the waiting lane, and one for each processor, of which there may be more than memory is for."""
+    return 1 + min(len(os.sched_getaffinity(0)), MOST_COMPUTING)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """Distribute files over two lanes (see ``lanes``)."""
+    return lanes.make_scheduler(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,6 +25,8 @@ from phalanx.run.spec import ObserveSpec
 from phalanx_process import RUN_FILE, start, wait_until
 from tiny_runs import make_dataset
 
+pytestmark = pytest.mark.servers
+
 
 def test_prometheus_takes_every_series_of_a_run_from_the_endpoint(tmp_path: Path) -> None:
     require("prometheus")

@@ -27,6 +27,7 @@ from launch.engines.sshd_hosts import SshHosts, missing, ssh_hosts
 from phalanx_process import ENVIRONMENT, RUN_FILE
 from tiny_runs import make_dataset
 
+pytestmark = pytest.mark.servers
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=f"no sshd can be started: {missing()}")
 QUICK = "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_checks = false\n"
 

@@ -33,7 +33,10 @@ from launch.engines.slurm_runs import (
 from phalanx.cli.launch import submit_command
 from phalanx.launch.engines.submission import read_record
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}")
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}"),
+]
 
 
 @pytest.fixture(scope="module")

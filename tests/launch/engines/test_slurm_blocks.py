@@ -28,6 +28,7 @@ _why_not = missing() or (
     else "topology/block needs Slurm 23.11: tests/launch/engines/with_newer_slurm.sh"
 )
 pytestmark = [
+    pytest.mark.servers,
     pytest.mark.skipif(bool(_why_not), reason=f"no Slurm with blocks: {_why_not}"),
     pytest.mark.slow,
     pytest.mark.timeout(1800),

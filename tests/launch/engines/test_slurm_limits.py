@@ -65,6 +65,7 @@ def test_a_cluster_that_enforces_no_limits_is_not_asked_for_any() -> None:
     assert limits_of(ORDER, run) == []
 
 
+@pytest.mark.servers
 @pytest.mark.slow
 @pytest.mark.skipif(
     bool(missing(accounting=True)), reason=f"no Slurm with accounts: {missing(accounting=True)}"

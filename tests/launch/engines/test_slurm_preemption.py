@@ -25,6 +25,7 @@ from launch.engines.slurm_runs import (
 )
 
 pytestmark = [
+    pytest.mark.servers,
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}"),
     pytest.mark.slow,
     pytest.mark.timeout(3600),

@@ -110,6 +110,7 @@ def test_who_stops_a_submitted_run_is_not_told_to_start_an_agent_of_its_job_by_h
     assert how_to_go_on(tmp_path, by_hand, child=True).endswith(f" train {tmp_path}")
 
 
+@pytest.mark.servers
 @pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")
 def test_a_run_whose_cluster_does_not_answer_is_not_started_elsewhere_before_somebody_says_that_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

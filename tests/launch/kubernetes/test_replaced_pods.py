@@ -21,7 +21,7 @@ from phalanx.run.read import read_run, to_table
 from phalanx_process import ENVIRONMENT, RUN_FILE
 from tiny_runs import make_dataset
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.servers, pytest.mark.skipif(bool(missing()), reason=missing())]
 PATIENCE_S = 600
 STEPS = 60
 QUICK = (

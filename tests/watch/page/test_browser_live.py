@@ -23,9 +23,12 @@ from watch.page.browsing import (
 playwright_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: the page is NOT tested in a browser"
 )
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: the page is NOT tested in a browser"
-)
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.skipif(
+        not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: the page is NOT tested in a browser"
+    ),
+]
 from playwright.sync_api import expect  # noqa: E402
 
 

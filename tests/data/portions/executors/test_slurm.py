@@ -21,6 +21,7 @@ from phalanx.data.portions.executors.slurm import SlurmArray
 from phalanx_process import ENVIRONMENT
 
 pytestmark = [
+    pytest.mark.servers,
     pytest.mark.slow,
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}"),
 ]
