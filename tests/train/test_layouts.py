@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Literal
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import layouts
+from covering import covering, new_choices_first
 from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, worst_error
 from phalanx.run.layout import Layout, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -46,33 +46,25 @@ def everything(model: str, most_ranks: int) -> tuple[tuple[int, ParallelSpec, La
     )
 
 
-def pairs(parallel: ParallelSpec, layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-    """Every two of the choices that a layout makes."""
-    choices = [*dataclasses.asdict(layout).items(), ("sharding", parallel.sharding)]
-    return set(itertools.combinations(choices, 2))
+Case = tuple[int, ParallelSpec, Layout]
 
 
-def covering(model: str, most_ranks: int) -> list[tuple[int, ParallelSpec]]:
-    """Few legal layouts in which every pair of choices that occurs in any occurs in one; small ones first."""
-    legal = everything(model, most_ranks)
-    missing = set().union(*(pairs(parallel, layout) for _, parallel, layout in legal))
-    chosen = []
-    while missing:
-        ranks, parallel, layout = max(legal, key=lambda entry: len(pairs(*entry[1:]) & missing) / entry[0])
-        missing -= pairs(parallel, layout)
-        chosen.append((ranks, parallel))
-    return chosen
+def choices(case: Case) -> list[tuple[str, object]]:
+    """Return the degrees of a layout, and its sharding."""
+    _, parallel, layout = case
+    return [*dataclasses.asdict(layout).items(), ("sharding", parallel.sharding)]
 
 
-def cases(model: str, most_ranks: int) -> list[object]:
-    """``covering``, of which those that add no choice of their own, but only pairs of choices, take their turn with the slow tests."""
-    met: set[tuple[str, object]] = set()
-    parameters: list[object] = []
-    for case in covering(model, most_ranks):
-        choices = {(field.name, getattr(case[1], field.name)) for field in dataclasses.fields(case[1])}
-        parameters.append(case if choices - met else pytest.param(case, marks=pytest.mark.slow))
-        met |= choices
-    return parameters
+def cases(model: str, most_ranks: int) -> list[Case]:
+    """Return few legal layouts in which every two choices meet that can."""
+    return covering(everything(model, most_ranks), choices, cost=lambda case: case[0])
+
+
+def for_the_suite(model: str, most_ranks: int) -> list[object]:
+    return new_choices_first(
+        [(ranks, parallel) for ranks, parallel, _ in cases(model, most_ranks)],
+        lambda case: [(field.name, getattr(case[1], field.name)) for field in dataclasses.fields(case[1])],
+    )
 
 
 def named(case: tuple[int, ParallelSpec]) -> str:
@@ -112,7 +104,7 @@ def check(
     assert (found.losses, found.norms, found.weights_sha256) == (same.losses, same.norms, same.weights_sha256)
 
 
-@pytest.mark.parametrize("case", cases("dense", 4), ids=named)
+@pytest.mark.parametrize("case", for_the_suite("dense", 4), ids=named)
 def test_a_dense_model_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
 ) -> None:
@@ -188,7 +180,7 @@ def test_tensor_ranks_that_share_a_key_head_compute_what_one_process_computes(
     assert worst_error(four, one) <= GOAL
 
 
-@pytest.mark.parametrize("case", cases("mixture", 4), ids=named)
+@pytest.mark.parametrize("case", for_the_suite("mixture", 4), ids=named)
 def test_a_mixture_of_experts_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
 ) -> None:
@@ -282,6 +274,6 @@ def test_any_layout_with_any_schedule_is_the_same(
 def test_eight_ranks_compute_the_same_on_layouts_of_every_pair_of_axes(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], model: str
 ) -> None:
-    for count, parallel in covering(model, 8):
+    for count, parallel, _ in cases(model, 8):
         if count == 8:
             check(ranks, references, model, count, parallel)

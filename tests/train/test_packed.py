@@ -76,7 +76,7 @@ def test_any_number_of_ranks_gives_the_same_weights(
 ) -> None:
     results = [
         trained(ranks, count, on_layout(packed_run(datasets[64], tmp_path / str(count), 64), sharding, 0))
-        for count, sharding in ((1, "none"), (2, "zero3"), (3, "zero2"))
+        for count, sharding in ((1, "none"), (3, "zero2"))
     ]
     for figure in ("weights_sha256", "loss", "held_out_loss", "bits_per_byte", "tokens"):
         assert len({result[figure] for result in results}) == 1
@@ -86,7 +86,7 @@ def test_in_lanes_and_context_tiles_so_does_any_tensor_or_context_degree(
     ranks: Ranks, datasets: dict[int, Path], tmp_path: Path
 ) -> None:
     results = []
-    for number, axes in enumerate(({}, {"tensor": 2}, {"context": 2})):
+    for number, axes in enumerate(({}, {"tensor": 2, "context": 2})):
         spec = packed_run(datasets[64], tmp_path / str(number), 64)
         spec = replace(spec, model=replace(spec.model, lanes=2, context_tiles=2))
         parallel = ParallelSpec(context_mode="allgather", **axes)
