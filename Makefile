@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-servers test-all test-torch-2.11 test-trackers test-nixl servers lint bench gpu env env-dev clean
+.PHONY: quickstart test test-servers test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers lint bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -50,6 +50,20 @@ test-nixl:  ## pages between workers over NIXL, in an environment of their own
 	$(VENV)-nixl/bin/pip install --quiet --no-deps -r requirements/nixl.txt
 	OMP_NUM_THREADS=1 $(VENV)-nixl/bin/python -m pytest tests/serve/workers/over_nixl
 
+test-newest:  ## the suite with the newest releases of all dependencies; TORCH=torch==2.14.1 chooses one of PyTorch
+	$(MAKE) VENV=$(VENV)-newest RESOLVED=newest test-resolved
+
+test-oldest:  ## the suite with the oldest releases that pyproject.toml declares; TORCH=torch==2.13.0 chooses one of PyTorch
+	$(MAKE) VENV=$(VENV)-oldest RESOLVED=oldest test-resolved
+
+test-resolved:
+	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) requirements/resolved.py $(RESOLVED) $(TORCH) > $(VENV)/resolved.txt
+	$(BIN)/pip install --quiet 'setuptools>=77' -r $(VENV)/resolved.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/pip check
+	$(PYTEST) -m "not slow and not servers"
+
 test-torch-2.11:  ## the suite on the oldest PyTorch that is supported, in an environment of its own
 	$(MAKE) VENV=$(VENV)-torch-2.11 DEV=requirements/dev-torch-2.11.txt BASE=requirements/base-torch-2.11.txt test
 
@@ -68,4 +82,4 @@ $(VENV)/.dev: $(VENV)/.base $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl .cache runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl .cache runs

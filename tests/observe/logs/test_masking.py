@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.parse
 
 import pytest
@@ -115,7 +114,5 @@ def test_a_known_secret_passes_nowhere(secret: str, before: str, after: str) -> 
         "-----BEGIN " * 3_000,
     ],
 )
-def test_no_text_takes_long(text: str) -> None:
-    began_s = time.process_time()
-    Mask()(text)
-    assert time.process_time() - began_s < 20  # by a pattern that goes back and forth it would take minutes
+def test_no_text_makes_a_pattern_backtrack(text: str) -> None:
+    Mask()(text)  # with a pattern that backtracks it would not end before the time limit of every test

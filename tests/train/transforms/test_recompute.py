@@ -56,6 +56,15 @@ def test_loss_and_gradients_keep_their_bits(kind: str, model: str) -> None:
     assert same_bits(gradients_of(plain), gradients_of(saving))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_hooks_of_saved_tensors_bits_are_kept_and_nothing_is_announced(kind: str) -> None:
+    plain, saving = build(DENSE), build(DENSE, recompute(kind))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda copy: copy):
+        gradients = gradients_of(saving)
+    assert same_bits(gradients_of(plain), gradients)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_keep_their_names(kind: str) -> None:
     plain, saving = build(MIXTURE), build(MIXTURE, recompute(kind))

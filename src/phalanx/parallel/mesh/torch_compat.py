@@ -7,6 +7,7 @@ about.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import math
 import time
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
 
 from phalanx.hardware.local.device import current_gpu
 from phalanx.parallel.mesh.local_slice import LocalSlice
@@ -214,6 +215,15 @@ def keep_activations_within(fraction: float) -> None:
     from torch._functorch import config  # slow to import, and only compiled runs need it
 
     config.activation_memory_budget = fraction
+
+
+def keep_selected_tensors_from_hooks() -> dict[str, bool]:
+    """Return the option of ``checkpoint`` with which tensors that selective checkpointing keeps bypass saved-tensor hooks.
+
+    PyTorch 2.14 added the option and announces another default. Earlier releases always bypass the hooks.
+    """
+    option = "respect_saved_tensors_hooks"
+    return {option: False} if option in inspect.signature(checkpoint).parameters else {}
 
 
 def leave_profiler_out_of_selective_checkpoints() -> None:

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 from phalanx.model.custom import blocks_of
 from phalanx.parallel.mesh.torch_compat import (
     keep_activations_within,
+    keep_selected_tensors_from_hooks,
     leave_profiler_out_of_selective_checkpoints,
 )
 from phalanx.run.spec import RunSpec
@@ -67,7 +68,12 @@ def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
     for block in blocks_of(module):
         # A block draws no random numbers, so no generator's state need be kept.
         block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
+            **keep_selected_tensors_from_hooks(),
         )
 
 
