@@ -28,7 +28,6 @@ WAITING = (
     "tests/chaos",
     "tests/cli/fleet",
     "tests/fleet/control",
-    "tests/fleet/health/test_live_audit.py",
     "tests/fleet/node",
     "tests/launch",
     "tests/serve/stages",

@@ -94,6 +94,7 @@ def test_a_fleet_that_draws_from_several_sources_keeps_the_bits_through_faults_a
     assert result["recoveries"]
 
 
+@pytest.mark.servers
 def test_nodes_with_a_nan_and_with_a_corrupted_gradient_are_found_and_quarantined_and_the_bits_kept(
     run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_flipped_parameter_of_a_replica_is_found_and_the_bits_kept(
     assert recovery["lost_steps"] == 2
 
 
+@pytest.mark.servers
 def test_who_a_hanging_fleet_waits_for_is_named_with_the_collective_and_replaced(
     run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_fleet_asked_to_stop_before_its_coordinator_listens_stops_as_well(
     assert process.returncode == 75
 
 
+@pytest.mark.servers
 def test_under_torchrun_it_is_the_same_run(run_file: Path, undisturbed: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 
 from bench.gpu.__main__ import parts_for
@@ -49,6 +50,7 @@ def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
     return found
 
 
+@pytest.mark.servers
 def test_every_part_runs_in_small_on_a_cpu_and_what_should_hold_does(ranks: Ranks) -> None:
     parts_of_one = (
         "hashes",

@@ -57,7 +57,7 @@ def same(result: dict[str, Any] | None, reference: dict[str, Any]) -> bool:
 
 
 @given(layout=layouts)
-@settings(max_examples=4, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_any_layout_gives_the_same_weights_and_losses(
     layout: tuple[int, str, int],
     ranks: Ranks,
@@ -71,7 +71,7 @@ def test_any_layout_gives_the_same_weights_and_losses(
 
 
 @given(first=layouts, second=layouts, broken_off_at=st.integers(1, 4))
-@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_a_run_broken_off_anywhere_goes_on_with_the_same_weights_on_another_fleet(
     first: tuple[int, str, int],
     second: tuple[int, str, int],

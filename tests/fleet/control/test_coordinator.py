@@ -112,6 +112,7 @@ def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not any(alive(pid) for pid in started))
 
 
+@pytest.mark.servers
 def test_the_launcher_starts_a_killed_coordinator_again_without_its_fleet_file_and_all_agents_once_none_is_left(
     tmp_path: Path,
 ) -> None:
@@ -289,6 +290,7 @@ def test_an_operator_drains_a_node_lets_it_back_and_stops_the_run(tmp_path: Path
         assert "over" in late.stderr
 
 
+@pytest.mark.servers
 def test_an_operator_gives_nodes_back_and_the_launcher_starts_them_again_when_more_are_wanted(
     tmp_path: Path,
 ) -> None:

@@ -110,6 +110,7 @@ def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any
     assert first.pids == [first.process.pid], "the survivor is the same process"
 
 
+@pytest.mark.servers
 def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
     make_driver: Any, undisturbed: str
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
     assert driver.finish() == undisturbed
 
 
+@pytest.mark.servers
 def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
     make_driver: Any, undisturbed: str
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
     assert driver.finish() == undisturbed
 
 
+@pytest.mark.servers
 def test_an_audit_after_a_recovery_goes_back_to_the_last_audit_before_it(make_driver: Any) -> None:
     driver = make_driver(3, fleet=FleetSpec(audit_every_steps=6))
     for node in driver.nodes:
@@ -191,6 +194,7 @@ def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
     assert all(len(node.pids) == 1 for node in driver.nodes)
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(
     ("pieces", "degrees", "fleet"),
     [
@@ -239,6 +243,7 @@ def test_without_memory_the_newest_checkpoint_on_disk_is_taken(make_driver: Any,
     assert driver.finish() == undisturbed
 
 
+@pytest.mark.servers
 def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_disk_together(
     make_driver: Any, undisturbed: str
 ) -> None:
