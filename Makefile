@@ -29,9 +29,10 @@ servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, which some tests sta
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$(grep -v '^#' requirements/debian.txt)
 
 lint: env-dev
-	$(BIN)/ruff format --check src tests bench validation examples deploy
-	$(BIN)/ruff check src tests bench validation examples deploy
+	$(BIN)/ruff format --check src tests bench validation examples deploy lint
+	$(BIN)/ruff check src tests bench validation examples deploy lint
 	$(BIN)/mypy
+	$(BIN)/python -m lint.language
 
 bench: env-dev  ## ratios to peers and physical limits, taken in one run each
 	$(BIN)/python bench/step.py

@@ -1,0 +1,94 @@
+"""Language rules for Python source: names, docstrings and class names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+
+from lint.findings import Finding, Words
+
+VAGUE_NAMES = re.compile(
+    r"_*(found|one|held|told|asked|said|heard|known|wanted|given|whole|why|what|which|gone|begun)"
+)
+"""Names that do not state what the value is; leading underscores are ignored."""
+RELATIVE_STARTS = ("What", "That", "Those", "Who", "Whoever", "Whether", "Of")
+SPEECH_VERBS = re.compile(
+    r"\b(tell|tells|told|say|says|said|ask|asks|asked|hear|hears|heard)\b", re.IGNORECASE
+)
+_CODE_SPAN = re.compile(r"``[^`]*``|`[^`]*`")
+_WORD = re.compile(r"[^\W\d_][\w'’-]*")
+
+
+def check_source(path: str, source: str) -> tuple[list[Finding], Words]:
+    """Apply the rules for one file, except the one for duplicate classes.
+
+    Returns the findings and the docstrings' number of words and of speech verbs.
+    """
+    findings, total = [], Words()
+    for node in ast.walk(ast.parse(source)):
+        findings += [
+            Finding(path, line, "vague-name", name)
+            for name, line in _bindings(node)
+            if VAGUE_NAMES.fullmatch(name)
+        ]
+        for docstring in _docstrings(node):
+            text = _CODE_SPAN.sub("", str(docstring.value))
+            first = _WORD.search(str(docstring.value))
+            if first and first.group() in RELATIVE_STARTS:
+                start = str(docstring.value).strip().split("\n")[0][:60]
+                findings.append(Finding(path, docstring.lineno, "docstring-start", start))
+            verbs = list(SPEECH_VERBS.finditer(text))
+            findings += [
+                Finding(
+                    path, docstring.lineno + text.count("\n", 0, verb.start()), "speech-verb", verb.group()
+                )
+                for verb in verbs
+            ]
+            total += Words(len(_WORD.findall(text)), len(verbs))
+    return findings, total
+
+
+def check_classes(sources: Mapping[str, str]) -> list[Finding]:
+    """Find public classes at module level whose name exists in two or more of the files.
+
+    `sources` maps paths to source text. All of `phalanx` counts as one package: a name is searched for in all of it.
+    """
+    homes: dict[str, dict[str, int]] = {}
+    for path, source in sources.items():
+        for match in re.finditer(r"^class ([A-Za-z]\w*)", source, re.MULTILINE):
+            homes.setdefault(match.group(1), {})[path] = source.count("\n", 0, match.start()) + 1
+    return [
+        Finding(path, line, "duplicate-class", f"{name}, also in {', '.join(sorted(lines.keys() - {path}))}")
+        for name, lines in homes.items()
+        if len(lines) > 1
+        for path, line in lines.items()
+    ]
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the names of variables, parameters and attributes that a node binds, with their lines."""
+    match node:
+        case (
+            ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name)
+        ):
+            yield name, node.lineno
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name, node.lineno
+        case ast.FunctionDef(name=name, decorator_list=decorators):
+            if any("property" in ast.unparse(decorator) for decorator in decorators):
+                yield name, node.lineno
+
+
+def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the docstring of a definition, and the bare strings below the attributes of a module or class."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        statements = node.body[:1]
+    elif isinstance(node, ast.Module | ast.ClassDef):
+        statements = node.body
+    else:
+        return
+    for statement in statements:
+        match statement:
+            case ast.Expr(value=ast.Constant(value=str()) as constant):
+                yield constant
