@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-servers test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers lint bench gpu env env-dev clean
+.PHONY: quickstart test test-servers test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers lint contract bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -33,6 +33,9 @@ lint: env-dev
 	$(BIN)/ruff check src tests bench validation examples deploy lint
 	$(BIN)/mypy
 	$(BIN)/python -m lint.language
+
+contract: env-dev  ## record the commands, JSON keys, formats and names that users rely on, after a deliberate change of them
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract --record -m "not slow"
 
 bench: env-dev  ## ratios to peers and physical limits, taken in one run each
 	$(BIN)/python bench/step.py

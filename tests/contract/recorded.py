@@ -1,0 +1,113 @@
+"""Comparison of the present interfaces with their records in ``records/``.
+
+A record is a flat JSON object: a name that users rely on, and what is promised of it, both as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parent / "records"
+COMMAND = "make contract"
+REMEDY = (
+    "Users rely on these names. Restore what was removed or changed. If the change is deliberate, record it with\n"
+    f"`{COMMAND}`, commit the record, and add a line to CHANGELOG.md. Additions only need `{COMMAND}`."
+)
+NAMED_BY_DATA = frozenset(
+    (
+        "buckets_ns",
+        "code",
+        "counts",
+        "environment",
+        "excluded",
+        "faults",
+        "ledger",
+        "numbers",
+        "packages",
+        "variables",
+    )
+)
+"""Keys of objects whose own keys depend on the run, the machine or the checkout: their keys are recorded as ``*``."""
+_CONTAINERS = ("null", "array", "object")
+
+
+def differences(recorded: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
+    """List what was removed, changed and added, one line each.
+
+    ``null`` agrees with any type, and an empty array or object with any contents: a value may be absent on another machine.
+    """
+    lines = [
+        f"removed: {name} ({recorded[name]})"
+        for name in sorted(recorded.keys() - present.keys())
+        if not (_absent_there(name, present) or _is_empty_form(name, recorded, present))
+    ]
+    lines += [
+        f"changed: {name}: {recorded[name]} -> {present[name]}"
+        for name in sorted(recorded.keys() & present.keys())
+        if recorded[name] != present[name] and "null" not in (recorded[name], present[name])
+        if not (_empty_there(name, recorded) or _empty_there(name, present))
+    ]
+    lines += [
+        f"added: {name} ({present[name]})"
+        for name in sorted(present.keys() - recorded.keys())
+        if not (_absent_there(name, recorded) or _is_empty_form(name, present, recorded))
+    ]
+    return lines
+
+
+def read_record(name: str) -> dict[str, str]:
+    """Return a record; an empty one if there is none."""
+    path = RECORDS / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def write_record(name: str, facts: Mapping[str, str]) -> None:
+    """Write a record, sorted, one line per name."""
+    text = json.dumps(dict(sorted(facts.items())), indent=0, ensure_ascii=False)
+    (RECORDS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def key_paths(value: Any, path: str = "") -> dict[str, str]:
+    """Return the JSON type of every value below ``path``; items of an array share the path ``[]``.
+
+    Containers with contents are left out, since the paths of their contents imply them.
+    """
+    types: dict[str, set[str]] = {}
+    _collect(value, path, types)
+    return {name: "|".join(sorted(kinds - {"null"} or kinds)) for name, kinds in types.items()}
+
+
+def _collect(value: Any, path: str, types: dict[str, set[str]]) -> None:
+    if isinstance(value, dict) and value:
+        by_data = path.rpartition(".")[2] in NAMED_BY_DATA
+        for key, part in value.items():
+            _collect(part, f"{path}.{'*' if by_data else key}", types)
+    elif isinstance(value, list) and value:
+        for part in value:
+            _collect(part, f"{path}[]", types)
+    else:
+        types.setdefault(path, set()).add(_type_name(value))
+
+
+def _type_name(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _absent_there(name: str, facts: Mapping[str, str]) -> bool:
+    """Return True if ``facts`` has null or an empty container in place of ``name``, or of something that contains it."""
+    ends = (place for place, sign in enumerate(name) if sign in ".[")
+    return any(facts.get(name[:end]) in _CONTAINERS for end in ends)
+
+
+def _is_empty_form(name: str, facts: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return True if ``name`` is null or empty in ``facts``, and has contents in ``other``."""
+    return facts[name] in _CONTAINERS and any(path.startswith((f"{name}.", f"{name}[")) for path in other)
+
+
+def _empty_there(name: str, facts: Mapping[str, str]) -> bool:
+    """Return True if ``name`` itself is an empty array or object in ``facts``."""
+    return facts[name] in _CONTAINERS
