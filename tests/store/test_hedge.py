@@ -7,14 +7,12 @@ import threading
 
 import pytest
 
-from phalanx.store import hedge
 from phalanx.store.hedge import HedgedReads
 
 
-@pytest.fixture(autouse=True)
-def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedge, "_LEAST_S", 0.01)
-    monkeypatch.setattr(hedge, "_UNKNOWN_S", 0.05)
+def impatient_reads() -> HedgedReads:
+    """Hedged reads that send a second request after 50 ms."""
+    return HedgedReads(min_s=0.01, unmeasured_s=0.05)
 
 
 def hanging_once(release: threading.Event) -> tuple[list[int], object]:
@@ -35,15 +33,15 @@ def hanging_once(release: threading.Event) -> tuple[list[int], object]:
 def test_a_read_that_hangs_is_answered_by_the_second_request() -> None:
     release = threading.Event()
     asked, ask = hanging_once(release)
-    reads = HedgedReads()
+    reads = impatient_reads()
     assert reads.read(ask) == 1  # type: ignore[arg-type]
     assert (asked, reads.reads, reads.hedged) == ([0, 1], 1, 1)
     release.set()
 
 
 def test_reads_in_their_usual_time_are_asked_for_once() -> None:
-    reads, asked = HedgedReads(), itertools.count()
-    hurried = HedgedReads()
+    reads, asked = impatient_reads(), itertools.count()
+    hurried = impatient_reads()
     for _ in range(50):
         reads.read(lambda: next(asked))
     assert next(asked) == 50
@@ -53,7 +51,7 @@ def test_reads_in_their_usual_time_are_asked_for_once() -> None:
 
 
 def test_a_store_that_is_slow_as_a_whole_is_asked_twice_for_one_read_in_twenty() -> None:
-    reads, release = HedgedReads(), threading.Event()
+    reads, release = impatient_reads(), threading.Event()
     asked = itertools.count()
 
     def ask() -> None:
@@ -84,9 +82,9 @@ def test_what_the_first_request_raises_is_raised_unless_the_second_succeeds() ->
         second.set()
         return 1
 
-    assert HedgedReads().read(fails_slowly) == 1
+    assert impatient_reads().read(fails_slowly) == 1
     with pytest.raises(ValueError, match="at once"):
-        HedgedReads().read(lambda: (_ for _ in ()).throw(ValueError("at once")))
+        impatient_reads().read(lambda: (_ for _ in ()).throw(ValueError("at once")))
     both = threading.Barrier(2)
 
     def fail() -> None:
@@ -94,4 +92,4 @@ def test_what_the_first_request_raises_is_raised_unless_the_second_succeeds() ->
         raise ValueError("both")
 
     with pytest.raises(ValueError, match="both"):
-        HedgedReads().read(fail)
+        impatient_reads().read(fail)

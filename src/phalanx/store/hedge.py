@@ -19,7 +19,7 @@ _LATEST = 256
 """Reads of which the percentile is taken."""
 _FACTOR, _LEAST_S, _UNKNOWN_S = 3.0, 0.5, 5.0
 _FEW = 16
-"""Reads below which no percentile is told: a second request is sent after ``_UNKNOWN_S`` then."""
+"""Number of reads below which there is no percentile: a second request is sent after ``unmeasured_s`` then."""
 _MOST_SHARE = 0.05
 
 T = TypeVar("T")
@@ -28,7 +28,13 @@ T = TypeVar("T")
 class HedgedReads:
     """Reads of one kind and size from one store, and how long they took. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, min_s: float = _LEAST_S, unmeasured_s: float = _UNKNOWN_S) -> None:
+        """
+        Args:
+            min_s: Lower bound of the wait before a second request.
+            unmeasured_s: Wait before a second request while there are too few reads for a percentile.
+        """
+        self._min_s, self._unmeasured_s = min_s, unmeasured_s
         self.reads = 0
         self.hedged = 0
         """Reads that were asked for a second time."""
@@ -61,8 +67,8 @@ class HedgedReads:
         with self._lock:
             latest = sorted(self._latest)
         if len(latest) < _FEW:
-            return _UNKNOWN_S
-        return max(_LEAST_S, _FACTOR * latest[math.ceil(0.99 * len(latest)) - 1])
+            return self._unmeasured_s
+        return max(self._min_s, _FACTOR * latest[math.ceil(0.99 * len(latest)) - 1])
 
     def _may_hedge(self) -> bool:
         with self._lock:

@@ -16,7 +16,6 @@ import torch
 from checkpoint.shards import shards_of
 from checkpoint.snapshot.test_server import KEY, TOKEN, fill, serving
 from checkpoint.worlds import random_tensor
-from phalanx.checkpoint.snapshot import server as server_module
 from phalanx.checkpoint.snapshot.client import SnapshotClient, push
 from phalanx.checkpoint.snapshot.doorway import Doorway
 from phalanx.checkpoint.snapshot.segments import SnapshotMemory
@@ -71,11 +70,8 @@ def test_silent_strangers_keep_no_node_out(memory: SnapshotMemory) -> None:
         assert [holding.key for holding in buddy.holdings()] == [KEY]
 
 
-def test_a_handshake_that_trickles_is_ended_by_one_deadline_for_the_whole(
-    memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 0.3)
-    with serving(memory) as address, crowd(address, 1) as (stranger,):
+def test_a_handshake_that_trickles_is_ended_by_one_deadline_for_the_whole(memory: SnapshotMemory) -> None:
+    with serving(memory, handshake_timeout_s=0.3) as address, crowd(address, 1) as (stranger,):
         sent = 0
         with suppress(ConnectionError):
             for sent in range(72):  # noqa: B007 the handshake would have so many bytes
@@ -102,10 +98,7 @@ def test_where_newcomers_are_too_many_the_oldest_stranger_makes_room_for_hosts_t
         one.close()
 
 
-def test_a_hundred_readers_at_once_all_get_the_state(
-    memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "_QUEUE_S", 0.01)  # so that many are told to ask again
+def test_a_hundred_readers_at_once_all_get_the_state(memory: SnapshotMemory) -> None:
     readers = 100
     together = threading.Barrier(readers)
 
@@ -114,7 +107,8 @@ def test_a_hundred_readers_at_once_all_get_the_state(
         return restored(address, reader)
 
     with (
-        serving(memory, most_requests=8, most_connections=64) as address,
+        # Many requests wait longer than this for a turn, and are sent again.
+        serving(memory, most_requests=8, most_connections=64, queue_timeout_s=0.01) as address,
         ThreadPoolExecutor(readers) as pool,
     ):
         assert all(pool.map(read, range(readers)))

@@ -41,6 +41,7 @@ from phalanx.checkpoint.format.errors import (
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.store.hedge import HedgedReads
 from phalanx.store.open_store import open_store
 from phalanx.store.retry import RetryPolicy
 from store.faulty_proxy import Faults, faulty_proxy
@@ -335,12 +336,10 @@ def test_a_deleted_step_leaves_nothing_and_the_others_stay(tmp_path: Path) -> No
         tier.extra(1)
 
 
-def test_a_block_that_is_not_answered_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("phalanx.store.hedge._UNKNOWN_S", 0.05)
+def test_a_block_that_is_not_answered_is_asked_for_again(tmp_path: Path) -> None:
     store = MemoryStore()
-    tier = copied(disk_with(tmp_path, 1), store)
+    copied(disk_with(tmp_path, 1), store)
+    tier = ObjectTier(store, HedgedReads(unmeasured_s=0.05))
     release, asked = Event(), Counter[str]()
 
     def hang_once(operation: str, _key: str) -> None:

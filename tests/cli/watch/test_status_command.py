@@ -70,7 +70,9 @@ def test_a_fleet_that_stands_still_because_the_disk_is_full_says_so(
 ) -> None:
     write_fleet_file(run_dir, fleet_file(0.0, phase=phase))
     assert "is full" not in told(run_dir, STEP)
-    monkeypatch.setattr(run_folder, "_LEAST_FREE", 2**80)
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 40, used=(1 << 40) - 65_535, free=65_535)
+    )
     assert (f"the disk of {run_dir} is full" in " ".join(told(run_dir, STEP).split())) == said
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from data.making import write_dataset
 from phalanx.data.errors import DatasetError
 from phalanx.data.formats.document import Document
-from phalanx.data.preparing import packing
 from phalanx.data.preparing.packing import Packer, PackerByLength, best_fit, pieces_of
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.dataset import NO_TARGET, RunData
@@ -100,11 +99,9 @@ def documents(lengths: list[int]) -> list[np.ndarray]:
 def test_every_token_but_a_documents_first_is_a_target_exactly_once(
     lengths: list[int], seq_len: int, window: int
 ) -> None:
-    packer = Packer(seq_len, END)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "WINDOW_TOKENS", window)
-        windows = [packer.add(document) for document in documents(lengths)]
-        windows.append(packer.flush())
+    packer = Packer(seq_len, END, window_tokens=window)
+    windows = [packer.add(document) for document in documents(lengths)]
+    windows.append(packer.flush())
     records = np.concatenate(
         [np.empty((0, seq_len), np.uint32), *(one for one in windows if one is not None)]
     )

@@ -62,6 +62,8 @@ class SnapshotServer:
         most_newcomers: int = 256,
         most_connections: int = 1024,
         most_requests: int = 64,
+        handshake_timeout_s: float = _HANDSHAKE_S,
+        queue_timeout_s: float = _QUEUE_S,
     ) -> None:
         """Listens on any free port of ``host`` (see ``port``). A connection that is silent for ten minutes is closed.
 
@@ -73,6 +75,8 @@ class SnapshotServer:
             most_newcomers: Connections during their handshake.
             most_connections: Connections that have proven themselves; further ones are told to come again.
             most_requests: Requests that are served at once.
+            handshake_timeout_s: Limit of a whole handshake, TLS included.
+            queue_timeout_s: Time that a request waits for its turn before the server replies that it is busy.
 
         Raises OSError where the port cannot be had.
         """
@@ -80,6 +84,7 @@ class SnapshotServer:
         self._token: str = token
         self._earlier: Callable[[], Sequence[str]] = tuple
         self._tls = tls
+        self._handshake_timeout_s, self._queue_timeout_s = handshake_timeout_s, queue_timeout_s
         self._doorway = Doorway(most_newcomers)
         self._room = threading.BoundedSemaphore(most_connections)
         self._turns = threading.BoundedSemaphore(most_requests)
@@ -132,7 +137,7 @@ class SnapshotServer:
         try:
             with self._secured(newcomer) as connection, self._listed(connection):
                 wire = Wire(connection, peer)
-                wire.set_deadline(newcomer.arrived_s + _HANDSHAKE_S - time.monotonic())
+                wire.set_deadline(newcomer.arrived_s + self._handshake_timeout_s - time.monotonic())
                 authenticate(wire, self._token, "server", self._earlier())
                 self._doorway.leave(newcomer, proven=True)
                 self._converse(wire)
@@ -145,7 +150,7 @@ class SnapshotServer:
 
     def _secured(self, newcomer: Newcomer) -> socket.socket:
         """The newcomer's connection, under TLS where there is a context."""
-        newcomer.connection.settimeout(_HANDSHAKE_S)
+        newcomer.connection.settimeout(self._handshake_timeout_s)
         newcomer.connection = secured_server(newcomer.connection, self._tls)
         if isinstance(newcomer.connection, ssl.SSLSocket):
             newcomer.connection.do_handshake()  # its timeout is for the whole of it
@@ -172,7 +177,7 @@ class SnapshotServer:
             return
         try:
             while (request := wire.hear_request()) is not None:
-                if not self._turns.acquire(timeout=_QUEUE_S):
+                if not self._turns.acquire(timeout=self._queue_timeout_s):
                     wire.say(Busy())
                     continue
                 try:

@@ -56,12 +56,13 @@ _AHEAD = 2 * _READS_AT_ONCE
 class ObjectTier:
     """The checkpoints below the URL that ``store`` was opened with."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, block_reads: HedgedReads | None = None) -> None:
+        """``block_reads`` hedges the reads of blocks; a new one by default."""
         self.store = store
         self.name = store.url
         self.reader = CatalogReader(self, self.name, REMOTE)
         self._commit = lru_cache(maxsize=16)(self._load_commit)
-        self.block_reads = HedgedReads()
+        self.block_reads = block_reads or HedgedReads()
         self._shared: SharedBlocks | None = None
 
     # Looking

@@ -66,14 +66,21 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 class Packer:
     """Packs the documents of a stream into records, a window at a time."""
 
-    def __init__(self, seq_len: int, padding: int) -> None:
-        """``padding``: The token that fills a record, the end of a document. Raises ``ValueError`` for a ``seq_len`` below 2."""
+    def __init__(self, seq_len: int, padding: int, *, window_tokens: int = WINDOW_TOKENS) -> None:
+        """
+        Args:
+            seq_len: Tokens of a record.
+            padding: The token that fills a record, the end of a document.
+            window_tokens: Tokens that are packed together.
+
+        Raises ``ValueError`` for a ``seq_len`` below 2.
+        """
         if seq_len < 2:
             raise ValueError(f"seq_len = {seq_len} holds no token and its target")
         self.seq_len = seq_len
         self.padding_tokens = 0
         """Tokens that were added so far."""
-        self._padding = padding
+        self._padding, self._window_tokens = padding, window_tokens
         self._pieces: list[NDArray[Any]] = []
         self._tokens = 0
 
@@ -82,7 +89,7 @@ class Packer:
         for piece in pieces_of(len(document), self.seq_len):
             self._pieces.append(document[piece.start : piece.stop])
         self._tokens += len(document)
-        return self.flush() if self._tokens >= WINDOW_TOKENS else None
+        return self.flush() if self._tokens >= self._window_tokens else None
 
     def flush(self) -> NDArray[Any] | None:
         """The records of what was added since the last window; ``None`` if that is nothing."""

@@ -20,7 +20,8 @@ _CONNECT_S = 30
 class DaskCluster:
     """Runs tasks on the workers of the scheduler at ``address``, such as ``tcp://10.0.0.1:8786``. Raises ``PreparationError``."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, connect_timeout_s: float = _CONNECT_S) -> None:
+        """``connect_timeout_s``: Limit for the scheduler's first response."""
         try:
             distributed = importlib.import_module("distributed")
         except ImportError as error:
@@ -28,7 +29,7 @@ class DaskCluster:
                 "--dask needs the package distributed: pip install 'phalanx-train[dask]', or pip install distributed"
             ) from error
         try:
-            self._client: Any = distributed.Client(address, timeout=_CONNECT_S, set_as_default=False)
+            self._client: Any = distributed.Client(address, timeout=connect_timeout_s, set_as_default=False)
         except (OSError, ValueError) as error:
             raise PreparationError(
                 f"no Dask scheduler answers at {address}: {error}; correct --dask"
