@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,10 +16,9 @@ from hypothesis import strategies as st
 from data.making import gather, write_dataset
 from phalanx.data.errors import DatasetError
 from phalanx.data.reading.dataset import RunData
-from phalanx.data.stored import shards
 from phalanx.data.stored.block_sums import BLOCK_BYTES, BlockSummer
-from phalanx.data.stored.index import HELD_OUT, TRAIN
-from phalanx.data.stored.shards import TokenShards, verify
+from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, TRAIN
+from phalanx.data.stored.shards import MOST_WHOLE_BYTES, TokenShards, verify
 
 BLOCK_TOKENS = BLOCK_BYTES // 2
 STREAM = np.random.default_rng(0).integers(0, 257, 10 * BLOCK_TOKENS + 999)
@@ -130,10 +130,13 @@ def test_of_a_dataset_without_sums_each_shard_is_compared_as_a_whole(dataset: Pa
         opened.read(SHARD_TOKENS, SHARD_TOKENS + 1)
 
 
-def test_a_dataset_without_sums_that_is_too_large_to_be_compared_says_so(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "MOST_WHOLE_BYTES", 1000)
+def test_a_dataset_without_sums_that_is_too_large_to_be_compared_says_so(dataset: Path) -> None:
+    # The last training shard becomes a sparse file: the dataset is larger than the limit, the disk holds no more.
+    index = json.loads((dataset / INDEX_FILE).read_text())
+    last = index["train"]["shards"][-1]
+    last["tokens"] = MOST_WHOLE_BYTES // 2
+    (dataset / INDEX_FILE).write_text(json.dumps(index))
+    os.truncate(dataset / last["file"], MOST_WHOLE_BYTES)
     assert RunData.open(dataset, 100, seed=0).unchecked_folders == []
     assert RunData.open(without_sums(dataset), 100, seed=0).unchecked_folders == [dataset]
 

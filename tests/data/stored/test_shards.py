@@ -45,9 +45,10 @@ def test_reading_is_slicing_the_stream_wherever_shards_end(lasting: TokenShards,
 @given(length=st.integers(0, 250), data=st.data())
 def test_gathering_is_reading_each(lasting: TokenShards, length: int, data: st.DataObject) -> None:
     starts = data.draw(st.lists(st.integers(0, len(STREAM) - length), max_size=60))
-    with pytest.MonkeyPatch.context() as few_at_once:
-        few_at_once.setattr(shards, "_COPIED_BYTES", data.draw(st.sampled_from([1, 300, 1 << 20])))
-        gathered = gather(lasting, np.array(starts, dtype=np.int64), length)
+    directory = lasting.directory
+    gather_bytes = data.draw(st.sampled_from([1, 300, 1 << 20]))
+    opened = TokenShards(directory, TRAIN, read_index(directory), gather_bytes=gather_bytes)
+    gathered = gather(opened, np.array(starts, dtype=np.int64), length)
     assert gathered.shape == (len(starts), length)
     assert gathered.dtype == np.int64
     assert gathered.tolist() == [STREAM[start : start + length].tolist() for start in starts]
@@ -81,11 +82,8 @@ def test_the_first_batch_is_announced_to_the_system_and_those_after_one_that_wai
     assert announced == [1, 4]
 
 
-def test_more_shards_than_may_be_open_are_read_all_the_same(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "MAX_OPEN_MAPS", 2)
-    opened = TokenShards.open(dataset, TRAIN)
+def test_more_shards_than_may_be_open_are_read_all_the_same(dataset: Path) -> None:
+    opened = TokenShards(dataset, TRAIN, read_index(dataset), max_open_maps=2)
     before = len(os.listdir("/dev/fd"))
     for start in (0, 900, 450, 0, 100, 1000):
         assert opened.read(start, start + 30).tolist() == STREAM[start : start + 30].tolist()

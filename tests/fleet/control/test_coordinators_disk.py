@@ -15,8 +15,8 @@ from fleet.small_fleets import Fleet
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
-from phalanx.fleet.control.succession import patient_journal
 from phalanx.fleet.control.succession.journal import Journal
+from phalanx.fleet.control.succession.patient_journal import RENEW_BYTES
 from phalanx.fleet.control.turn.inbox import Inbox
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
@@ -30,11 +30,12 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.peers.fencing import fencing_token
 
 
-def make_coordinator(run_dir: Path) -> Coordinator:
+def make_coordinator(run_dir: Path, renew_journal_bytes: int = RENEW_BYTES) -> Coordinator:
     """A coordinator of two nodes, not yet listening."""
     spec = make_run(run_dir, replace(FLEET, nodes=2, spares=1))
     credentials = credentials_of(run_dir, spec, 0, None)
-    return Coordinator(CoordinatorArgs(run_dir, 0, "127.0.0.1", 0), spec, credentials)
+    args = CoordinatorArgs(run_dir, 0, "127.0.0.1", 0)
+    return Coordinator(args, spec, credentials, renew_journal_bytes=renew_journal_bytes)
 
 
 def write_history(run_dir: Path) -> Path:
@@ -101,8 +102,7 @@ def test_a_node_that_was_drained_behind_a_damaged_line_stays_so(tmp_path: Path) 
 def test_orders_are_sent_though_the_journal_cannot_be_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patient_journal, "_RENEW_BYTES", 0)
-    coordinator = make_coordinator(tmp_path)
+    coordinator = make_coordinator(tmp_path, renew_journal_bytes=0)
     sent: list[tuple[str, type[c.Command]]] = []
     monkeypatch.setattr(coordinator._server, "send", lambda node, command: sent.append((node, type(command))))
 

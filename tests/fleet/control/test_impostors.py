@@ -275,11 +275,11 @@ def test_a_coordinator_does_not_take_up_the_journal_of_another_run_file(tmp_path
         Coordinator(args, edited, credentials_of(run_dir, edited, 0, None))
 
 
-def test_a_handshake_is_bounded_in_time_by_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.fleet.control.credentials.HANDSHAKE_S", 0.3)
+def test_a_handshake_is_bounded_in_time_by_whoever_waits() -> None:
+    impatient = replace(CREDENTIALS, handshake_timeout_s=0.3)
 
     async def scene() -> None:
-        async with Wire() as wire, grpc.aio.insecure_channel(wire.address) as channel:
+        async with Wire(impatient) as wire, grpc.aio.insecure_channel(wire.address) as channel:
             call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=CREDENTIALS.metadata())
             assert len(await call.read()) == HELLO_BYTES
             await until(lambda: wire.server.refused["wrong token"])  # though nothing was said
@@ -287,7 +287,7 @@ def test_a_handshake_is_bounded_in_time_by_whoever_waits(monkeypatch: pytest.Mon
             await until(lambda: friend.link.attached)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
             address = f"127.0.0.1:{silent.getsockname()[1]}"
-            caller = Caller(address)
+            caller = Caller(address, credentials=impatient)
             dialing = asyncio.create_task(caller.link.run())
             await until(lambda: caller.lines)
             dialing.cancel()

@@ -25,8 +25,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import first_claim
 from phalanx.fleet.node.local_fleet import run_fleet
 from phalanx.fleet.node.supervision import processes as supervised
-from phalanx.fleet.node.supervision import revival
-from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
+from phalanx.fleet.node.supervision.fleet_plan import LocalFleet, SupervisionTimes
 from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.fleet.node.supervision.processes import Processes
 from phalanx.fleet.node.supervision.revival import MOST_DEATHS, Revival
@@ -39,6 +38,9 @@ from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopOrders
 from phalanx.train.start.open_run import OpenRun
 from phalanx_process import alive
+
+AT_ONCE = SupervisionTimes(first_pause_s=0.0)
+"""Processes that have died are started again without a pause."""
 
 
 @pytest.fixture
@@ -64,7 +66,6 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return start(["false"], env=env, **options)
 
     monkeypatch.setattr(subprocess, "Popen", failing)
-    monkeypatch.setattr(revival, "_FIRST_PAUSE_S", 0.0)
     monkeypatch.syspath_prepend(tmp_path / "source")
     return paths
 
@@ -88,7 +89,6 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     monkeypatch.setattr(Session, "start", standing_in)
-    monkeypatch.setattr(revival, "_FIRST_PAUSE_S", 0.0)
     monkeypatch.syspath_prepend(tmp_path / "source")
     return names
 
@@ -107,7 +107,7 @@ def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
     def show_that_it_runs(_ended: Callable[[], bool]) -> None:
         write_fleet_file(run.directory.path, seen(FleetPhase.RUNNING))
 
-    ending = run_fleet(run, LocalFleet(2), show_that_it_runs, told.append)
+    ending = run_fleet(run, LocalFleet(2, times=AT_ONCE), show_that_it_runs, told.append)
     assert told[0] == "node-0: its agent ended with code 1; it is started again"
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert ending.message.startswith("the agent of node-")
@@ -126,7 +126,7 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
         )
         os.kill(coordinator, signal.SIGKILL)
 
-    ending = run_fleet(run, LocalFleet(1), remove_it)
+    ending = run_fleet(run, LocalFleet(1, times=AT_ONCE), remove_it)
     assert sleeping.count("coordinator") == MOST_DEATHS
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert "is gone" in ending.message
@@ -151,8 +151,7 @@ def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
     run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervised, "_STOPPED_S", 0.0)
-    processes = asleep(run, LocalFleet(1), monkeypatch)
+    processes = asleep(run, LocalFleet(1, times=SupervisionTimes(stopped_s=0.0)), monkeypatch)
     processes.start()
     first, agent = processes.coordinator, processes.agents["node-0"]
     assert first is not None
@@ -166,8 +165,7 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
 def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end(
     run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervised, "_FAREWELL_S", 600.0)
-    processes = asleep(run, LocalFleet(2), monkeypatch)
+    processes = asleep(run, LocalFleet(2, times=SupervisionTimes(farewell_s=600.0)), monkeypatch)
     processes.start()
     write_fleet_file(run.directory.path, seen(FleetPhase.FINISHED))
     processes.over = True
@@ -247,7 +245,7 @@ def test_a_coordinator_is_restarted_although_the_users_model_is_gone(
     def lose_the_model(_ended: Callable[[], bool]) -> None:
         (tmp_path / "source" / "model_of_a_user.py").unlink()
 
-    assert run_fleet(run, LocalFleet(1), lose_the_model).status == "failed"
+    assert run_fleet(run, LocalFleet(1, times=AT_ONCE), lose_the_model).status == "failed"
     assert (
         MOST_DEATHS <= len(starts) <= 2 * MOST_DEATHS
     )  # an agent and the coordinator, until one of them is given up
@@ -269,7 +267,7 @@ def test_a_token_file_that_is_damaged_meanwhile_gives_no_process_another_token(
         return failing(command, env=env, **options)
 
     monkeypatch.setattr(subprocess, "Popen", damaging)
-    run_fleet(run, LocalFleet(1), show_nothing)
+    run_fleet(run, LocalFleet(1, times=AT_ONCE), show_nothing)
     assert len(starts) > MOST_DEATHS
     assert len(set(given)) == 1
 
@@ -277,7 +275,7 @@ def test_a_token_file_that_is_damaged_meanwhile_gives_no_process_another_token(
 @pytest.mark.usefixtures("starts")
 def test_the_error_of_an_earlier_life_is_not_taken_for_the_coordinators(run: OpenRun) -> None:
     report_failure(ValueError("of an earlier life"), run.directory.named_log(0, "coordinator"), 0)
-    message = run_fleet(run, LocalFleet(1), show_nothing).message
+    message = run_fleet(run, LocalFleet(1, times=AT_ONCE), show_nothing).message
     assert message.startswith("the coordinator could not run; the end of")
 
 
@@ -295,5 +293,5 @@ def test_an_exception_while_the_fleet_runs_asks_it_to_stop_and_is_raised_once_it
         ThreadPoolExecutor(1) as pool,
         pytest.raises(ZeroDivisionError),
     ):  # where no signal can be handled, too
-        pool.submit(run_fleet, run, LocalFleet(1), raise_at_an_event).result()
+        pool.submit(run_fleet, run, LocalFleet(1, times=AT_ONCE), raise_at_an_event).result()
     assert ends[0]()

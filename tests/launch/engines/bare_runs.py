@@ -25,8 +25,8 @@ def hash_without_fleet(folder: Path, name: str, *more: str) -> str:
     return str(json.loads(said)["weights_sha256"])
 
 
-def wait_until(true: Callable[[], bool], what: str, run_dir: Path) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+def wait_until(true: Callable[[], bool], what: str, run_dir: Path, timeout_s: float = PATIENCE_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
     while not true():
         if time.monotonic() > deadline_s:
             logs = "".join(

@@ -21,7 +21,7 @@ from phalanx.cli.fleet.join_from_hosts import verified_hosts
 from phalanx.cli.launch import submit_command
 from phalanx.cli.launch.submit_to_hosts import hosts_in
 from phalanx.fleet.control.fleet_file import write_fleet_file
-from phalanx.launch.engines import hosts, standing
+from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
@@ -80,14 +80,15 @@ def test_a_session_is_there_when_its_number_is_known(tmp_path: Path) -> None:
 
 
 def test_an_agent_is_not_started_again_after_its_session_was_asked_to_end_between_two_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    # A pause in which a busy machine, too, comes to ask it.
-    monkeypatch.setattr(hosts, "_REVIVES", hosts._REVIVES.replace("for pause_s in 1 ", "for pause_s in 20 "))
     program = tmp_path / "dies"
     program.write_text("#!/bin/bash\necho start >> starts\nkill -9 $$\n")
     program.chmod(0o755)
-    order = LaunchOrder("tiny", tmp_path, tmp_path, 1, 0, 0, 0, str(program), LaunchSpec())
+    # The pause is long enough to send the signal within it on a busy machine.
+    order = LaunchOrder(
+        "tiny", tmp_path, tmp_path, 1, 0, 0, 0, str(program), LaunchSpec(), restart_pauses_s=(20,)
+    )
     order.folder.mkdir()
     started = start(order, [Host("one", HERE, 0, "127.0.0.1")])
     log = order.folder / "one.log"
@@ -101,9 +102,6 @@ def test_an_agent_is_not_started_again_after_its_session_was_asked_to_end_betwee
 def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
     unwritable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        hosts, "_GO_HALF_SECONDS", 1000
-    )  # one that nobody ends is there longer than it is waited for
     # As on a disk that fills up meanwhile: a file cannot be put where a folder is.
     folder = tmp_path / "run" / "launch"
     (folder / unwritable).mkdir(parents=True)
@@ -116,8 +114,8 @@ def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
     told = CliRunner().invoke(submit_command.command, words)
     assert told.exit_code == 1
     assert "cannot write" in told.output, told.exception
-    # Also one that was killed takes its time to go, on a busy machine.
-    wait_until(lambda: not processes_of(tmp_path / "run"), "something runs", tmp_path / "run")
+    # A killed session takes a while to end on a busy machine. One that nobody kills waits for its start for two minutes, twice as long as this.
+    wait_until(lambda: not processes_of(tmp_path / "run"), "something runs", tmp_path / "run", timeout_s=60.0)
     assert read_record(tmp_path / "run") == (None if unwritable == "submitted.json" else earlier)
 
 
@@ -206,10 +204,7 @@ def test_a_host_whose_node_is_in_the_fleet_does_not_join_it_under_another_name(t
         verified_hosts(tmp_path, made, tmp_path / "more.txt", 1)
 
 
-def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(standing, "_SILENT_S", 0.0)
+def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(tmp_path: Path) -> None:
     folder = tmp_path / "launch"
     folder.mkdir()
     nobody = {"name": "a", "destination": "127.0.0.1", "port": 1, "address": "127.0.0.1", "domain": []}
@@ -221,7 +216,7 @@ def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(
     with pytest.raises(
         EngineError, match=re.escape(f"or remove {folder / 'hosts.json'} if they are gone for good")
     ):
-        standing.wait_until_ended(tmp_path, made, 0.0)
+        standing.wait_until_ended(tmp_path, made, 0.0, silent_timeout_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,6 @@ def test_who_cancels_a_run_just_when_its_job_queues_itself_again_is_obeyed_by_th
 def test_nodes_leave_no_fleet_whose_job_cannot_be_made_smaller_and_a_busy_one_is_asked_again(
     busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "_PAUSE_S", 0.0)
     run_dir = tmp_path / "run"
     line = f"7|RUNNING|None|3|n[1-3]|x|1:00|phalanx-big|main|phalanx:{run_dir}"
     fails = f'said "$@"; [ -e {tmp_path}/ready ] || {{ echo "{busy}" >&2; exit 1; }}'
@@ -245,7 +244,7 @@ def test_nodes_leave_no_fleet_whose_job_cannot_be_made_smaller_and_a_busy_one_is
     with pytest.raises(EngineError, match="job 7 cannot be made smaller now: a Slurm that keeps no accounts"):
         slurm.demand_resizable(run_dir)
     with pytest.raises(EngineError, match="n3 have left the run, but Slurm keeps them in job 7"):
-        slurm.give_back(run_dir, {"n3"})
+        slurm.give_back(run_dir, {"n3"}, retry_pause_s=0.0)
     told = (tmp_path / "told").read_text().splitlines()
     assert told == [f"update JobId=7 Comment=phalanx:{run_dir}", *3 * ["update JobId=7 NodeList=n1,n2"]]
     (tmp_path / "ready").touch()

@@ -83,7 +83,23 @@ class Shards(Protocol):
 class TokenShards:
     """The token stream of one split in the shards of a folder. Threads may share it."""
 
-    def __init__(self, directory: Path, split: str, index: DatasetIndex) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        index: DatasetIndex,
+        *,
+        max_open_maps: int = MAX_OPEN_MAPS,
+        gather_bytes: int = _COPIED_BYTES,
+    ) -> None:
+        """
+        Args:
+            directory: The dataset's folder.
+            split: "train" or "held_out".
+            index: The dataset's index.
+            max_open_maps: Shards that are mapped at once.
+            gather_bytes: Bytes of stored tokens that ``gather`` copies at once.
+        """
         shards = index.split(split).shards
         self.directory = directory
         self.dtype = np.dtype(index.dtype).newbyteorder("<")
@@ -91,6 +107,7 @@ class TokenShards:
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         self._maps: OrderedDict[int, _MappedShard] = OrderedDict()
         self._lock = threading.Lock()
+        self._max_open_maps, self._gather_bytes = max_open_maps, gather_bytes
         tokens = sum(index.split(name).tokens for name in SPLITS)
         self._whole = tokens * index.item_bytes <= MOST_WHOLE_BYTES
         self._announced_left = 1  # a run begins cold more often than not
@@ -186,7 +203,7 @@ class TokenShards:
             return
         item = mapped.tokens.itemsize
         stretches = np.ndarray((windows, length), self.dtype, mapped.tokens, strides=(item, item))
-        step = max(1, _COPIED_BYTES // (length * item))
+        step = max(1, self._gather_bytes // (length * item))
         for first in range(0, len(offsets), step):
             part = slice(first, first + step)
             out[rows[part]] = stretches[offsets[part]]
@@ -197,7 +214,7 @@ class TokenShards:
             if mapped is None:
                 mapped = _map_shard(self.directory, self._shards[number], self.dtype, whole=self._whole)
                 self._maps[number] = mapped
-                if len(self._maps) > MAX_OPEN_MAPS:
+                if len(self._maps) > self._max_open_maps:
                     self._maps.popitem(last=False)
             return mapped
 

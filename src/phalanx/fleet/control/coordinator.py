@@ -33,7 +33,7 @@ from phalanx.fleet.control.listening import listen
 from phalanx.fleet.control.publisher import Publisher
 from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
 from phalanx.fleet.control.succession.leadership import Leadership
-from phalanx.fleet.control.succession.patient_journal import RETRY_S, PatientJournal
+from phalanx.fleet.control.succession.patient_journal import RENEW_BYTES, RETRY_S, PatientJournal
 from phalanx.fleet.control.succession.reign import Reign, SupersededError, forget_candidates, reign_again
 from phalanx.fleet.control.succession.restoration import report_contradiction
 from phalanx.fleet.control.transport import AgentLink, FleetServer
@@ -81,9 +81,22 @@ class Coordinator:
     """The coordinator of one run, for one life of its process."""
 
     def __init__(
-        self, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials, elected: Elected | None = None
+        self,
+        args: CoordinatorArgs,
+        spec: RunSpec,
+        credentials: Credentials,
+        elected: Elected | None = None,
+        *,
+        renew_journal_bytes: int = RENEW_BYTES,
     ) -> None:
-        """``elected`` is what it takes over if it was a candidate."""
+        """
+        Args:
+            args: The arguments of its process.
+            spec: The run.
+            credentials: The secrets with which it admits agents and operators.
+            elected: The server, events and reign that it takes over if it was a candidate.
+            renew_journal_bytes: Size above which the journal is replaced by a short one.
+        """
         self._args, self._spec, self._directory = args, spec, RunDirectory(args.run_dir)
         self._server = elected.server if elected else FleetServer(credentials, self)
         self._server.listener = self
@@ -99,7 +112,7 @@ class Coordinator:
         self._disk = RunDisk(self._directory, self._tick_s, self.log)
         reign = elected.reign if elected else self._reign_again()
         self._journal = reign.journal
-        self._writing = PatientJournal(reign.journal, self.log)
+        self._writing = PatientJournal(reign.journal, self.log, renew_journal_bytes)
         self._lead = Leadership(
             self._directory, args.attempt, reign.register, reign.claim, self._writing, fleet.succession_s
         )

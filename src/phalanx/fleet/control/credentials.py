@@ -84,6 +84,8 @@ class Credentials:
     """The agents' tokens before a rotation, which a server accepts for a while."""
     earlier_operators: Keyring = field(default_factory=Keyring, repr=False)
     """The operators' tokens before a rotation, likewise."""
+    handshake_timeout_s: float = HANDSHAKE_S
+    """Limit of the whole handshake of a stream."""
 
     def with_keys(self, join: Keyring, operate: Keyring | None = None) -> Credentials:
         """The same credentials after a rotation of the tokens."""
@@ -146,7 +148,7 @@ class Credentials:
         steps = handshake(token, f"phalanx {method}, {said_of}", role, earlier)
         said = b""
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(self.handshake_timeout_s):
                 step = next(steps)
                 while True:
                     if isinstance(step, bytes):
@@ -159,7 +161,7 @@ class Credentials:
             return seals
         except TimeoutError:
             raise UnprovenError(
-                f"did not prove within {HANDSHAKE_S:g} s that it knows this run's token"
+                f"did not prove within {self.handshake_timeout_s:g} s that it knows this run's token"
             ) from None
 
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
@@ -32,8 +32,6 @@ SSH_PORT = 22
 """The port of an sshd that nobody has moved."""
 _MOST_PORT = 65_535
 _GO_HALF_SECONDS = 240
-_PAUSES_S = (1, 5, 15, 60, 120)
-"""Before each time that an agent which was killed is started again; one that is killed once more stays dead."""
 _CHECK = (
     "import json, time; from phalanx.fleet.control.credentials import software; "
     "print('phalanx-host', json.dumps([software(), time.time()]))"
@@ -158,15 +156,16 @@ def check_script(order: LaunchOrder, word: str) -> str:
     )
 
 
-_REVIVES = (
-    # The shell outlives a signal to its session: it waits for the agent, which saves.
-    "asked=; trap 'asked=1' TERM INT; "
-    f'for pause_s in {" ".join(map(str, _PAUSES_S))} ""; do '
-    '"$@"; code=$?; '
-    '[ "$code" -gt 128 ] && [ -z "$asked" ] && [ -n "$pause_s" ] || exit "$code"; '
-    'echo "the agent was killed (exit code $code) and is started again in $pause_s s" >&2; sleep "$pause_s"; [ -z "$asked" ] || exit "$code"; done'
-)
-"""Shell that runs the words after it, again and again if they are killed."""
+def _restart_loop(pauses_s: Sequence[int]) -> str:
+    """Return a shell loop that runs the words after it, and again after each of ``pauses_s`` while they are killed."""
+    return (
+        # The shell outlives a signal to its session: it waits for the agent, which saves.
+        "asked=; trap 'asked=1' TERM INT; "
+        f'for pause_s in {" ".join(map(str, pauses_s))} ""; do '
+        '"$@"; code=$?; '
+        '[ "$code" -gt 128 ] && [ -z "$asked" ] && [ -n "$pause_s" ] || exit "$code"; '
+        'echo "the agent was killed (exit code $code) and is started again in $pause_s s" >&2; sleep "$pause_s"; [ -z "$asked" ] || exit "$code"; done'
+    )
 
 
 def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -> str:
@@ -180,7 +179,8 @@ def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -
     waits = (
         'echo "phalanx-pid $$" >&3; exec 3>&-; '
         f'for _ in $(seq {_GO_HALF_SECONDS}); do [ "$(cat "$0" 2>/dev/null)" = {word} ] && break; sleep 0.5; done; '
-        f'[ "$(cat "$0" 2>/dev/null)" = {word} ] || {{ echo "error: not all hosts could be started" >&2; exit 1; }}; {_REVIVES}'
+        f'[ "$(cat "$0" 2>/dev/null)" = {word} ] || {{ echo "error: not all hosts could be started" >&2; exit 1; }}; '
+        f"{_restart_loop(order.restart_pauses_s)}"
     )
     log = shlex.quote(str(folder / f"{host.name}.log"))
     command = shlex.join(["setsid", "bash", "-c", waits, str(folder / "go"), *_words(order, host, head)])

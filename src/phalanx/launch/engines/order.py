@@ -47,6 +47,8 @@ class LaunchOrder:
     """Number of those nodes."""
     connections: tuple[int, int] = USUAL_RANGE
     """The first and last port that the kernel gives to outgoing connections, which no coordinator should need."""
+    restart_pauses_s: tuple[int, ...] = (1, 5, 15, 60, 120)
+    """Pauses before the restarts of a killed agent on a host without a scheduler; one that is killed once more stays dead."""
 
     @property
     def folder(self) -> Path:

@@ -143,10 +143,13 @@ def jobs_of(run_dir: Path) -> list[SlurmJob]:
     return [job for job in jobs() if job.run_dir == wanted]
 
 
-def give_back(run_dir: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
+def give_back(
+    run_dir: Path, names: set[str], *, retry_pause_s: float = _PAUSE_S
+) -> dict[str, tuple[str, ...]]:
     """Takes nodes whose agents have ended out of the jobs of a run, so that others can have them; job -> those it had.
 
-    A job all of whose nodes have gone ends by itself. Raises ``EngineError``.
+    A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a job smaller while Slurm is busy.
+    Raises ``EngineError``.
     """
     given: dict[str, tuple[str, ...]] = {}
     for job in jobs_of(run_dir):
@@ -155,7 +158,7 @@ def give_back(run_dir: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
         if len(rest) < len(hosts):
             given[job.id] = tuple(host for host in hosts if host in names)
             if rest:
-                _make_smaller(job, rest, given[job.id])
+                _make_smaller(job, rest, given[job.id], retry_pause_s)
     return given
 
 
@@ -176,7 +179,7 @@ def demand_resizable(run_dir: Path) -> None:
         raise
 
 
-def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str]) -> None:
+def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str], retry_pause_s: float) -> None:
     """Takes the nodes out of a job that are not among the ``rest``. Raises ``EngineError``."""
     words = ["scontrol", "update", f"JobId={job.id}", f"NodeList={','.join(rest)}"]
     for tried in range(_TRIES):
@@ -194,7 +197,7 @@ def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str]) -> No
                     f"{' '.join(gone)} have left the run, but Slurm keeps them in job {job.id}: {_ONCE}. To free them, phalanx cancel "
                     f"{quote(job.run_dir)} and submit it again with fewer --nodes: {error}"
                 ) from error
-        time.sleep(_PAUSE_S)
+        time.sleep(retry_pause_s)
 
 
 def idle_nodes(order: LaunchOrder) -> int:

@@ -15,7 +15,6 @@ from phalanx.launch.engines.submission import Submitted, read_record
 from phalanx.launch.engines.tools import EngineError
 
 _SILENT_S = 30.0
-"""For so long it is waited for hosts that do not answer, when no others are."""
 
 
 def submission_of(run_dir: Path) -> Submitted | None:
@@ -44,8 +43,12 @@ def sentence(run_dir: Path, made: Submitted) -> str | None:
     return None if job is None else job.sentence
 
 
-def wait_until_ended(run_dir: Path, made: Submitted, poll_s: float) -> None:
+def wait_until_ended(
+    run_dir: Path, made: Submitted, poll_s: float, *, silent_timeout_s: float = _SILENT_S
+) -> None:
     """Waits until nothing of a submitted run is queued or running any more.
+
+    ``silent_timeout_s`` limits the wait for hosts that do not answer, once no other host has a session of the run.
 
     Raises ``EngineError`` where that cannot be known: hosts do not answer, and no session is left on the others.
     """
@@ -60,7 +63,7 @@ def wait_until_ended(run_dir: Path, made: Submitted, poll_s: float) -> None:
                 return
             now_s = time.monotonic()
             silent_since_s = None if there else silent_since_s or now_s
-            if silent_since_s is not None and now_s - silent_since_s >= _SILENT_S:
+            if silent_since_s is not None and now_s - silent_since_s >= silent_timeout_s:
                 raise EngineError(
                     f"nothing of the run in {run_dir} is left on the hosts that answer, and of the others nobody knows; give the same command again "
                     f"when they are back, or remove {run_dir / FOLDER / 'hosts.json'} if they are gone for good:\n  "

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from phalanx.fleet.control.succession.journal import Journal
 from phalanx.fleet.core.replay import JournalError
 
-_RENEW_BYTES, _RENEW_AGAIN_BYTES = 64 << 20, 4 << 20
+RENEW_BYTES = 64 << 20
+"""Size above which a journal is replaced by a short one."""
+_RENEW_AGAIN_BYTES = 4 << 20
 RETRY_S = 1.0
 """Seconds between two tries of a write that the disk did not take."""
 
@@ -16,9 +18,10 @@ RETRY_S = 1.0
 class PatientJournal:
     """The journal of a coordinator that leads, which does nothing else while it waits for the disk."""
 
-    def __init__(self, journal: Journal, log: Callable[[str], None]) -> None:
+    def __init__(self, journal: Journal, log: Callable[[str], None], renew_bytes: int = RENEW_BYTES) -> None:
+        """``renew_bytes``: Size above which ``renew`` replaces the journal."""
         self.journal, self._log = journal, log
-        self._renew_at_bytes = _RENEW_BYTES
+        self._renew_bytes = self._renew_at_bytes = renew_bytes
 
     async def synced(self) -> None:
         """Waits until the journal is on disk."""
@@ -46,4 +49,4 @@ class PatientJournal:
             self._log(f"{error}; the old one is kept, and it is tried again later")
             self._renew_at_bytes = self.journal.size_bytes + _RENEW_AGAIN_BYTES
         else:
-            self._renew_at_bytes = max(_RENEW_BYTES, 2 * self.journal.size_bytes)
+            self._renew_at_bytes = max(self._renew_bytes, 2 * self.journal.size_bytes)

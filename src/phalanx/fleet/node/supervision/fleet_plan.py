@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.fleet.node.supervision.revival import FIRST_PAUSE_S
+
 
 @dataclass(frozen=True)
 class Lead:
@@ -35,6 +37,18 @@ class Lead:
 
 
 @dataclass(frozen=True)
+class SupervisionTimes:
+    """Waits of the supervision of a local fleet's processes, in seconds."""
+
+    first_pause_s: float = FIRST_PAUSE_S
+    """Pause before the first restart of a process that has died."""
+    stopped_s: float = 60.0
+    """A process that a signal has stopped for so long is killed and replaced."""
+    farewell_s: float = 10.0
+    """Time for agents to exit once the run is over."""
+
+
+@dataclass(frozen=True)
 class LocalFleet:
     """The fleet to start."""
 
@@ -48,6 +62,7 @@ class LocalFleet:
     """Replaces the real worker; for tests."""
     lead: Lead | None = None
     """If this machine is one node of a cluster; the agents of the others are started there."""
+    times: SupervisionTimes = SupervisionTimes()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -30,8 +30,6 @@ from phalanx.train.start.open_run import OpenRun
 
 _POLL_S = 0.1
 _TELL_COPIES_S = 2.0
-_FAREWELL_S = 10.0
-_STOPPED_S = 60.0
 _ASK_AGAIN_S = 30.0
 _LOOK_S, _STUCK_S = 1.0, 60.0
 """A fleet that has no way on is ended after this time, in which an operator can let nodes in (``phalanx fleet add``)."""
@@ -55,7 +53,7 @@ class Processes:
     orders: StopOrders
     coordinator: Session | None = None
     coordinator_due_s: float = 0.0
-    coordinator_revival: Revival = field(default_factory=Revival)
+    coordinator_revival: Revival = field(init=False)
     agents: dict[str, Session] = field(default_factory=dict)
     dead: dict[str, _DeadAgent] = field(default_factory=dict)
     agent_revivals: dict[str, Revival] = field(default_factory=dict)
@@ -78,6 +76,9 @@ class Processes:
     way_on_s: float = math.inf
     """The time when the fleet could last be seen to train, or to be about to."""
 
+    def __post_init__(self) -> None:
+        self.coordinator_revival = self._new_revival()
+
     @property
     def run(self) -> OpenRun:
         """The opened run directory."""
@@ -87,6 +88,9 @@ class Processes:
     def fleet(self) -> LocalFleet:
         """What was to be started."""
         return self.launcher.fleet
+
+    def _new_revival(self) -> Revival:
+        return Revival(first_pause_s=self.fleet.times.first_pause_s)
 
     def start(self) -> None:
         """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
@@ -145,7 +149,7 @@ class Processes:
         now_s, stopped = time.monotonic(), [one for one in sessions if one.stopped()]
         self.stopped_s = {one.pid: self.stopped_s.get(one.pid, now_s) for one in stopped}
         for session in stopped:
-            if now_s - self.stopped_s[session.pid] >= _STOPPED_S:
+            if now_s - self.stopped_s[session.pid] >= self.fleet.times.stopped_s:
                 session.signal(signal.SIGKILL)
 
     # --- the coordinator -----------------------------------------------------------------------
@@ -251,7 +255,7 @@ class Processes:
             if agent.exit_code() is not None:
                 code = agent.end()
                 # One that ends by itself was most likely told that the run is over: fleet.json will say so in a moment.
-                self._agent_died(name, ending(code), at_least_s=0.0 if code else _FAREWELL_S)
+                self._agent_died(name, ending(code), at_least_s=0.0 if code else self.fleet.times.farewell_s)
         if not self.dead:
             return
         seen = self.seen()
@@ -291,7 +295,7 @@ class Processes:
 
     def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
         self.agents.pop(name, None)
-        revival = self.agent_revivals.setdefault(name, Revival())
+        revival = self.agent_revivals.setdefault(name, self._new_revival())
         pause_s = revival.after_death(_standing(self.seen()))
         now_s = time.monotonic()
         if pause_s is None:
@@ -334,7 +338,7 @@ class Processes:
         """Waits a moment for the agents to exit, then kills every process that is left, workers included."""
         seen = self.seen()
         told = self.over and not self.gave_up and seen is not None and seen.over
-        deadline_s = time.monotonic() + (_FAREWELL_S if told else 0.0)
+        deadline_s = time.monotonic() + (self.fleet.times.farewell_s if told else 0.0)
         for agent in self.agents.values():
             # Also to those that the coordinator did not meet before it ended: they would wait for it.
             agent.signal(signal.SIGTERM)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
 MOST_DEATHS = 10
 """Deaths in a row, without the run getting any further between them, after which a process is given up; the pauses take some 43 s."""
 
@@ -20,6 +21,8 @@ class Revival:
 
     in_vain: int = 0
     """Deaths in a row between which the run got no further."""
+    first_pause_s: float = FIRST_PAUSE_S
+    """Pause before the first restart; it doubles with each further death."""
     _stood_at: object = None
 
     def after_death(self, stands_at: object) -> float | None:
@@ -32,4 +35,4 @@ class Revival:
         self._stood_at = stands_at
         if self.in_vain >= MOST_DEATHS:
             return None
-        return min(_FIRST_PAUSE_S * 2.0 ** (self.in_vain - 1), _LONGEST_PAUSE_S)
+        return min(self.first_pause_s * 2.0 ** (self.in_vain - 1), _LONGEST_PAUSE_S)
