@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import phalanx.serve.sampling as sampling_module
 from phalanx.serve.sampling import (
     LogitsError,
     draw,
@@ -250,9 +249,7 @@ def test_rows_drawn_together_are_those_drawn_alone(
         torch.nn.functional.pad(scores, (0, widest - len(scores)), value=-math.inf) for scores, _, _ in drawn
     ]
     rows, options, positions = torch.stack(padded), [one for _, one, _ in drawn], [p for _, _, p in drawn]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling_module, "_AT_ONCE", at_once)
-        together = drawn_together(rows, options, positions).tolist()
+    together = drawn_together(rows, options, positions, max_logits=at_once).tolist()
     assert together == [draw(*one) for one in zip(rows, options, positions, strict=True)]
 
 

@@ -142,10 +142,12 @@ _Keep = Callable[[Tensor, Tensor, Sequence[Sampling]], Tensor | None]
 """Logits and scores ``(rows, vocab)`` to the tokens that are kept, bool ``(rows, vocab)``; ``None`` for all."""
 
 
-def drawn_together(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+def drawn_together(
+    logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], *, max_logits: int = _AT_ONCE
+) -> Tensor:
     """The tokens ``(rows,)``, int64, that ``draw`` gives for the rows of ``(rows, vocab)``, without a wait for their device.
 
-    Any token for a row that nothing can be drawn from (``has_number``).
+    Any token for a row that nothing can be drawn from (``has_number``). Rows are drawn from in groups of at most ``max_logits`` logits, or one by one.
     """
     greedy = [row for row, one in enumerate(samplings) if one.temperature == 0]
     drawn = [row for row, one in enumerate(samplings) if one.temperature > 0]
@@ -154,7 +156,7 @@ def drawn_together(logits: Tensor, samplings: Sequence[Sampling], positions: Seq
     whole = [row for row in drawn if _keeps_all(samplings[row])]
     cut = [row for row in drawn if not _keeps_all(samplings[row])]
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    most = max(1, _AT_ONCE // logits.shape[1])
+    most = max(1, max_logits // logits.shape[1])
     kinds: list[tuple[list[int], _Keep | None]] = [(greedy, None), (whole, _all_kept), (cut, _left_in)]
     for of_kind, find in kinds:
         for first in range(0, len(of_kind), most):

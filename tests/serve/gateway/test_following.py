@@ -288,13 +288,10 @@ def test_a_step_of_a_run_whose_file_cannot_be_read_at_present_is_tried_again(run
     assert took_over.startswith("step 3 takes over")
 
 
-def test_following_goes_on_after_any_failure_of_a_look(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_goes_on_after_any_failure_of_a_look(run_dir: Path) -> None:
     served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
     opened = open_engine(served)
     assert isinstance(opened.engine, Engine)
-    monkeypatch.setattr(following, "_LOOK_S", 0.001)
     said: list[str] = []
     taken = threading.Event()
 
@@ -308,7 +305,7 @@ def test_following_goes_on_after_any_failure_of_a_look(
 
     away = (run_dir / "checkpoints").rename(run_dir / "elsewhere")
     worker = EngineWorker(opened.engine, opened.identity, step=1)
-    Follower(served, opened.engine, worker, 1, "mixed", tell).start()
+    Follower(served, opened.engine, worker, 1, "mixed", tell, look_pause_s=0.001).start()
     try:
         assert taken.wait(100)
     finally:

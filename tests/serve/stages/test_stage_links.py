@@ -110,15 +110,13 @@ def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.timeout(60)
-def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link, "PROOF_S", 3600.0)
-    door = Door(socket.create_server(("127.0.0.1", 0)), TOKEN)
+def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none() -> None:
+    door = Door(socket.create_server(("127.0.0.1", 0)), TOKEN, proof_timeout_s=3600.0)
     at = door.listener.getsockname()
 
     def joined(number: int, token: str = TOKEN) -> StageLink:
-        one = StageLink(socket.create_connection(at), token, "client", "there")
+        connection = socket.create_connection(at)
+        one = StageLink(connection, token, "client", "there", proof_timeout_s=3600.0)
         one.say(m.Here(number, 1, {}))
         return one
 

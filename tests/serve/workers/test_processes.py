@@ -6,10 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 
-import pytest
-
 from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.workers import processes
 from phalanx.serve.workers.processes import Happened, Processes
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.restarts import RestartRule
@@ -17,14 +14,24 @@ from phalanx.traffic.restarts import RestartRule
 TASK = WorkerTask("127.0.0.1", 1, "token", 0, "both", ServedRun("run", 1, "float32", None, 1, 64, "exact"))
 
 
-def told(enough: Callable[[list[Happened], list[float]], bool]) -> tuple[list[Happened], list[float], str]:
-    """Which ends and slow starts of one worker are told until there are enough, and its state then."""
+def told(
+    enough: Callable[[list[Happened], list[float]], bool], *command: str, slow_start_s: float = 60.0
+) -> tuple[list[Happened], list[float], str]:
+    """Which ends and slow starts of one worker, started by ``command``, are told until there are enough, and its state then."""
     ends: list[Happened] = []
     slow: list[float] = []
 
     async def watched() -> str:
         rule = RestartRule(first_s=0.01, most=2)
-        supervised = Processes([TASK], {}, ends.append, lambda _, seconds: slow.append(seconds), rule)
+        supervised = Processes(
+            [TASK],
+            {},
+            ends.append,
+            lambda _, seconds: slow.append(seconds),
+            rule,
+            command=command,
+            slow_start_s=slow_start_s,
+        )
         supervised.start()
         async with asyncio.timeout(50):
             while not enough(ends, slow):
@@ -37,9 +44,8 @@ def told(enough: Callable[[list[Happened], list[float]], bool]) -> tuple[list[Ha
     return ends, slow, state
 
 
-def test_why_a_worker_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_COMMAND", ("/nowhere/python",))
-    ends, _, state = told(lambda ends, _: len(ends) == 2)
+def test_why_a_worker_cannot_be_started_is_told() -> None:
+    ends, _, state = told(lambda ends, _: len(ends) == 2, "/nowhere/python")
     assert [(one.how.partition(" (")[0], one.again_s) for one in ends] == [
         ("cannot be started", 0.01),
         ("cannot be started", None),
@@ -48,14 +54,12 @@ def test_why_a_worker_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch)
     assert (state, ends[0].seat.why) == ("left", ends[1].how)
 
 
-def test_a_start_that_takes_long_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
-    monkeypatch.setattr(processes, "_SLOW_S", 0.05)
-    ends, slow, state = told(lambda _, slow: bool(slow))
+def test_a_start_that_takes_long_is_told_once() -> None:
+    sleeping = (sys.executable, "-c", "import time; time.sleep(60)")
+    ends, slow, state = told(lambda _, slow: bool(slow), *sleeping, slow_start_s=0.05)
     assert (ends, slow, state) == ([], [0.05], "starting")
 
 
-def test_a_process_that_ends_before_is_no_slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
-    ends, slow, _ = told(lambda ends, _: len(ends) == 2)
+def test_a_process_that_ends_before_is_no_slow_start() -> None:
+    ends, slow, _ = told(lambda ends, _: len(ends) == 2, sys.executable, "-c", "raise SystemExit(3)")
     assert ([one.how for one in ends], slow) == (["ended with exit code 3"] * 2, [])

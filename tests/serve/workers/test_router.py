@@ -383,9 +383,7 @@ def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> 
     assert asyncio.run(asked()) == [Ended(name, "error", "no worker is left") for name in ("before", "after")]
 
 
-def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason() -> None:
     heard: list[tuple[int, str]] = []
 
     def worker(life: int, silent_s: float, still_s: float) -> pools.Worker:
@@ -397,7 +395,7 @@ def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
     async def watched() -> None:
         told: list[Callable[..., None]] = [lambda *_: None] * 6
         told[4] = lambda peer, why: heard.append((peer.life, why))
-        router = Router(TOKEN, RouterSettings(64, late_s=3.0), Watcher(*told))
+        router = Router(TOKEN, RouterSettings(64, late_s=3.0, tick_s=0.0), Watcher(*told))
         tick = asyncio.create_task(router._tick())
         for life, silent_s, still_s in ((1, 4.0, 4.0), (2, 0.0, 12.0), (3, 0.0, 0.0)):
             router.peers[1] = SimpleNamespace(number=1, life=life)  # type: ignore[assignment]
@@ -406,7 +404,6 @@ def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
                 await asyncio.sleep(0)
         tick.cancel()
 
-    monkeypatch.setattr("phalanx.serve.workers.router.TICK_S", 0)
     asyncio.run(watched())
     assert heard == [
         (1, "it has given no sign of life for 4 s"),

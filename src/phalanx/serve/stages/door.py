@@ -22,7 +22,7 @@ import msgspec
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.stages import messages as m
-from phalanx.serve.stages.link import StageLink
+from phalanx.serve.stages.link import PROOF_S, StageLink
 from phalanx.serve.stages.stage_main import StageTask
 
 BEGIN_S = 600.0
@@ -45,6 +45,8 @@ class Door:
     listener: socket.socket
     token: str
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    proof_timeout_s: float = PROOF_S
+    """Limit of the proof of a connection."""
 
     def admit(self, count: int, machine: Mapping[str, str]) -> list[StageLink]:
         """The connections of ``count`` stages, those started here in their order. Of those that join by themselves, one whose machine differs from
@@ -88,7 +90,7 @@ class Door:
         came: SimpleQueue[tuple[int, StageLink]],
     ) -> None:
         try:
-            link = StageLink(connection, self.token, "server", peer)
+            link = StageLink(connection, self.token, "server", peer, proof_timeout_s=self.proof_timeout_s)
             here = m.from_stage.decode(link.hear())
             if isinstance(here, m.Here) and here.number < 0 and (why := _unlike(here.machine, machine)):
                 link.say(

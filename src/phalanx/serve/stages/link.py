@@ -39,8 +39,16 @@ class SilentError(WireError):
 class StageLink:
     """One end of a connection after the proof; heard by one thread, but for ``ended``. Methods raise WireError where it breaks."""
 
-    def __init__(self, connection: socket.socket, token: str, role: Role, peer: str) -> None:
-        """Proves to each other that both know ``token``. Raises RefusedError and WireError."""
+    def __init__(
+        self,
+        connection: socket.socket,
+        token: str,
+        role: Role,
+        peer: str,
+        *,
+        proof_timeout_s: float = PROOF_S,
+    ) -> None:
+        """Proves to each other, within ``proof_timeout_s``, that both know ``token``. Raises RefusedError and WireError."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _ALIVE:
             if hasattr(socket, name):
@@ -49,7 +57,7 @@ class StageLink:
             secured_client(connection, None, "") if role == "client" else secured_server(connection, None)
         )
         wire = Wire(secured, peer, then="")
-        wire.set_deadline(PROOF_S)
+        wire.set_deadline(proof_timeout_s)
         self._connection = secured
         self._sealed = SealedWire(wire, token, role, m.PURPOSE)
         self._saying, self._silence_s, self._heard = Lock(), 0.0, time.monotonic()

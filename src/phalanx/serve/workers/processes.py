@@ -60,11 +60,23 @@ class Processes:
         ended: Callable[[Happened], None],
         slow: Callable[[Seat, float], None],
         rule: RestartRule | None = None,
+        *,
+        command: Sequence[str] = _COMMAND,
+        slow_start_s: float = _SLOW_S,
     ) -> None:
-        """``ended`` hears of each process that ends or cannot be started, ``slow`` of each that does not serve after so many seconds."""
+        """
+        Args:
+            tasks: The tasks of the workers, one process for each.
+            environment: Variables in addition to those of this process.
+            ended: Called with each process that ends or cannot be started.
+            slow: Called with each worker that does not serve ``slow_start_s`` after its start.
+            rule: When a process is started again.
+            command: The command of a worker, which reads its task from standard input.
+            slow_start_s: Seconds after which a start is reported as slow.
+        """
         self.seats = [Seat(task) for task in tasks]
         self._environment, self._ended, self._rule = environment, ended, rule or RestartRule()
-        self._slow = slow
+        self._slow, self._command, self._slow_start_s = slow, tuple(command), slow_start_s
         self._watches: set[asyncio.Task[None]] = set()
         self.closing = False
         """True: a process that ends is not started again."""
@@ -116,7 +128,7 @@ class Processes:
     async def _keep(self, seat: Seat) -> None:
         while not self.closing and seat.state != "left":
             seat.state, seat.ready_s = "starting", 0.0
-            look = asyncio.get_running_loop().call_later(_SLOW_S, self._look, seat)
+            look = asyncio.get_running_loop().call_later(self._slow_start_s, self._look, seat)
             try:
                 code, how = await self._run(seat)
             finally:
@@ -135,14 +147,14 @@ class Processes:
 
     def _look(self, seat: Seat) -> None:
         if seat.state == "starting":
-            self._slow(seat, _SLOW_S)
+            self._slow(seat, self._slow_start_s)
 
     async def _run(self, seat: Seat) -> tuple[int, str]:
         """A worker's process from its start to its end; its exit code, and how it ended, in words."""
         environment = os.environ | dict(self._environment) | {"PHALANX_LAUNCHER": str(os.getpid())}
         try:
             seat.process = await asyncio.create_subprocess_exec(
-                *_COMMAND,
+                *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=2,  # standard output is for what the service says
                 env=environment,

@@ -21,7 +21,6 @@ from phalanx.traffic.pools import Pool, PoolSettings
 from phalanx.traffic.requests import Ended, Request, Told
 from phalanx.traffic.routing import Link
 
-TICK_S = 0.25
 _PROOF_S = 5.0
 _NEWCOMERS = 64
 """Connections that may be proving themselves at once; a stranger is shut out before a worker is."""
@@ -38,6 +37,8 @@ class RouterSettings:
     audit_share: float = 0.0
     late_s: float = 3.0
     page_bytes_per_s: float = 5e8
+    tick_s: float = 0.25
+    """Pause between two looks at the workers' lives."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Router:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self.settings.tick_s)
             self._hear(e.Tick())
             self._tell_late(time.monotonic())
 

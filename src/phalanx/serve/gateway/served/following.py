@@ -57,9 +57,14 @@ class Follower:
         step: int,
         pages: KeptPages,
         tell: Callable[[str], None],
+        *,
+        look_pause_s: float = _LOOK_S,
     ) -> None:
-        """``step`` is the one whose weights compute; ``pages`` says what becomes of texts that go on (``Engine.swap``)."""
-        self.step = step
+        """``step`` is the one whose weights compute; ``pages`` says what becomes of texts that go on (``Engine.swap``).
+
+        ``look_pause_s``: Pause between two looks at the run's folder.
+        """
+        self.step, self._look_pause_s = step, look_pause_s
         self._served, self._engine, self._worker, self._pages, self._tell = (
             served,
             engine,
@@ -75,7 +80,7 @@ class Follower:
 
         def go_on() -> None:
             wait, told = threading.Event(), ""
-            while not wait.wait(_LOOK_S):
+            while not wait.wait(self._look_pause_s):
                 try:
                     self.look()
                     told = ""
