@@ -103,7 +103,7 @@ def run(
                 command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
             )
         try:
-            code = _code_of(process, progress)
+            code = exit_code_of(process, progress)
         except subprocess.TimeoutExpired as error:
             process.kill()
             raise TimeoutError(
@@ -112,16 +112,18 @@ def run(
         return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
 
 
-def _code_of(process: subprocess.Popen[Any], progress: Callable[[], object]) -> int:
-    """The exit code of ``process``; raises ``subprocess.TimeoutExpired`` once ``progress`` has stood still for ``TIMEOUT_S``."""
+def exit_code_of(
+    process: subprocess.Popen[Any], progress: Callable[[], object], timeout_s: float = TIMEOUT_S
+) -> int:
+    """The exit code of ``process``; raises ``subprocess.TimeoutExpired`` once ``progress`` has stood still for ``timeout_s``."""
     seen, since_s = progress(), time.monotonic()
     while True:
         try:
-            return process.wait(min(1.0, TIMEOUT_S))
+            return process.wait(min(1.0, timeout_s))
         except subprocess.TimeoutExpired:
             if (now := progress()) != seen:
                 seen, since_s = now, time.monotonic()
-            elif time.monotonic() - since_s > TIMEOUT_S:
+            elif time.monotonic() - since_s > timeout_s:
                 raise
 
 

@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,31 @@ def _serve(connection: Connection) -> None:
         connection.send(answer)
 
 
+def processor_s(pids: Iterable[int]) -> float:
+    """Processor time that processes have used, in seconds; 0 for one that is dead."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            # After the name in parentheses: state, then 10 fields, then user and system time (proc(5)).
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
 class Ranks:
     """A pool of processes; ``run`` lets the first few of them be the ranks of a process group."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, timeout_s: float = TIMEOUT_S, processor_s: Callable[[list[int]], float] = processor_s
+    ) -> None:
+        """``processor_s`` returns the processor time that the ranks with these process numbers have used."""
         self._workers: list[tuple[Any, Connection]] = []
-        self._timeout_s = timeout_s
+        self._timeout_s, self._processor_s = timeout_s, processor_s
+
+    @property
+    def pids(self) -> list[int]:
+        """The process numbers of the ranks."""
+        return [process.pid for process, _ in self._workers]
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The values that ``function(*args)`` returns on each of ``ranks`` ranks; raises if it fails on any."""
@@ -88,9 +107,9 @@ class Ranks:
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         process, connection = self._workers[rank]
-        used_s, since_s = self._processor_s(), time.monotonic()
+        used_s, since_s = self._processor_s(self.pids), time.monotonic()
         while not connection.poll(min(1.0, self._timeout_s)):
-            if (now_s := self._processor_s()) > used_s + COMPUTES_S:
+            if (now_s := self._processor_s(self.pids)) > used_s + COMPUTES_S:
                 used_s, since_s = now_s, time.monotonic()
             elif time.monotonic() - since_s > self._timeout_s:
                 for worker, _ in self._workers:
@@ -105,16 +124,6 @@ class Ranks:
             process.join(1.0)
             raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
         return bool(good), value
-
-    def _processor_s(self) -> float:
-        """Processor time that all ranks have used, in seconds; 0 for one that is dead."""
-        total = 0.0
-        for process, _ in self._workers:
-            with contextlib.suppress(OSError):
-                # After the name in parentheses: state, then 10 fields, then user and system time (proc(5)).
-                fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return total
 
     def _start_one(self) -> None:
         ours, theirs = FORKS.Pipe()

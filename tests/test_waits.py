@@ -8,20 +8,16 @@ import time
 
 import pytest
 
-import phalanx_process
-import ranks as ranks_module
-from ranks import Ranks
+from phalanx_process import exit_code_of
+from ranks import COMPUTES_S, Ranks, processor_s
 
 
-def test_a_command_that_gets_on_is_waited_for_and_one_that_stands_still_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(phalanx_process, "TIMEOUT_S", 0.05)
+def test_a_command_that_gets_on_is_waited_for_and_one_that_stands_still_is_given_up() -> None:
     with subprocess.Popen(["sleep", "0.5"]) as slow:
-        assert phalanx_process._code_of(slow, progress=time.monotonic) == 0
+        assert exit_code_of(slow, progress=time.monotonic, timeout_s=0.05) == 0
     with subprocess.Popen(["sleep", "60"]) as stuck:
         with pytest.raises(subprocess.TimeoutExpired):
-            phalanx_process._code_of(stuck, progress=lambda: "step 3")
+            exit_code_of(stuck, progress=lambda: "step 3", timeout_s=0.05)
         stuck.kill()
 
 
@@ -33,14 +29,14 @@ def computes(seconds: float) -> float:
     return seconds
 
 
-def test_a_rank_that_computes_is_waited_for_and_one_that_waits_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = Ranks(timeout_s=0.05)
-    used_s = itertools.count(step=2 * ranks_module.COMPUTES_S)
-    monkeypatch.setattr(pool, "_processor_s", lambda: next(used_s))
-    assert pool.run(1, time.sleep, 0.3) == [None]
-    monkeypatch.setattr(pool, "_processor_s", lambda: 7.0)
+def test_a_rank_that_computes_is_waited_for_and_one_that_waits_is_given_up() -> None:
+    used_s = itertools.count(step=2 * COMPUTES_S)
+    computing = Ranks(timeout_s=0.05, processor_s=lambda _: next(used_s))
+    try:
+        assert computing.run(1, time.sleep, 0.3) == [None]
+    finally:
+        computing.close()
+    pool = Ranks(timeout_s=0.05, processor_s=lambda _: 7.0)
     with pytest.raises(TimeoutError, match="no rank computed"):
         pool.run(1, time.sleep, 60.0)
 
@@ -49,8 +45,8 @@ def test_what_ranks_compute_is_seen_from_outside() -> None:
     pool = Ranks()
     try:
         pool.run(1, computes, 0.0)  # starts it
-        before_s = pool._processor_s()
+        before_s = processor_s(pool.pids)
         assert pool.run(1, computes, 0.2) == [0.2]
-        assert pool._processor_s() >= before_s + 0.1
+        assert processor_s(pool.pids) >= before_s + 0.1
     finally:
         pool.close()

@@ -6,19 +6,13 @@ import socket
 import urllib.request
 from contextlib import ExitStack, closing
 
-import pytest
-
 from phalanx.observe.metrics.server import Answer, MetricsServer
 
 
-def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("phalanx.observe.metrics.server._REQUEST_S", 600.0)
+def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are() -> None:
+    pages = {"/metrics": lambda _: Answer(b"1")}
     with ExitStack() as stack:
-        server = stack.enter_context(
-            closing(MetricsServer({"/metrics": lambda _: Answer(b"1")}, "127.0.0.1", 0))
-        )
+        server = stack.enter_context(closing(MetricsServer(pages, "127.0.0.1", 0, request_timeout_s=600.0)))
         for _ in range(600):
             idle = stack.enter_context(socket.socket())
             idle.setblocking(False)

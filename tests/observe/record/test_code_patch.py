@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from observe.record.test_records import git
-from phalanx.observe.record import code_patch as module
 from phalanx.observe.record.code_patch import code_patch
 
 
@@ -91,9 +90,8 @@ def test_code_that_speaks_of_secrets_without_holding_any_is_kept_as_it_is(checko
     assert not found.masked
 
 
-def test_a_huge_patch_is_cut_and_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+def test_a_huge_patch_is_cut_and_says_so(checkout: Path) -> None:
     (checkout / "__init__.py").write_text("x = 1\n" * 1000)
-    found = code_patch(checkout, ())
+    found = code_patch(checkout, (), max_bytes=1000)
     assert found is not None
     assert (len(found.patch), found.cut) == (1000, True)

@@ -10,18 +10,12 @@ import pytest
 
 from phalanx.observe.profile.request import ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.train.profile import desk as desk_module
 from phalanx.train.profile.desk import ProfileDesk
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "_LOOK_EVERY_S", 0.0)
 
 
 def asked(directory: RunDirectory, until_s: float) -> ProfileRequest:
@@ -32,7 +26,7 @@ def asked(directory: RunDirectory, until_s: float) -> ProfileRequest:
 
 def test_a_request_is_taken_once_and_its_file_goes(directory: RunDirectory) -> None:
     said: list[str] = []
-    desk = ProfileDesk(directory, said.append)
+    desk = ProfileDesk(directory, said.append, look_pause_s=0.0)
     assert not desk.pending()
     request = asked(directory, time.time() + 60)
     assert desk.pending()
@@ -45,7 +39,7 @@ def test_a_request_is_taken_once_and_its_file_goes(directory: RunDirectory) -> N
 
 def test_a_stale_request_and_a_link_are_ignored_aloud_and_once(directory: RunDirectory) -> None:
     said: list[str] = []
-    desk = ProfileDesk(directory, said.append)
+    desk = ProfileDesk(directory, said.append, look_pause_s=0.0)
     asked(directory, time.time() - 1)
     assert not desk.pending()
     assert not desk.pending()
@@ -59,7 +53,7 @@ def test_a_stale_request_and_a_link_are_ignored_aloud_and_once(directory: RunDir
 
 def test_what_cannot_be_removed_is_said_once_too(directory: RunDirectory) -> None:
     said: list[str] = []
-    desk = ProfileDesk(directory, said.append)
+    desk = ProfileDesk(directory, said.append, look_pause_s=0.0)
     request_path(directory).mkdir(parents=True)
     for _ in range(3):
         assert not desk.pending()
@@ -69,7 +63,6 @@ def test_what_cannot_be_removed_is_said_once_too(directory: RunDirectory) -> Non
 def test_the_disk_is_asked_once_a_second_at_most(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk_module, "_LOOK_EVERY_S", 1.0)
     looks = []
     real = os.lstat
 

@@ -65,10 +65,15 @@ def json_page(content: Callable[[], object]) -> Page:
 class MetricsServer:
     """Serves pages until it is closed."""
 
-    def __init__(self, pages: Mapping[str, Page], host: str, port: int) -> None:
-        """Listens at ``host`` and ``port``, 0 for a free one. Raises ``OSError`` if it cannot."""
+    def __init__(
+        self, pages: Mapping[str, Page], host: str, port: int, *, request_timeout_s: float = _REQUEST_S
+    ) -> None:
+        """Listens at ``host`` and ``port``, 0 for a free one. Raises ``OSError`` if it cannot.
+
+        A connection whose request is not complete after ``request_timeout_s`` is closed.
+        """
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self._pages = pages
+        self._pages, self._request_timeout_s = pages, request_timeout_s
         self._socket = socket.create_server((host, port), family=family, backlog=_WAITING)
         self._socket.setblocking(False)  # a client may be gone between the look and the taking
         self.port: int = self._socket.getsockname()[1]
@@ -106,7 +111,8 @@ class MetricsServer:
                     del silent[key.fileobj]
                     self._ready.put(key.fileobj)
                 # In the order in which they came: the first of them are the oldest.
-                late = [one for one, since_s in silent.items() if time.monotonic() - since_s > _REQUEST_S]
+                latest_s = time.monotonic() - self._request_timeout_s
+                late = [one for one, since_s in silent.items() if since_s < latest_s]
                 for one in late or list(silent)[: max(0, len(silent) - _MOST_SILENT)]:
                     selector.unregister(one)
                     del silent[one]
@@ -132,7 +138,7 @@ class MetricsServer:
             time.sleep(_PAUSE_S)
 
     def _converse(self, connection: socket.socket) -> None:
-        method, path, headers = _request(connection)
+        method, path, headers = _request(connection, self._request_timeout_s)
         answer = self._answer(method, path, headers)
         body = answer.body
         head = [
@@ -164,9 +170,9 @@ def _plain(status: str, text: str) -> Answer:
     return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8", status)
 
 
-def _request(connection: socket.socket) -> tuple[str, str, Headers]:
+def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Headers]:
     """Method, path and headers (in lower case). Raises ``ValueError`` for what is none, ``OSError`` for one that is late."""
-    deadline_s, data = time.monotonic() + _REQUEST_S, b""
+    deadline_s, data = time.monotonic() + timeout_s, b""
     while b"\r\n\r\n" not in data:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or len(data) > _MOST_REQUEST_BYTES:

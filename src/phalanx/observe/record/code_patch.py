@@ -66,10 +66,13 @@ class CodePatch:
         return {name: value for name, value in table.items() if value}
 
 
-def code_patch(package: Path | None = None, secrets: Collection[str] | None = None) -> CodePatch | None:
+def code_patch(
+    package: Path | None = None, secrets: Collection[str] | None = None, *, max_bytes: int = MOST_BYTES
+) -> CodePatch | None:
     """The changes of the checkout that the package runs from; ``None`` if there are none, or it runs from none.
 
     ``secrets``: values that are masked wherever they stand; those of this process's environment variables if not given.
+    ``max_bytes``: Length after which the patch is cut.
     """
     package = package or OWN_PACKAGE
     if not is_checkout(package):
@@ -110,11 +113,11 @@ def code_patch(package: Path | None = None, secrets: Collection[str] | None = No
     masked = _masked(text or "", secret_values(os.environ) if secrets is None else secrets)
     content = masked.encode(errors="surrogateescape")
     return CodePatch(
-        patch=content[:MOST_BYTES],
+        patch=content[:max_bytes],
         untracked=tuple(untracked[:_MOST_NAMES]),
         left_out=tuple(left_out[:_MOST_NAMES]),
         masked=masked != (text or ""),
-        cut=len(content) > MOST_BYTES,
+        cut=len(content) > max_bytes,
     )
 
 

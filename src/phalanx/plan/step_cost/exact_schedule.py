@@ -63,14 +63,22 @@ class TimedAction:
 
 
 def flush_s(
-    name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: Floats
+    name: ScheduleName,
+    pipeline: int,
+    per_rank: int,
+    micro_batches: int,
+    times: StageTimes,
+    hop_s: Floats,
+    *,
+    max_actions: int = _MOST_ACTIONS,
 ) -> Floats:
     """Seconds from the first forward to the last backward, of each layout.
 
     Args:
         hop_s: Seconds to send an action's result to a neighboring rank, shape (layouts,).
+        max_actions: Largest number of actions of a schedule that is followed to its end; a longer one is extrapolated from its rounds.
     """
-    followed = max(4 * pipeline, _MOST_ACTIONS // (3 * pipeline * per_rank))
+    followed = max(4 * pipeline, max_actions // (3 * pipeline * per_rank))
     if micro_batches <= followed + pipeline:
         return _flush_s(waves(name, pipeline, per_rank, micro_batches), times, hop_s)
     rest = (micro_batches - followed) % pipeline

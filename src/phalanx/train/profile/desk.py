@@ -18,10 +18,13 @@ class ProfileDesk:
     Args:
         directory: Of the run.
         warn: Tells people about requests that are not followed.
+        look_pause_s: Least time between two looks at the disk.
     """
 
-    def __init__(self, directory: RunDirectory, warn: Callable[[str], None]) -> None:
-        self._directory, self._warn = directory, warn
+    def __init__(
+        self, directory: RunDirectory, warn: Callable[[str], None], look_pause_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._directory, self._warn, self._look_pause_s = directory, warn, look_pause_s
         self._path = request_path(directory)
         self._look_at_s = 0.0
         self._refused: tuple[int, int] | None = None
@@ -29,13 +32,13 @@ class ProfileDesk:
         self._waiting: ProfileRequest | None = None
 
     def pending(self) -> bool:
-        """True if a request waits to be taken. Looks at the disk once a second at most."""
+        """True if a request waits to be taken. Looks at the disk once in ``look_pause_s`` at most."""
         if self._waiting is not None:
             return True
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return False
-        self._look_at_s = now_s + _LOOK_EVERY_S
+        self._look_at_s = now_s + self._look_pause_s
         try:
             seen = self._path.lstat()
         except OSError:

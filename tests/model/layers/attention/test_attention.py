@@ -10,12 +10,12 @@ from torch import Tensor
 
 from model.initialized import initialized
 from phalanx.model.facts.stretching import softmax_temperature
-from phalanx.model.layers.attention import soft_cap
 from phalanx.model.layers.attention.attention import Attention, CausalCore
 from phalanx.model.layers.attention.cache import empty_cache
 from phalanx.model.layers.attention.documents import Documents
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.attention.rotary import rotate, rotation
+from phalanx.model.layers.attention.soft_cap import Score, capped_attend, capped_attend_backward
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec
 
@@ -106,11 +106,17 @@ def test_caps_and_sinks_are_the_formulas_with_their_gradients(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_capped_rows_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
-    whole = CausalCore(cap=1.0)(query, key, value)
-    monkeypatch.setattr(soft_cap, "_ROWS", 16)
-    torch.testing.assert_close(CausalCore(cap=1.0)(query, key, value), whole)
+def test_capped_rows_are_the_same_in_pieces() -> None:
+    query, key, value, upstream = torch.randn(4, 1, 2, 40, 8).unbind()
+    score = Score(cap=1.0)
+    results = []
+    for rows in (40, 16):
+        out, lse = capped_attend(query, key, value, score, causal=True, bias=None, rows=rows)
+        gradients = capped_attend_backward(
+            upstream, query, key, value, out, lse, score, causal=True, bias=None, rows=rows
+        )
+        results.append((out, lse, *gradients))
+    torch.testing.assert_close(results[1], results[0])
 
 
 @each_kind

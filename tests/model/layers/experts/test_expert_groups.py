@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.model.autograd import DispatchMode
-from phalanx.model.layers.experts import expert_groups
 from phalanx.model.layers.experts.expert_groups import Groups, add_slots, groups_of_one_slot, groups_of_slots
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.parallel.reduction.slot_tree import SlotTree
@@ -78,10 +78,8 @@ def test_a_hand_computed_at_once_has_the_bits_of_its_slots_one_by_one(
     rows, slope = (torch.randn(int(counts.sum()), DIM, generator=generator).to(dtype) for _ in range(2))
     taken: dict[str, list[Tensor]] = {}
     module.take = lambda name, _, leaves: taken.setdefault(name, []).append(leaves)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_groups, "_MOST_ELEMENTS", most)
-        hand = groups_of_slots(counts, counts.sum(1).tolist(), apart=True)
-        result, of_rows, left = through(module, rows, hand, slope)
+    hand = replace(groups_of_slots(counts, counts.sum(1).tolist(), apart=True), max_leaf_elements=most)
+    result, of_rows, left = through(module, rows, hand, slope)
     assert not left
     places = torch.split(torch.arange(len(rows)), counts.flatten().tolist())
     alone: dict[str, list[Tensor]] = {name: [] for name, _ in module.named_parameters()}

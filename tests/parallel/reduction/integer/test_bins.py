@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.parallel.reduction.integer import bins as binning
 from phalanx.parallel.reduction.integer.bins import BinFormat, Bins
 from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout
 
@@ -35,19 +34,29 @@ def slots(draw: st.DrawFn) -> Tensor:
     return torch.from_numpy((numbers * 2.0 ** random.choice(among, shape)).astype(np.float32))
 
 
-@pytest.fixture(autouse=True, params=["kernel", "operations", "operations on pieces"], scope="module")
-def _way(request: Any) -> Any:
-    """One pass in C, or PyTorch's operations, on all or on a few elements at a time."""
-    with pytest.MonkeyPatch.context() as patched:
-        if request.param != "kernel":
-            patched.setattr(binning, "_host_kernel", lambda: None)
-        if request.param == "operations on pieces":
-            patched.setattr(binning, "_CPU_CHUNK", 16)
-        yield
+@dataclass(frozen=True)
+class Way:
+    """How gradients are added: by one pass in C, or by PyTorch's operations."""
+
+    use_kernel: bool = True
+    chunk_elements: int | None = None
+
+    def empty(self, count: int, layout: SpanLayout = LAYOUT) -> Bins:
+        return Bins.empty(
+            1,
+            layout,
+            BinFormat(count),
+            torch.device("cpu"),
+            use_kernel=self.use_kernel,
+            chunk_elements=self.chunk_elements,
+        )
 
 
-def empty(count: int, layout: SpanLayout = LAYOUT) -> Bins:
-    return Bins.empty(1, layout, BinFormat(count), torch.device("cpu"))
+each_way = pytest.mark.parametrize(
+    "way",
+    [Way(), Way(use_kernel=False), Way(use_kernel=False, chunk_elements=16)],
+    ids=["kernel", "operations", "operations on pieces"],
+)
 
 
 def total(bins: Bins) -> Tensor:
@@ -56,11 +65,11 @@ def total(bins: Bins) -> Tensor:
     return out[0]
 
 
-def summed(gradients: Tensor, *groups: list[int]) -> Tensor:
+def summed(way: Way, gradients: Tensor, *groups: list[int]) -> Tensor:
     """The sum of ``gradients`` ``(slots, elements)``: each group is added up alone, and then the groups."""
     sums = []
     for group in groups:
-        sums.append(empty(len(gradients)))
+        sums.append(way.empty(len(gradients)))
         for slot in group:
             sums[-1].add_gradient(gradients[slot].unsqueeze(0))
     for other in sums[1:]:
@@ -72,21 +81,25 @@ def bits(x: Tensor) -> NDArray[np.int32]:
     return x.numpy().view(np.int32)
 
 
-@given(slots(), st.data())
+@each_way
+@given(gradients=slots(), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_the_order_of_slots_and_who_adds_them_changes_no_bit(gradients: Tensor, data: st.DataObject) -> None:
+def test_the_order_of_slots_and_who_adds_them_changes_no_bit(
+    way: Way, gradients: Tensor, data: st.DataObject
+) -> None:
     in_order = list(range(len(gradients)))
     order = data.draw(st.permutations(in_order))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(order)), max_size=3)))
     groups = [order[first:last] for first, last in zip([0, *cuts], [*cuts, len(order)], strict=True)]
-    assert (bits(summed(gradients, *groups)) == bits(summed(gradients, in_order))).all()
+    assert (bits(summed(way, gradients, *groups)) == bits(summed(way, gradients, in_order))).all()
 
 
-@given(slots())
+@each_way
+@given(gradients=slots())
 @settings(max_examples=40, deadline=None)
-def test_a_sum_is_within_its_bound_of_the_exact_one(gradients: Tensor) -> None:
+def test_a_sum_is_within_its_bound_of_the_exact_one(way: Way, gradients: Tensor) -> None:
     count, width = len(gradients), BinFormat(len(gradients)).width
-    found, some = summed(gradients, list(range(count))).tolist(), gradients.tolist()
+    found, some = summed(way, gradients, list(range(count))).tolist(), gradients.tolist()
     element = 0
     for size in SIZES:
         span = range(element, element + size)
@@ -100,24 +113,28 @@ def test_a_sum_is_within_its_bound_of_the_exact_one(gradients: Tensor) -> None:
         element += size
 
 
-@given(slots())
+@each_way
+@given(gradients=slots())
 @settings(max_examples=15, deadline=None)
-def test_elements_that_were_not_finite_in_a_slot_are_no_numbers_and_no_others(gradients: Tensor) -> None:
+def test_elements_that_were_not_finite_in_a_slot_are_no_numbers_and_no_others(
+    way: Way, gradients: Tensor
+) -> None:
     gradients = gradients / 16  # no sum overflows
     gradients[0, 3], gradients[-1, 4], gradients[-1, 25] = torch.inf, -torch.inf, torch.nan
-    found = summed(gradients, list(range(len(gradients))))
+    found = summed(way, gradients, list(range(len(gradients))))
     assert (~found.isfinite()).nonzero().flatten().tolist() == [3, 4, 25]
 
 
+@each_way
 @pytest.mark.parametrize("doublings", [0, 3, 10, 11])
-def test_words_hold_as_many_of_the_largest_digits_as_there_are_slots(doublings: int) -> None:
+def test_words_hold_as_many_of_the_largest_digits_as_there_are_slots(way: Way, doublings: int) -> None:
     count, layout = 2**doublings, share_layout([(2,)], 1)
     width = BinFormat(count).width
     # As large as an upper digit can be, twice what it can be, and as large as a lower digit can be.
     largest = 2.0 ** (width - 1) * (1 - 2.0**-24)
     for number in (largest, 2 * largest, 2.0 ** (width - 9) + 0.5 - 2.0**-9):
         x = torch.tensor([[number, -number]])
-        bins = empty(count, layout)
+        bins = way.empty(count, layout)
         bins.add_gradient(x)
         for _ in range(doublings):
             bins.add(copy.deepcopy(bins))

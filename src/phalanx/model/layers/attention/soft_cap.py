@@ -1,7 +1,7 @@
 """Attention whose scores are bent towards a cap: ``cap tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2.3).
 
 No kernel of ``scaled_dot_product_attention`` computes this, so it is written out here, a few rows of queries at a time: the
-scores of ``_ROWS`` queries are in memory at once, forward and backward, which computes them again from the rows'
+scores of ``rows`` queries are in memory at once, forward and backward, which computes them again from the rows'
 log-sum-exp as flash attention does (arXiv 2205.14135, appendix B). Scores and sums are fp32.
 
 The same bend on the logits of the vocabulary (``soft_capped``) is one more pass over them.
@@ -49,9 +49,9 @@ class _Piece:
     """``(rows, keys)``, bool: what the order of tokens hides."""
 
 
-def _pieces(queries: int, keys: int, device: torch.device, *, causal: bool) -> Iterator[_Piece]:
-    for start in range(0, queries, _ROWS):
-        stop = min(start + _ROWS, queries)
+def _pieces(queries: int, keys: int, device: torch.device, rows: int, *, causal: bool) -> Iterator[_Piece]:
+    for start in range(0, queries, rows):
+        stop = min(start + rows, queries)
         if not causal:
             yield _Piece(slice(start, stop), slice(0, keys), None)
             continue
@@ -74,13 +74,23 @@ def _bent(
 
 
 def capped_attend(
-    query: Tensor, key: Tensor, value: Tensor, score: Score, *, causal: bool, bias: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Score,
+    *,
+    causal: bool,
+    bias: Tensor | None,
+    rows: int = _ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """See ``phalanx.model.layers.attention.attend.attend``: results ``(b, h, q, v)``, log-sum-exp ``(b, h, q)``, both fp32."""
+    """See ``phalanx.model.layers.attention.attend.attend``: results ``(b, h, q, v)``, log-sum-exp ``(b, h, q)``, both fp32.
+
+    The scores of ``rows`` queries are in memory at once.
+    """
     key, value = _for_each_query_head(query, key, value)
     out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    for piece in _pieces(query.shape[2], key.shape[2], query.device, causal=causal):
+    for piece in _pieces(query.shape[2], key.shape[2], query.device, rows, causal=causal):
         scores, _ = _bent(query, key, piece, score, bias)
         top = scores.amax(-1, keepdim=True)
         shares = scores.sub_(top).exp_()
@@ -101,10 +111,12 @@ def capped_attend_backward(
     *,
     causal: bool,
     bias: Tensor | None,
+    rows: int = _ROWS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``phalanx.model.layers.attention.attend.attend_backward``; gradients are fp32.
 
-    Between the scores S and the products of queries and keys lies the bend, whose slope is ``1 - tanh^2``.
+    Between the scores S and the products of queries and keys lies the bend, whose slope is ``1 - tanh^2``. The scores of ``rows`` queries are in memory
+    at once.
     """
     grouped = key.shape[1]
     keys, values = _for_each_query_head(query, key, value)
@@ -112,7 +124,7 @@ def capped_attend_backward(
         torch.zeros_like(x, dtype=torch.float32) for x in (query, keys, values)
     )
     lost = (grad_out.float() * out.float()).sum(-1, keepdim=True)  # D: (b, h, q, 1)
-    for piece in _pieces(query.shape[2], keys.shape[2], query.device, causal=causal):
+    for piece in _pieces(query.shape[2], keys.shape[2], query.device, rows, causal=causal):
         upstream = grad_out[:, :, piece.rows]
         scores, tanh = _bent(query, keys, piece, score, bias)
         shares = scores.sub_(lse[:, :, piece.rows].unsqueeze(-1)).exp_()  # P

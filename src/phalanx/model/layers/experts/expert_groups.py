@@ -58,6 +58,8 @@ class Groups:
     """The rows of each expert, known to the host; needed with several slots alone."""
     take: Callable[[range, Tensor], None] | None = None
     """Takes ``Leaves``, in the order of experts, in the place of autograd, which would round their sum to the weights' dtype."""
+    max_leaf_elements: int = _MOST_ELEMENTS
+    """Limit of the elements of the leaves that one product makes; those of one expert may be more."""
 
     @property
     def slots(self) -> int:
@@ -97,7 +99,7 @@ class Groups:
 
     def _leaves(self, slope: Tensor, rows: Tensor) -> Iterator[Leaves]:
         experts, slots, shape = len(self.counts), self.slots, (slope.shape[1], rows.shape[1])
-        at_once = max(1, _MOST_ELEMENTS // (slots * shape[0] * shape[1]))
+        at_once = max(1, self.max_leaf_elements // (slots * shape[0] * shape[1]))
         end = 0
         for first in range(0, experts, at_once):
             some = range(first, min(first + at_once, experts))

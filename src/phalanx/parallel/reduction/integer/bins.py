@@ -101,18 +101,31 @@ class Bins:
     """``(shares, 2, elements)``, int32 or int64: the sums of digits in the upper and in the lower bin."""
     tops: Tensor
     """``(shares, spans)``, int8: one more than the number of the upper bin, or one of the two special values."""
+    use_kernel: bool = True
+    """False: gradients are added by PyTorch's operations, also where the host has a kernel."""
+    chunk_elements: int | None = None
+    """Elements that one of PyTorch's operations takes at once; by default, as many as stay in the device's cache."""
 
     @classmethod
-    def empty(cls, shares: int, layout: SpanLayout, form: BinFormat, device: torch.device) -> Bins:
+    def empty(
+        cls,
+        shares: int,
+        layout: SpanLayout,
+        form: BinFormat,
+        device: torch.device,
+        *,
+        use_kernel: bool = True,
+        chunk_elements: int | None = None,
+    ) -> Bins:
         """The sum of nothing."""
         words = torch.zeros((shares, 2, layout.elements), dtype=form.dtype, device=device)
         tops = torch.full((shares, layout.spans), _EMPTY, dtype=torch.int8, device=device)
-        return cls(layout, form, words, tops)
+        return cls(layout, form, words, tops, use_kernel, chunk_elements)
 
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds a gradient, fp32 ``(shares, elements)``."""
-        kernel = _host_kernel() if self.words.device.type == "cpu" else None
+        kernel = _host_kernel() if self.use_kernel and self.words.device.type == "cpu" else None
         if kernel is not None and gradient.dtype == torch.float32 and gradient.stride(-1) == 1:
             kernel.add(gradient, self.words, self.tops, self._runs, self.format.width)
         else:
@@ -203,6 +216,8 @@ class Bins:
 
     @property
     def _chunk(self) -> int:
+        if self.chunk_elements is not None:
+            return self.chunk_elements
         return _CPU_CHUNK if self.words.device.type == "cpu" else _GPU_CHUNK
 
     def _pieces(self) -> Iterator[_Piece]:
