@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,13 +34,13 @@ from watch.made_runs import write_events
 T0 = 1_900_000_000.0
 
 
-def _broken_off(run: Path, loss: float = 2.0) -> Path:
+def _broken_off(run: Path, loss: float = 2.0, begin_s: float = T0) -> Path:
     """A run of which no process is left, and which tells no end."""
     write_events(
         run,
         [
-            Event(T0, 0, RunStarted(str(run), 100)),
-            *(Event(T0 + n, 0, step(n, 100, loss=loss)) for n in (1, 2, 3)),
+            Event(begin_s, 0, RunStarted(str(run), 100)),
+            *(Event(begin_s + n, 0, step(n, 100, loss=loss)) for n in (1, 2, 3)),
         ],
     )
     return run
@@ -166,13 +167,11 @@ def test_a_run_that_cannot_be_looked_at_costs_no_other_and_shows_when_it_was_loo
     assert _series(lookout)[looked, "b", ""] == T0 + 64
 
 
-def test_half_a_stream_is_not_told_of_since_its_newest_step_would_be_an_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_stream_is_not_told_of_since_its_newest_step_would_be_an_old_one(tmp_path: Path) -> None:
     run = _broken_off(tmp_path / "runs" / "a")
     write_events(run, [Event(T0 + 3 + n / 1e3, 0, step(n, 100)) for n in range(4, 1000)])
-    monkeypatch.setattr("phalanx.watch.metrics.lookout._READING_S", 0.0)
-    lookout = _lookout(tmp_path, tmp_path / "runs")
+    rows = RunIndex([tmp_path / "runs"], tmp_path / "cache").rows
+    lookout = Lookout(rows, lambda: T0 + 4, reading_budget_s=0.0)
     assert ("phalanx_step", "a", "") not in (first := _series(lookout))
     assert first["phalanx_reason", "a", "gone"] == 3
     for _ in range(20):
@@ -209,9 +208,8 @@ def test_of_several_reasons_of_a_kind_the_worst_counts() -> None:
 def test_the_page_serves_them_and_lists_the_endpoints_of_the_runs_own_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.watch.metrics.lookout.OLD_S", float("inf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = _broken_off(tmp_path / "runs" / "a")
+    run = _broken_off(tmp_path / "runs" / "a", begin_s=time.time() - 10)
     announce(RunDirectory(run), Target("h:9400", "a", "", 0))
     app = application(Runs([tmp_path / "runs"]), access_for("127.0.0.1", ""))
     with TestClient(app, base_url="http://127.0.0.1") as client:

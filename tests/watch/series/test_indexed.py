@@ -18,8 +18,7 @@ from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, Step
 from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES, TITLE, Row, encode_record
-from phalanx.watch.series import indexed
-from phalanx.watch.series.indexed import StepIndex
+from phalanx.watch.series.indexed import CHUNK_RECORDS, StepIndex
 from phalanx.watch.series.run_series import RunSeries
 from phalanx.watch.series.step_lines import step_row
 
@@ -50,8 +49,8 @@ def long_run(run_dir: Path, steps: int = 5 * GROUP + 7, killed: bool = False) ->
     return run_dir
 
 
-def read(run_dir: Path) -> RunSeries:
-    run = RunSeries(run_dir)
+def read(run_dir: Path, chunk_records: int = CHUNK_RECORDS) -> RunSeries:
+    run = RunSeries(run_dir, chunk_records=chunk_records)
     run.refresh()
     return run
 
@@ -138,10 +137,9 @@ def test_a_run_that_goes_on_is_followed_from_where_its_index_ended(tmp_path: Pat
     assert run.table.to_bytes() == read(tmp_path).table.to_bytes()
 
 
-def test_a_chunk_at_a_time_gives_what_one_look_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_at_a_time_gives_what_one_look_gives(tmp_path: Path) -> None:
     whole = read(long_run(tmp_path))
-    monkeypatch.setattr("phalanx.watch.series.indexed.CHUNK", 50)
-    run = RunSeries(tmp_path)
+    run = RunSeries(tmp_path, chunk_records=50)
     looks = 0
     while looks == 0 or run.unread:
         run.refresh(budget_s=0.0)
@@ -184,10 +182,10 @@ def tamper(run_dir: Path, how: str, of_another: bytes) -> None:
 
 
 def test_whatever_befalls_the_index_of_a_run_that_goes_on_its_curves_are_those_of_its_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Those of a viewer that has followed all the time, and of one that comes afterwards."""
-    monkeypatch.setattr(indexed, "CHUNK", 40)  # so that a viewer is in the midst of it
+    chunk_records = 40  # so that a viewer is in the midst of it
     of_another = (long_run(tmp_path / "other") / "steps.bin").read_bytes()
     kinds = ("deleted", "emptied", "torn", "of another run", "of another run, in its place")
     kinds = (*kinds, "as it was earlier", "a folder")
@@ -203,7 +201,7 @@ def test_whatever_befalls_the_index_of_a_run_that_goes_on_its_curves_are_those_o
     )
     def befall(acts: list[str | int]) -> None:
         run_dir = long_run(tmp_path / f"run-{next(runs)}", GROUP + 9)
-        follower, attempt, done = RunSeries(run_dir), 2, 0
+        follower, attempt, done = RunSeries(run_dir, chunk_records=chunk_records), 2, 0
         log = EventLog(run_dir / "events.jsonl", attempt, clock=iter(range(10**6)).__next__)
         for act in acts:
             if act == "begun again":
@@ -219,7 +217,7 @@ def test_whatever_befalls_the_index_of_a_run_that_goes_on_its_curves_are_those_o
             else:
                 tamper(run_dir, act, of_another)
         log.close()
-        late = read(run_dir)
+        late = read(run_dir, chunk_records)
         while follower.unread or follower.version != late.version:
             follower.refresh()
         tamper(run_dir, "deleted", b"")
@@ -277,15 +275,13 @@ def test_a_loss_that_is_no_number_is_the_same_with_a_sign(tmp_path: Path) -> Non
     assert found.parsed_bytes < 0.1 * found.version[1]
 
 
-def test_of_a_chunk_no_more_text_is_held_than_some_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_chunk_no_more_text_is_held_than_some_blocks(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl", 0) as log:
         for number in range(1, 2 * GROUP + 1):
             log.append(step(number, 999))
             log.append(Message("info", "x" * 1000))
-    monkeypatch.setattr("phalanx.watch.series.indexed._MOST_GAPS_BYTES", 1 << 16)
-    held = StepIndex(tmp_path / "steps.bin").next_chunk(tmp_path / "events.jsonl")
+    index = StepIndex(tmp_path / "steps.bin", max_gap_bytes_in_chunk=1 << 16)
+    held = index.next_chunk(tmp_path / "events.jsonl")
     assert sum(len(line) for stretch in held.stretches for _, line in stretch.lines) <= 1 << 16
     assert_as_without_it(tmp_path)
 

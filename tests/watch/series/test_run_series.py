@@ -230,11 +230,6 @@ def test_recorded_events_are_read_without_being_changed(tmp_path: Path) -> None:
     assert list(read_events(file)) == crashed_run()
 
 
-def _long_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunSeries:
-    monkeypatch.setattr("phalanx.watch.series.stored.WORTH_BYTES", 0)
-    return _read(crashed(run_dir))
-
-
 def _assert_same(one: RunSeries, other: RunSeries) -> None:
     assert one.table.to_bytes() == other.table.to_bytes()
     assert list(one.marks) == list(other.marks)
@@ -244,9 +239,9 @@ def _assert_same(one: RunSeries, other: RunSeries) -> None:
     assert list(one.starts) == list(other.starts)
 
 
-def test_a_series_that_was_kept_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = StoredSeries(tmp_path / "cache")
-    stored.save(_long_run(tmp_path / "run", monkeypatch))
+def test_a_series_that_was_kept_goes_on_where_it_was(tmp_path: Path) -> None:
+    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
+    stored.save(_read(crashed(tmp_path / "run")))
     write_events(tmp_path / "run", [Event(1.9e9, 1, step(41, 50)), Event(1.9e9, 1, Evaluated(41, 1.0))])
     resumed = RunSeries(tmp_path / "run")
     stored.load(resumed)
@@ -255,11 +250,9 @@ def test_a_series_that_was_kept_goes_on_where_it_was(tmp_path: Path, monkeypatch
     _assert_same(resumed, _read(tmp_path / "run"))
 
 
-def test_a_kept_series_of_another_file_of_that_name_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = StoredSeries(tmp_path / "cache")
-    stored.save(_long_run(tmp_path / "run", monkeypatch))
+def test_a_kept_series_of_another_file_of_that_name_is_not_used(tmp_path: Path) -> None:
+    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
+    stored.save(_read(crashed(tmp_path / "run")))
     (tmp_path / "run" / "events.jsonl").unlink()
     write_events(tmp_path / "run", [Event(1.0, 0, step(n, 99)) for n in range(1, 90)])
     resumed = RunSeries(tmp_path / "run")
@@ -271,10 +264,9 @@ def test_a_kept_series_of_another_file_of_that_name_is_not_used(
 @given(st.integers(0, 10**6), st.integers(1, 255))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_kept_series_with_a_changed_byte_is_not_used(tmp_path: Path, at: int, change: int) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        stored = StoredSeries(tmp_path / "cache")
-        stored.save(_long_run(tmp_path / "run", monkeypatch))
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
+    stored.save(_read(crashed(tmp_path / "run")))
     (file,) = (tmp_path / "cache").iterdir()
     content = bytearray(file.read_bytes())
     content[at % len(content)] ^= change
@@ -285,12 +277,10 @@ def test_a_kept_series_with_a_changed_byte_is_not_used(tmp_path: Path, at: int, 
     _assert_same(resumed, _read(tmp_path / "run"))
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where the folder should be")
-    stored = StoredSeries(tmp_path / "cache")
-    run = _long_run(tmp_path / "run", monkeypatch)
+    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
+    run = _read(crashed(tmp_path / "run"))
     stored.save(run)
     stored.load(run)
     assert run.table.rows == 45

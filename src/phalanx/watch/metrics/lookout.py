@@ -40,8 +40,15 @@ _UNASKED_S = 300.0
 class Lookout:
     """The samples of the runs that ``rows`` lists. Threads may share it."""
 
-    def __init__(self, rows: Callable[[], Sequence[RunRow]], clock: Callable[[], float] = time.time) -> None:
-        self._rows, self._clock = rows, clock
+    def __init__(
+        self,
+        rows: Callable[[], Sequence[RunRow]],
+        clock: Callable[[], float] = time.time,
+        *,
+        reading_budget_s: float = _READING_S,
+    ) -> None:
+        """``reading_budget_s``: Time in which a round reads on in the stream of one run."""
+        self._rows, self._clock, self._reading_budget_s = rows, clock, reading_budget_s
         self._samplers: dict[tuple[str, str], RunSampler] = {}
         self._labels: dict[str, str] = {}
         self._served: dict[str, RunServers] = {}
@@ -111,7 +118,7 @@ class Lookout:
     def _look_at(self, sampler: RunSampler, path: str, label: str, now: float) -> list[Sample]:
         """The samples of one run."""
         # Half a stream says that the newest step is days old: a run is told of when all of it was read.
-        found = sampler.samples(0.0) if sampler.catch_up(_READING_S) else []
+        found = sampler.samples(0.0) if sampler.catch_up(self._reading_budget_s) else []
         return [*found, *reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)]
 
 

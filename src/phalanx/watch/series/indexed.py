@@ -31,7 +31,7 @@ from phalanx.observe.lines.step_index import (
 from phalanx.run.directory.regular_file import open_regular
 from phalanx.watch.series.step_lines import LATEST_S, step_row
 
-CHUNK = 1 << 16
+CHUNK_RECORDS = 1 << 16
 """Records that are read at once: 6 MiB."""
 _MOST_ROWS_AHEAD = 1 << 17
 """A file may claim any length."""
@@ -74,7 +74,20 @@ class Chunk:
 class StepIndex:
     """The index of one stream, read once from its beginning to where it ends or does not hold."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        chunk_records: int = CHUNK_RECORDS,
+        max_gap_bytes_in_chunk: int = _MOST_GAPS_BYTES,
+    ) -> None:
+        """
+        Args:
+            path: The index.
+            chunk_records: Records that are read at once.
+            max_gap_bytes_in_chunk: Limit of the bytes without records in one chunk, whose lines are in memory at once.
+        """
+        self._chunk_records, self._max_gap_bytes_in_chunk = chunk_records, max_gap_bytes_in_chunk
         self.path = path
         self.over = False
         """There is nothing more to be had from it."""
@@ -100,11 +113,11 @@ class StepIndex:
         # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
         there = max(0, os.fstat(file.fileno()).st_size - self._at)
         self.rows_ahead = min(there // RECORD_BYTES, _MOST_ROWS_AHEAD)
-        raw = os.pread(file.fileno(), min(CHUNK * RECORD_BYTES, there), self._at)
+        raw = os.pread(file.fileno(), min(self._chunk_records * RECORD_BYTES, there), self._at)
         whole = known in (None, self._stream) and os.pread(file.fileno(), len(TITLE), 0) == TITLE
         records = _sound(raw) if whole else np.zeros(0, _RECORD)
         self._at += len(raw)
-        self.over = len(raw) < CHUNK * RECORD_BYTES
+        self.over = len(raw) < self._chunk_records * RECORD_BYTES
         if not len(records):
             return Chunk()
         if not (self._in_order(records, status.st_size) and _agree(records, stream)):
@@ -119,7 +132,9 @@ class StepIndex:
         if ends.max() > size:
             return False
         gaps = starts - np.concatenate(([self.read_bytes], ends[:-1]))
-        return bool(gaps.min() >= 0 and gaps.max() <= _MOST_GAP_BYTES and gaps.sum() <= _MOST_GAPS_BYTES)
+        return bool(
+            gaps.min() >= 0 and gaps.max() <= _MOST_GAP_BYTES and gaps.sum() <= self._max_gap_bytes_in_chunk
+        )
 
     def _stretches(self, records: Records, stream: BinaryIO) -> Iterator[Stretch]:
         starts, ends = _places(records)

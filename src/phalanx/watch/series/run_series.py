@@ -30,7 +30,7 @@ from phalanx.observe.events import (
 from phalanx.observe.lines.step_index import MOST_STEP, Row, index_beside, row_of
 from phalanx.observe.lines.tail import FileTail, Position, read_lines_at
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.series.indexed import Chunk, StepIndex, columns_of
+from phalanx.watch.series.indexed import CHUNK_RECORDS, Chunk, StepIndex, columns_of
 from phalanx.watch.series.marks import Mark, mark_of
 from phalanx.watch.series.step_lines import step_row
 from phalanx.watch.series.table import NAMES, StepTable
@@ -62,11 +62,12 @@ class SeriesState:
 class RunSeries:
     """What is known of one run's events. Several threads may use one: each holds ``lock`` while it reads what is here."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, chunk_records: int = CHUNK_RECORDS) -> None:
+        """``chunk_records``: Records of the index of steps that are read at once."""
         self.directory = RunDirectory(path)
         self.lock = threading.RLock()
         self._tail = FileTail(self.directory.events)
-        self._index = StepIndex(index_beside(self.directory.events))
+        self._index = StepIndex(index_beside(self.directory.events), chunk_records=chunk_records)
         self._more = False
         self.restarts = 0
         """How often the file turned out to be another one than before."""

@@ -34,8 +34,9 @@ def default_folder() -> Path:
 class StoredSeries:
     """The cache in one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, worth_bytes: int = WORTH_BYTES) -> None:
+        """Nothing is kept of an event file shorter than ``worth_bytes``."""
+        self._folder, self._worth_bytes = folder, worth_bytes
 
     def load(self, run: RunSeries) -> None:
         """Takes what is kept of the run, if it is of the file that lies there now."""
@@ -53,7 +54,7 @@ class StoredSeries:
     def save(self, run: RunSeries) -> None:
         """Keeps what was read of the run, and lets the oldest go where all together are too large."""
         state = run.state()
-        if state.position.read_bytes < WORTH_BYTES:
+        if state.position.read_bytes < self._worth_bytes:
             return
         body = msgspec.msgpack.encode(state)
         seal = xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
