@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES
-from phalanx.checkpoint.pack import writer
 from phalanx.checkpoint.pack.index import PackError
 from phalanx.checkpoint.pack.layout import CHUNK_BYTES, PackFormat, lay_out
 from phalanx.checkpoint.pack.narrowing import narrowed, widened, write_wide
@@ -114,12 +113,15 @@ def test_a_pack_that_was_cut_off_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = make_run(tmp_path / "run", DENSE), []
 
-    def full(descriptor: int, data: bytes, start: int) -> None:  # noqa: ARG001
+    write = os.pwrite
+
+    def full(descriptor: int, data: memoryview, start: int) -> int:
         calls.append(start)
         if len(calls) > 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, start)
 
-    monkeypatch.setattr(writer, "_write_all", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StorageFullError, match="Nothing was left behind"):
         pack(run, None, tmp_path / "out" / "x.pack")
     assert list((tmp_path / "out").iterdir()) == []

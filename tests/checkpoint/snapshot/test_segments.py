@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -285,14 +286,16 @@ def test_what_a_worker_has_grown_is_known_and_forgotten_though_the_agent_cannot_
 ) -> None:
     with closing(writer_for(memory)) as writer:
         take(writer, 3)
-    for segment in memory.worker_segments(0):
-        monkeypatch.setattr(segment, "_mapped", unmappable)
+    grown = max(memory.worker_segments(0), key=lambda segment: segment.capacity_bytes)
+    monkeypatch.setattr(mmap, "mmap", unmappable)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        grown.image(1)
     assert held_steps(memory) == [3]
     memory.discard_after(2)
     assert held_steps(memory) == []
 
 
-def unmappable() -> NoReturn:
+def unmappable(*_: object) -> NoReturn:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 

@@ -398,7 +398,7 @@ def test_a_cancellation_is_not_forgotten_by_the_submission_or_the_job_that_begin
         queue.write_text(f"9|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}")
         return "9"
 
-    monkeypatch.setattr(submit_command, "_refuse_second", begin)
+    monkeypatch.setattr(slurm, "refuse_second", begin)
     monkeypatch.setattr(slurm, "test_submit", checked)
     monkeypatch.setattr(slurm, "submit", submit)
     spec = RunSpec(name="run", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))

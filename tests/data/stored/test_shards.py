@@ -72,11 +72,10 @@ def test_the_first_batch_is_announced_to_the_system_and_those_after_one_that_wai
 ) -> None:
     announced: list[int] = []
     faults = iter([0, 0, 0, 0, 0, 7, 7, 7])  # looked at before each batch and after it: the third waits
-    monkeypatch.setattr(shards, "_reads_from_disk", lambda: next(faults))
     monkeypatch.setattr(
         shards._MappedShard, "announce", lambda _self, offsets, _count: announced.extend(offsets.tolist())
     )
-    opened = TokenShards.open(dataset, TRAIN)
+    opened = TokenShards(dataset, TRAIN, read_index(dataset), disk_reads=lambda: next(faults))
     for start in (1, 2, 3, 4):
         gather(opened, np.array([start]), 5)
     assert announced == [1, 4]

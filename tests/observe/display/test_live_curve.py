@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from observe.recorded import crashed_run, step
-from phalanx.observe.display import live_curve
-from phalanx.observe.display.live_curve import EVERY_S, SHARE, keep_drawn
+from phalanx.observe.display.live_curve import EVERY_S, SHARE, draw_run, keep_drawn
 from phalanx.observe.events import Event, encode
 
 
@@ -41,13 +38,11 @@ def test_the_curve_is_there_while_the_run_goes_on_and_whole_at_its_end(tmp_path:
     assert list(events) == []
     assert seen == crashed_run()
     assert len(set(drawn)) > 2
-    live_curve._draw(file, tmp_path / "whole.svg")
+    draw_run(file, tmp_path / "whole.svg")
     assert curve.read_text() == (tmp_path / "whole.svg").read_text()
 
 
-def test_drawing_takes_a_small_share_of_the_time_however_long_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawing_takes_a_small_share_of_the_time_however_long_it_takes(tmp_path: Path) -> None:
     clock = Clock()
     spent_s = 0.0
 
@@ -55,8 +50,7 @@ def test_drawing_takes_a_small_share_of_the_time_however_long_it_takes(
         nonlocal spent_s
         clock.now_s, spent_s = clock.now_s + 100.0, spent_s + 100.0
 
-    monkeypatch.setattr(live_curve, "_draw", draw)
-    for _ in keep_drawn(steps(1000), tmp_path / "events.jsonl", tmp_path / "loss.svg", clock):
+    for _ in keep_drawn(steps(1000), tmp_path / "events.jsonl", tmp_path / "loss.svg", clock, draw):
         clock.now_s += 60.0
     assert 0 < spent_s <= SHARE * clock.now_s + 200.0
 

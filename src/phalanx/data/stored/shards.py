@@ -91,6 +91,7 @@ class TokenShards:
         *,
         max_open_maps: int = MAX_OPEN_MAPS,
         gather_bytes: int = _COPIED_BYTES,
+        disk_reads: Callable[[], int] | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +100,7 @@ class TokenShards:
             index: The dataset's index.
             max_open_maps: Shards that are mapped at once.
             gather_bytes: Bytes of stored tokens that ``gather`` copies at once.
+            disk_reads: Counter of this thread's waits for the disk; by default, its major page faults.
         """
         shards = index.split(split).shards
         self.directory = directory
@@ -108,6 +110,7 @@ class TokenShards:
         self._maps: OrderedDict[int, _MappedShard] = OrderedDict()
         self._lock = threading.Lock()
         self._max_open_maps, self._gather_bytes = max_open_maps, gather_bytes
+        self._disk_reads = disk_reads or _major_faults
         tokens = sum(index.split(name).tokens for name in SPLITS)
         self._whole = tokens * index.item_bytes <= MOST_WHOLE_BYTES
         self._announced_left = 1  # a run begins cold more often than not
@@ -171,7 +174,7 @@ class TokenShards:
         places: dict[int, NDArray[np.intp] | slice] = {
             number: np.flatnonzero(numbers == number) if len(maps) > 1 else slice(None) for number in maps
         }
-        from_disk = _reads_from_disk()
+        from_disk = self._disk_reads()
         if self._announced_left:
             # Left to page faults, each sample waits for the disk alone, and drags in a hundred times its size around it.
             self._announced_left -= 1
@@ -181,7 +184,7 @@ class TokenShards:
             mapped.require(offsets[places[number]], length)
         for number, mapped in maps.items():
             self._copy(number, mapped, offsets[places[number]], length, out, rows[places[number]])
-        if _reads_from_disk() > from_disk:
+        if self._disk_reads() > from_disk:
             self._announced_left = _ANNOUNCED
 
     def _copy(
@@ -330,7 +333,7 @@ def _map_shard(directory: Path, shard: ShardFile, dtype: np.dtype[Any], *, whole
     return _MappedShard(mapping, np.frombuffer(mapping, dtype=dtype), checked)
 
 
-def _reads_from_disk() -> int:
+def _major_faults() -> int:
     """Page faults of this thread for which the disk was read (getrusage(2): ``ru_majflt``); 0 where the system does not say it of threads."""
     of_thread = getattr(resource, "RUSAGE_THREAD", None)
     return 0 if of_thread is None else resource.getrusage(of_thread).ru_majflt

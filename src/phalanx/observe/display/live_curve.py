@@ -18,10 +18,20 @@ SHARE = 0.02
 """The largest share of the time that is spent on drawing."""
 
 
+def draw_run(file: Path, curve: Path) -> None:
+    """Draw the run in the event file ``file`` to ``curve``; do nothing if it cannot be drawn."""
+    with suppress(CurveError, EventLogError, OSError):
+        draw_curve(read_events(file), curve)
+
+
 def keep_drawn(
-    events: Iterable[Event], file: Path, curve: Path, clock: Callable[[], float] = time.monotonic
+    events: Iterable[Event],
+    file: Path,
+    curve: Path,
+    clock: Callable[[], float] = time.monotonic,
+    draw: Callable[[Path, Path], None] = draw_run,
 ) -> Iterator[Event]:
-    """Yields ``events``, and draws the run in the event file ``file`` to ``curve`` now and then.
+    """Yields ``events``, and draws the run in the event file ``file`` to ``curve`` now and then, by ``draw``.
 
     If it has drawn at all, it draws once more at the end: a drawing may have come after that of the run itself, with fewer events.
     A drawing that fails is left out.
@@ -31,13 +41,8 @@ def keep_drawn(
         yield event
         if isinstance(event.body, Step) and clock() >= due_s:
             began_s, drawn = clock(), True
-            _draw(file, curve)
+            draw(file, curve)
             now_s = clock()
             due_s = now_s + max(EVERY_S, (now_s - began_s) / SHARE)
     if drawn:
-        _draw(file, curve)
-
-
-def _draw(file: Path, curve: Path) -> None:
-    with suppress(CurveError, EventLogError, OSError):
-        draw_curve(read_events(file), curve)
+        draw(file, curve)
