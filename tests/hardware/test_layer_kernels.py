@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.hardware.kernels import layer_kernel
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.kernels.layer_kernel import REFERENCE, HostLayerKernels, layer_kernels, same_bits
+from phalanx.hardware.kernels.rows.product import Team
 from phalanx.model.layers.attention.rotary import rotate
 from phalanx.model.layers.norm import RMSNorm
 
@@ -30,6 +31,12 @@ def drawn(seed: int, *shape: int) -> Tensor:
     where = torch.rand(shape, generator=generator) < 0.02
     special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), shape, generator=generator)]
     return torch.where(where, special, x)
+
+
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="PyTorch was built without OpenMP")
+def test_kernels_find_the_threads_of_pytorch() -> None:
+    team = Team()
+    assert None not in (team.parallel, team.barrier, team.number, team.members)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,1 +1,1 @@
-"""Arithmetic whose bits are the same on every x86-64 processor with AVX2: ``runtime.numerics = "portable"``."""
+"""Arithmetic whose bits are the same on every x86-64 processor with AVX2 and FMA: ``runtime.numerics = "portable"``."""

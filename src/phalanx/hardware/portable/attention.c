@@ -1,4 +1,4 @@
-/* Attention, forward and backward, whose bits are a matter of definition (see matrix.h), on x86-64 processors with AVX2. */
+/* Attention, forward and backward, whose bits are a matter of definition (see matrix.h). */
 
 #include "functions.h"
 #include "matrix.h"
@@ -18,7 +18,7 @@ typedef struct {
 static int64_t seen_keys(const head *h, int64_t row) { return h->causal ? least(h->keys, row + 1) : h->keys; }
 
 /* The scores of `count` rows from `first` on, (count, keys), of which each row has those of the keys that it sees. */
-AVX2 static void score(const head *h, int64_t first, int64_t count, float *scores, workspace w) {
+FUSING static void score(const head *h, int64_t first, int64_t count, float *scores, workspace w) {
   int64_t keys = seen_keys(h, first + count - 1);
   multiply(count, keys, h->width, below(h->query, first), transposed(h->key), scores, h->keys, 0, w);
   for (int64_t i = 0; i < count; i++) {
@@ -34,7 +34,7 @@ AVX2 static void score(const head *h, int64_t first, int64_t count, float *score
 }
 
 /* out (queries, value_width) = softmax(scale query key^T + bias) value, and the logarithm of each row's denominator. */
-AVX2 static void attend(const head *h, void *out, int64_t out_step, int32_t narrow, float *log_sums, int64_t log_step, float *scratch, workspace w) {
+FUSING static void attend(const head *h, void *out, int64_t out_step, int32_t narrow, float *log_sums, int64_t log_step, float *scratch, workspace w) {
   float *scores = scratch, *block = scratch + QUERIES * h->keys;
   matrix weights = {scores, h->keys, 1, 0};
   for (int64_t first = 0; first < h->queries; first += QUERIES) {
@@ -42,7 +42,7 @@ AVX2 static void attend(const head *h, void *out, int64_t out_step, int32_t narr
     float divisors[QUERIES];
     score(h, first, count, scores, w);
     for (int64_t i = 0; i < count; i++) {
-      float *row = scores + i * h->keys, largest = -INFINITY, lanes[16] = {0};
+      float *row = scores + i * h->keys, largest = -INFINITY, sums[16] = {0};
       int64_t seen = seen_keys(h, first + i);
       for (int64_t j = 0; j < seen; j++) largest = row[j] > largest ? row[j] : largest;
       float shift = largest == -INFINITY ? 0.0f : largest;
@@ -50,9 +50,9 @@ AVX2 static void attend(const head *h, void *out, int64_t out_step, int32_t narr
       for (int64_t j = seen; j < keys; j++) row[j] = 0.0f;
       int64_t whole = seen / 16 * 16;
       for (int64_t j = 0; j < whole; j += 16)
-        for (int lane = 0; lane < 16; lane++) lanes[lane] += row[j + lane];
-      for (int64_t j = whole; j < seen; j++) lanes[j - whole] += row[j];
-      float sum = added(lanes);
+        for (int i = 0; i < 16; i++) sums[i] += row[j + i];
+      for (int64_t j = whole; j < seen; j++) sums[j - whole] += row[j];
+      float sum = added(sums);
       divisors[i] = sum;
       log_sums[(first + i) * log_step] = sum > 0 ? (float)((double)shift + logarithm(sum)) : (sum == 0 ? -INFINITY : sum);
     }
@@ -68,7 +68,7 @@ AVX2 static void attend(const head *h, void *out, int64_t out_step, int32_t narr
 /* Adds to the fp32 gradients of keys (n, e) and values (n, v), and sets that of the queries (q, e); the equations are those of
    FlashAttention (arXiv 2205.14135, appendix B.2), with rows `first` to `first + 64` at a time:
      P = exp(scores - log sums)   dV += P^T dOut   dP = dOut V^T   dS = P (dP - rowsum(dOut out))   dQ = scale dS K   dK += scale dS^T Q */
-AVX2 static void attend_backward(const head *h, matrix grad_out, matrix out, const float *log_sums, int64_t log_step, float *grad_query,
+FUSING static void attend_backward(const head *h, matrix grad_out, matrix out, const float *log_sums, int64_t log_step, float *grad_query,
                                  float *grad_key, float *grad_value, float *scratch, workspace w) {
   float *weights = scratch, *slopes = scratch + QUERIES * h->keys;
   matrix of_weights = {weights, h->keys, 1, 0}, of_slopes = {slopes, h->keys, 1, 0};
@@ -77,16 +77,16 @@ AVX2 static void attend_backward(const head *h, matrix grad_out, matrix out, con
     score(h, first, count, weights, w);
     multiply(count, keys, h->value_width, below(grad_out, first), transposed(h->value), slopes, h->keys, 0, w);
     for (int64_t i = 0; i < count; i++) {
-      float *row = weights + i * h->keys, *slope = slopes + i * h->keys, lanes[16] = {0};
+      float *row = weights + i * h->keys, *slope = slopes + i * h->keys, sums[16] = {0};
       float log_sum = log_sums[(first + i) * log_step];
       int64_t seen = seen_keys(h, first + i);
       for (int64_t j = 0; j < h->value_width; j++) {
         int64_t left = (first + i) * grad_out.row + j * grad_out.column, right = (first + i) * out.row + j * out.column;
         float slope_of_out = grad_out.narrow ? widened(((const uint16_t *)grad_out.at)[left]) : ((const float *)grad_out.at)[left];
         float result = out.narrow ? widened(((const uint16_t *)out.at)[right]) : ((const float *)out.at)[right];
-        lanes[j & 15] += slope_of_out * result;
+        sums[j & 15] += slope_of_out * result;
       }
-      float common = added(lanes);
+      float common = added(sums);
       for (int64_t j = 0; j < seen; j++) row[j] = exponential(row[j] - log_sum);
       for (int64_t j = 0; j < seen; j++) slope[j] = row[j] * (slope[j] - common) * h->scale;
       for (int64_t j = seen; j < keys; j++) row[j] = slope[j] = 0.0f;

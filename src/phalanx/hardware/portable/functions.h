@@ -46,9 +46,9 @@ static inline double logarithm(float x) {
 }
 
 /* The sum of sixteen sums: in pairs. */
-static inline float added(const float lanes[16]) {
+static inline float added(const float sums[16]) {
   float eight[8], four[4];
-  for (int i = 0; i < 8; i++) eight[i] = lanes[i] + lanes[i + 8];
+  for (int i = 0; i < 8; i++) eight[i] = sums[i] + sums[i + 8];
   for (int i = 0; i < 4; i++) four[i] = eight[i] + eight[i + 4];
   return (four[0] + four[2]) + (four[1] + four[3]);
 }

@@ -1,7 +1,7 @@
 /* What the portable kernels have in common: the definition of their bits, matrices in memory, and the product that attention is made of.
 
    A library's product adds in whatever order suits the processor, the shapes and the number of rows. Here the order is stated, and
-   fused multiply-adds and additions are rounded as IEEE 754 says, so every x86-64 processor with AVX2 gets the same bits:
+   fused multiply-adds and additions are rounded as IEEE 754 says, so x86-64 processors with AVX2 and FMA and 64-bit Arm processors get the same bits:
 
      product:   c[i][j] = ((s_0 + s_1) + s_2) + ...,   s_p the chain s = fma(a[i][k], b[k][j], s) from 0 over k = 256 p, 256 p + 1, ...
      row sums:  sixteen sums of every sixteenth number, then added in pairs: 8 + 8, 4 + 4, 2 + 2, 1 + 1
@@ -18,7 +18,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define AVX2 __attribute__((target("avx2,fma")))
+#include "../kernels/vectors.h"
+
 #define SHARED __attribute__((visibility("hidden"))) /* between the sources of this library, and with no other that is loaded */
 #define DEPTH 256 /* terms of a chain: part of the definition */
 

@@ -36,15 +36,16 @@ def begin() -> None:
     """
     if _registered:
         return
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    _require_machine()
+    _require_processor()
+    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(missing)
     try:
-        library.load()
-    except (NoHostKernelsError, OSError) as error:
-        raise NotPortableError(
-            f'runtime.numerics = "portable" needs its kernels compiled: {error}; install gcc or clang, or set it to "native"'
-        ) from error
+        _require_environment()
+        _load()
+    except NotPortableError:
+        for name in missing:  # a process that computes natively after this keeps its own environment
+            del os.environ[name]
+        raise
     # oneDNN chooses its order of additions by the processor's caches.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     registered = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -58,8 +59,9 @@ def begin() -> None:
     different = checks.wrong()
     if different:
         raise NotPortableError(
-            f"this machine computes {', '.join(different)} with other bits than portable numerics of PyTorch {checks.release()} has: "
-            'set runtime.numerics to "native", or train on another machine; please tell the project which processor it is'
+            f"this machine computes {', '.join(different)} with other bits than portable numerics has, with PyTorch {checks.release()}: "
+            'set runtime.numerics to "native", or train on another machine or with another release of PyTorch; '
+            "please report the processor and the release to the project"
         )
 
 
@@ -68,23 +70,44 @@ def begun() -> bool:
     return bool(_registered)
 
 
-def _require_machine() -> None:
-    if platform.machine() != "x86_64" or "avx2" not in _processor_flags() or "fma" not in _processor_flags():
+def unfit_processor() -> str:
+    """Why this processor has no portable numerics, as a clause; empty if it has."""
+    if platform.machine() != "x86_64":
+        return f"this one is {platform.machine()}"
+    if not {"avx2", "fma"} <= _processor_flags():
+        return f"this one is {platform.machine()} without them"
+    return ""
+
+
+def _require_processor() -> None:
+    if reason := unfit_processor():
         raise NotPortableError(
-            f'runtime.numerics = "portable" needs an x86-64 processor with AVX2 and FMA, and this one is {platform.machine()}'
-            f'{"" if platform.machine() != "x86_64" else " without them"}: set it to "native", or train on another machine'
+            f'runtime.numerics = "portable" needs an x86-64 processor with AVX2 and FMA, and {reason}: '
+            'set it to "native", or train on another machine'
         )
+
+
+def _require_environment() -> None:
     wrong = {name: os.environ[name] for name, value in ENVIRONMENT.items() if os.environ[name] != value}
     capability = torch.backends.cpu.get_cpu_capability()
     if wrong or capability != "AVX2":
-        found = (
+        present = (
             ", ".join(f"{name}={value}" for name, value in wrong.items())
             or f"PyTorch uses {capability} already"
         )
-        wanted = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+        needed = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
         raise NotPortableError(
-            f'runtime.numerics = "portable" needs these variables when the process starts: {wanted}; {found}'
+            f'runtime.numerics = "portable" needs these variables when the process starts: {needed}; {present}'
         )
+
+
+def _load() -> None:
+    try:
+        library.load()
+    except (NoHostKernelsError, OSError) as error:
+        raise NotPortableError(
+            f'runtime.numerics = "portable" needs its kernels compiled: {error}; install gcc or clang, or set it to "native"'
+        ) from error
 
 
 def _processor_flags() -> set[str]:

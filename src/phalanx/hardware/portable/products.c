@@ -1,11 +1,10 @@
-/* Products of matrices whose bits are a matter of definition (see matrix.h), on x86-64 processors with AVX2.
+/* Products of matrices whose bits are a matter of definition (see matrix.h).
 
    The layout in memory (strips of rows and columns side by side, blocks that stay in a cache) follows Goto and van de Geijn,
    "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008. */
 
 #include "matrix.h"
 
-#include <immintrin.h>
 #include <stdlib.h>
 
 #define ROWS 6       /* of a tile: 6 x 16 sums are twelve of the sixteen vector registers */
@@ -13,35 +12,24 @@
 #define ROW_STRIPS 16      /* side by side: 16 x 6 x 256 numbers, 96 KiB, for the second cache */
 #define COLUMN_BLOCK 1024  /* columns side by side: 1 MiB, for the third */
 
-/* Numbers k to k + 7 of eight rows, as eight vectors of one number of each row. */
-AVX2 static inline __attribute__((always_inline)) void load_8x8(const float *const rows[8], int64_t k, __m256 to[8]) {
-  __m256 a[8], b[8], c[8];
-  for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows[i] + k);
-  for (int i = 0; i < 8; i += 2) {
-    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    c[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-    c[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
-    c[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-    c[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; i++) {
-    to[i] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x20);
-    to[i + 4] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x31);
-  }
+/* Elements k to k + 7 of eight rows, as eight vectors of one element of each row. */
+INLINE void load_8x8(const float *const rows[8], int64_t k, lanes to[8]) {
+  lanes loaded[8];
+  UNROLL
+  for (int i = 0; i < 8; i++) loaded[i] = at(rows[i] + k);
+  transpose(loaded, to);
 }
 
 /* Eight rows of eight numbers become eight columns, `width` apart. */
-AVX2 static inline void transpose_8x8(const float *const rows[8], int64_t k, float *to, int64_t width) {
-  __m256 columns[8];
+FUSING static inline void transpose_8x8(const float *const rows[8], int64_t k, float *to, int64_t width) {
+  lanes columns[8];
   load_8x8(rows, k, columns);
-  for (int i = 0; i < 8; i++) _mm256_storeu_ps(to + i * width, columns[i]);
+  UNROLL
+  for (int i = 0; i < 8; i++) put(to + i * width, columns[i]);
 }
 
 /* Lays `count` rows of m, from row 0 and from column k0 on, side by side: to[k * width + i], rows that are missing as zeros. */
-AVX2 static void pack(matrix m, int64_t count, int64_t k0, int64_t depth, int64_t width, float *to) {
+FUSING static void pack(matrix m, int64_t count, int64_t k0, int64_t depth, int64_t width, float *to) {
   int64_t i = 0;
   if (!m.narrow && m.column == 1) {
     const float *from = (const float *)m.at + k0;
@@ -75,70 +63,70 @@ AVX2 static void pack(matrix m, int64_t count, int64_t k0, int64_t depth, int64_
 }
 
 /* One chain of each of 6 x 16 elements. Steps of b are `step` apart. */
-AVX2 static void tile(int64_t depth, const float *a, const float *b, int64_t step, float sums[ROWS * COLUMNS]) {
-  __m256 s[ROWS][2]; /* in registers, if every loop over them is unrolled */
+FUSING static void tile(int64_t depth, const float *a, const float *b, int64_t step, float sums[ROWS * COLUMNS]) {
+  lanes s[ROWS][2]; /* in registers, if every loop over them is unrolled */
 #pragma GCC unroll 6
-  for (int i = 0; i < ROWS; i++) s[i][0] = s[i][1] = _mm256_setzero_ps();
+  for (int i = 0; i < ROWS; i++) s[i][0] = s[i][1] = all(0);
   for (int64_t k = 0; k < depth; k++) {
-    __m256 left = _mm256_loadu_ps(b + k * step), right = _mm256_loadu_ps(b + k * step + 8);
+    lanes left = at(b + k * step), right = at(b + k * step + 8);
 #pragma GCC unroll 6
     for (int i = 0; i < ROWS; i++) {
-      __m256 factor = _mm256_broadcast_ss(a + k * ROWS + i);
-      s[i][0] = _mm256_fmadd_ps(factor, left, s[i][0]);
-      s[i][1] = _mm256_fmadd_ps(factor, right, s[i][1]);
+      lanes factor = all(a[k * ROWS + i]);
+      s[i][0] = fused(factor, left, s[i][0]);
+      s[i][1] = fused(factor, right, s[i][1]);
     }
   }
 #pragma GCC unroll 6
   for (int i = 0; i < ROWS; i++) {
-    _mm256_storeu_ps(sums + i * COLUMNS, s[i][0]);
-    _mm256_storeu_ps(sums + i * COLUMNS + 8, s[i][1]);
+    put(sums + i * COLUMNS, s[i][0]);
+    put(sums + i * COLUMNS + 8, s[i][1]);
   }
 }
 
 /* The same for a single row. */
-AVX2 static void row_tile(int64_t depth, const float *a, const float *b, int64_t step, float sums[COLUMNS]) {
-  __m256 left = _mm256_setzero_ps(), right = _mm256_setzero_ps();
+FUSING static void row_tile(int64_t depth, const float *a, const float *b, int64_t step, float sums[COLUMNS]) {
+  lanes left = all(0), right = all(0);
   for (int64_t k = 0; k < depth; k++) {
-    __m256 factor = _mm256_broadcast_ss(a + k * ROWS);
-    left = _mm256_fmadd_ps(factor, _mm256_loadu_ps(b + k * step), left);
-    right = _mm256_fmadd_ps(factor, _mm256_loadu_ps(b + k * step + 8), right);
+    lanes factor = all(a[k * ROWS]);
+    left = fused(factor, at(b + k * step), left);
+    right = fused(factor, at(b + k * step + 8), right);
   }
-  _mm256_storeu_ps(sums, left);
-  _mm256_storeu_ps(sums + 8, right);
+  put(sums, left);
+  put(sums + 8, right);
 }
 
 /* One row a of k numbers times a matrix whose columns, `step` apart, lie in one piece each: GROUPS of eight columns at a time, every
    element in the order that is stated above. A column is read once, and laid out nowhere. */
 #define GROUPS 4
-AVX2 static inline __attribute__((always_inline)) void row_by_columns(int groups, int64_t count, int64_t k, const float *a,
+INLINE void row_by_columns(int groups, int64_t count, int64_t k, const float *a,
                                                                        const float *b, int64_t step, float *c, int more) {
   const float *rows[GROUPS][8];
-  __m256 total[GROUPS];
+  lanes total[GROUPS];
   float old[8 * GROUPS] = {0};
   for (int i = 0; i < 8 * groups; i++) rows[i / 8][i % 8] = b + least(i, count - 1) * step; /* the last one for those that are missing */
   if (more) memcpy(old, c, count * sizeof(float));
-  for (int g = 0; g < groups; g++) total[g] = _mm256_loadu_ps(old + 8 * g);
+  for (int g = 0; g < groups; g++) total[g] = at(old + 8 * g);
   for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
-    int64_t end = least(k0 + DEPTH, k), at = k0;
-    __m256 s[GROUPS];
-    for (int g = 0; g < groups; g++) s[g] = _mm256_setzero_ps();
-    for (; at + 8 <= end; at += 8)
+    int64_t end = least(k0 + DEPTH, k), t = k0;
+    lanes s[GROUPS];
+    for (int g = 0; g < groups; g++) s[g] = all(0);
+    for (; t + 8 <= end; t += 8)
 #pragma GCC unroll 4
       for (int g = 0; g < groups; g++) {
-        __m256 terms[8];
-        load_8x8(rows[g], at, terms);
+        lanes terms[8];
+        load_8x8(rows[g], t, terms);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) s[g] = _mm256_fmadd_ps(_mm256_broadcast_ss(a + at + i), terms[i], s[g]);
+        for (int i = 0; i < 8; i++) s[g] = fused(all(a[t + i]), terms[i], s[g]);
       }
-    for (; at < end; at++)
+    for (; t < end; t++)
       for (int g = 0; g < groups; g++) {
         float terms[8];
-        for (int i = 0; i < 8; i++) terms[i] = rows[g][i][at];
-        s[g] = _mm256_fmadd_ps(_mm256_broadcast_ss(a + at), _mm256_loadu_ps(terms), s[g]);
+        for (int i = 0; i < 8; i++) terms[i] = rows[g][i][t];
+        s[g] = fused(all(a[t]), at(terms), s[g]);
       }
-    for (int g = 0; g < groups; g++) total[g] = k0 == 0 && !more ? s[g] : _mm256_add_ps(total[g], s[g]);
+    for (int g = 0; g < groups; g++) total[g] = k0 == 0 && !more ? s[g] : total[g] + s[g];
   }
-  for (int g = 0; g < groups; g++) _mm256_storeu_ps(old + 8 * g, total[g]);
+  for (int g = 0; g < groups; g++) put(old + 8 * g, total[g]);
   memcpy(c, old, count * sizeof(float));
 }
 
@@ -160,7 +148,7 @@ void free_workspace(workspace w) {
   free(w.columns);
 }
 
-AVX2 void multiply(int64_t m, int64_t n, int64_t k, matrix a, matrix b, float *c, int64_t step, int more, workspace w) {
+FUSING void multiply(int64_t m, int64_t n, int64_t k, matrix a, matrix b, float *c, int64_t step, int more, workspace w) {
   matrix across = transposed(b);
   /* Few rows use a strip of columns once: it is then laid out and used while it is in the first cache. */
   int64_t block = m <= 2 * ROWS ? COLUMNS : COLUMN_BLOCK;

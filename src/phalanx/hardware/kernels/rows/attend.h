@@ -84,6 +84,8 @@ INLINE float exponentials(float *scores, float largest, int64_t count) {
 INLINE void weigh(const float *weights, const element *values, int64_t width, int64_t count, int64_t block, float *y,
                   int first, const int columns) {
     lanes total[LANES];
+    UNROLL
+    for (int c = 0; c < columns; c++) total[c] = all(0); /* the result of no keys */
     for (int64_t begin = 0; begin < count; begin += block) {
         const int64_t end = count - begin < block ? count : begin + block;
         lanes sum[LANES];

@@ -78,14 +78,14 @@ class RowKernel:
 
 
 class Team:
-    """The entries of the OpenMP runtime in this process; ``None`` (one thread) if it has another interface."""
+    """The entries of the OpenMP runtime that PyTorch uses; ``None`` (one thread) if it has another interface."""
 
     def __init__(self) -> None:
         entries = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-        process = ctypes.CDLL(None)
-        found = [getattr(process, name, None) for name in entries]
+        runtime = _openmp()
+        symbols = [getattr(runtime, name, None) for name in entries]
         usable: list[ctypes.c_void_p | None] = [
-            ctypes.cast(entry, ctypes.c_void_p) for entry in found if entry is not None
+            ctypes.cast(symbol, ctypes.c_void_p) for symbol in symbols if symbol is not None
         ]
         if len(usable) < len(entries):
             usable = [None] * len(entries)
@@ -99,6 +99,16 @@ class Team:
         if self.parallel is None:
             return 1
         return min(torch.get_num_threads(), 1 + elements // _LEAST_SHARE)
+
+
+def _openmp() -> ctypes.CDLL:
+    """PyTorch's own library, through which the loader finds its OpenMP runtime; the whole process for a build without that file.
+
+    Python loads PyTorch locally, so its runtime is among the global symbols only of builds that load it globally, as those for x86-64 do."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return ctypes.CDLL(None)
 
 
 def most_rows(dtype: torch.dtype) -> int:

@@ -10,26 +10,10 @@ enum { GROUPS = 4, MOST = 4, AHEAD = 64 };
 
 /* Eight rows of eight elements, turned into eight columns. */
 INLINE void turned(const float *from, int64_t stride, lanes *to) {
-    lanes r[LANES], s[LANES];
+    lanes rows[LANES];
     UNROLL
-    for (int i = 0; i < LANES; i++) r[i] = at(from + i * stride);
-    UNROLL
-    for (int i = 0; i < LANES; i += 2) {
-        s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    UNROLL
-    for (int i = 0; i < LANES; i += 4) {
-        r[i] = __builtin_shufflevector(s[i], s[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-        r[i + 1] = __builtin_shufflevector(s[i], s[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        r[i + 2] = __builtin_shufflevector(s[i + 1], s[i + 3], 0, 1, 8, 9, 4, 5, 12, 13);
-        r[i + 3] = __builtin_shufflevector(s[i + 1], s[i + 3], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-        to[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        to[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
+    for (int i = 0; i < LANES; i++) rows[i] = at(from + i * stride);
+    transpose(rows, to);
 }
 
 /* Eight links of the chains of eight outputs, the g-th eight from w on. */
@@ -51,6 +35,10 @@ INLINE void tile(const Product *p, const float *x, float *y, int64_t j, const in
     const int64_t inputs = p->inputs;
     const float *w = p->w + j * inputs;
     lanes total[MOST][GROUPS], sum[MOST][GROUPS];
+    UNROLL
+    for (int row = 0; row < rows; row++)
+        UNROLL
+        for (int g = 0; g < groups; g++) total[row][g] = all(0); /* the result of no inputs */
     /* Near the end of its rows, a tile fetches the beginnings of the next one's. */
     const int64_t further = (LANES * groups - 1) * inputs + AHEAD;
     for (int64_t begin = 0; begin < inputs; begin += p->block) {

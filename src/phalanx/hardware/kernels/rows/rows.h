@@ -1,38 +1,10 @@
-/* Vectors of eight fp32 numbers, and products of a few rows in them; see rows.c. */
+/* Products of a few rows of fp32 numbers; see rows.c. */
 #ifndef PHALANX_ROWS_H
 #define PHALANX_ROWS_H
 #include <stdint.h>
 
 #include "../team.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define FUSING __attribute__((target("avx2,fma")))
-#else
-#define FUSING
-#endif
-#define INLINE static inline __attribute__((always_inline)) FUSING
-#define UNROLL _Pragma("GCC unroll 8")
-
-enum { LANES = 8 };
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t words __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef lanes lanes_anywhere __attribute__((aligned(sizeof(float))));
-
-INLINE lanes all(float x) { return (lanes){x, x, x, x, x, x, x, x}; }
-INLINE lanes at(const float *from) { return *(const lanes_anywhere *)from; }
-INLINE void put(float *to, lanes x) { *(lanes_anywhere *)to = x; }
-
-/* x y + z, rounded once. */
-INLINE lanes fused(lanes x, lanes y, lanes z) {
-#if defined(__x86_64__)
-    return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
-#else
-    UNROLL
-    for (int i = 0; i < LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-    return z;
-#endif
-}
+#include "../vectors.h"
 
 typedef struct {
     const float *x, *w, *bias; /* (rows, inputs), (outputs, inputs), (outputs) or none */
