@@ -86,12 +86,17 @@ def on_layout(spec: RunSpec, sharding: str, shard_ranks: int) -> RunSpec:
 
 
 def train_on_this_rank(
-    spec: RunSpec, stop_before_step: int | None = None, guardian: Any = None, stop: Any = None
+    spec: RunSpec,
+    stop_before_step: int | None = None,
+    guardian: Any = None,
+    stop: Any = None,
+    boot_id: Path | None = None,
 ) -> dict[str, Any] | None:
     """Runs ``spec`` as one rank of the current process group, in its run directory; as a worker process does.
 
     ``stop_before_step`` breaks the run off without saving, as a crash would: whatever is not durable is lost.
     ``guardian`` watches over this rank, and is told of what was assembled; ``stop`` is its request to save and stop.
+    ``boot_id`` replaces the file that identifies the machine.
     """
     import os
     import time
@@ -102,6 +107,7 @@ def train_on_this_rank(
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger.ledger import Ledger
     from phalanx.observe.rank_file.recorder import RankRecorder
+    from phalanx.parallel.mesh.machines import BOOT_ID
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.train.assembly.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.guardian import NoGuardian
@@ -125,7 +131,14 @@ def train_on_this_rank(
     device = torch.device("cpu")
     ledger = Ledger(time.monotonic_ns())
     inputs = EpochInputs(
-        spec, directory, opened[0], device, ledger, stop or StopRequest(), guardian=guardian or NoGuardian()
+        spec,
+        directory,
+        opened[0],
+        device,
+        ledger,
+        stop or StopRequest(),
+        guardian=guardian or NoGuardian(),
+        boot_id=boot_id or BOOT_ID,
     )
     training = assemble(inputs, reporter)
     inputs.guardian.assembled(training.built, training.saver)

@@ -124,13 +124,8 @@ def test_another_order_of_summation_would_be_noticed(
 
 def machines_where_one_rank_sees_none(nowhere: Path) -> int:
     """The number of ranks on each machine, if rank 1 cannot read which machine it is on."""
-    boot_id = machines._BOOT_ID
-    try:
-        if dist.get_rank() == 1:
-            machines._BOOT_ID = nowhere
-        return machines.count_machine_ranks(torch.device("cpu"))
-    finally:
-        machines._BOOT_ID = boot_id
+    boot_id = nowhere if dist.get_rank() == 1 else machines.BOOT_ID
+    return machines.count_machine_ranks(torch.device("cpu"), boot_id)
 
 
 def test_a_rank_that_cannot_tell_its_machine_keeps_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
@@ -140,14 +135,12 @@ def test_a_rank_that_cannot_tell_its_machine_keeps_nobody_waiting(ranks: Ranks, 
 def train_on_machines_of_two(spec: RunSpec, folder: Path) -> Any:
     """Trains as if every two ranks had a machine of their own; returns the result and the machines' number of ranks."""
     rank = dist.get_rank()
-    boot_id, machines._BOOT_ID = machines._BOOT_ID, folder / f"machine-{rank // 2}"
-    try:
-        if rank % 2 == 0:
-            machines._BOOT_ID.write_text(str(rank // 2))
-        dist.barrier()
-        return train_on_this_rank(spec), machines.count_machine_ranks(torch.device("cpu"))
-    finally:
-        machines._BOOT_ID = boot_id
+    boot_id = folder / f"machine-{rank // 2}"
+    if rank % 2 == 0:
+        boot_id.write_text(str(rank // 2))
+    dist.barrier()
+    ranks_of_machine = machines.count_machine_ranks(torch.device("cpu"), boot_id)
+    return train_on_this_rank(spec, boot_id=boot_id), ranks_of_machine
 
 
 @pytest.mark.parametrize("compute", quick(["fp32", "bf16"], of_the_suite=["bf16"]))

@@ -84,20 +84,14 @@ def test_a_message_of_another_type_is_refused_by_the_name_of_its_rank(
 def too_long(broadcasting: bool) -> str:
     import torch.distributed as dist
 
-    from phalanx.parallel.process_group import typed_gather
+    from phalanx.parallel.process_group.typed_gather import RankMessageError, broadcast_typed, gather_typed
 
     long = "x" * 1000 if dist.get_rank() == 0 else "x"
-    whole = typed_gather.LONGEST_MESSAGE_BYTES
-    typed_gather.LONGEST_MESSAGE_BYTES = 1000
+    send = broadcast_typed if broadcasting else gather_typed
     try:
-        if broadcasting:
-            typed_gather.broadcast_typed(long, str)
-        else:
-            typed_gather.gather_typed(long, str)
-    except typed_gather.RankMessageError as error:
+        send(long, str, max_message_bytes=1000)
+    except RankMessageError as error:
         return str(error)
-    finally:
-        typed_gather.LONGEST_MESSAGE_BYTES = whole
     return "no error"
 
 

@@ -64,16 +64,8 @@ def test_the_checksum_of_a_short_tensor_is_the_sum_that_the_docstring_says(words
 
 @given(st.integers(1, 600_000), st.integers(1, 6))
 def test_chunks_do_not_show(elements: int, rows: int) -> None:
-    from phalanx.parallel.reduction import checksum
-
     tensor = noise(elements, torch.float32)
-    expected = named_checksum("w", tensor)
-    usual = checksum._ROWS_AT_ONCE
-    checksum._ROWS_AT_ONCE = {"cpu": rows}
-    try:
-        assert named_checksum("w", tensor) == expected
-    finally:
-        checksum._ROWS_AT_ONCE = usual
+    assert named_checksum("w", tensor, rows_at_once=rows) == named_checksum("w", tensor)
 
 
 def test_strides_and_alignment_do_not_show() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +104,13 @@ def test_any_number_of_ranks_gives_the_bits_of_one(name: str, ranks: Ranks) -> N
 
 
 def three_steps_in_small_batches(spec: OptimizerSpec) -> tuple[int, dict[str, bytes]]:
-    from phalanx.train.optimizers.matrix import matrices
     from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixOptimizer
 
-    limit, matrices.BATCH_ELEMENTS = matrices.BATCH_ELEMENTS, 50
-    try:
-        model = Model(spec)
-    finally:
-        matrices.BATCH_ELEMENTS = limit
-    model.steps(range(1, 4))
+    model = Model(spec)
     optimizer = model.optimizer.parts[0]  # type: ignore[attr-defined]
     assert isinstance(optimizer, MatrixOptimizer)
+    optimizer.exchange = replace(optimizer.exchange, batch_elements=50)
+    model.steps(range(1, 4))
     return len(optimizer.exchange.batches), model.weights()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.observe.logs.log_file import aside
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.logs import blocks
 from phalanx.watch.logs.follow import Follower
 from phalanx.watch.logs.groups import grouped, normalized, ranges
 from phalanx.watch.logs.read import LogQuery, LogQueryError, all_lines, first_failure, read_lines
@@ -72,9 +70,8 @@ def test_the_merge_is_the_sorted_whole_and_its_end_the_end_of_that(
         expected += said
     query = LogQuery(level=level, since=since)
     expected = sorted((one for one in expected if query.selects(one)), key=lambda one: one.t)
-    with patch.object(blocks, "BLOCK", block):
-        merged = list(all_lines(directory, query))
-        end = read_lines(directory, query, last)
+    merged = list(all_lines(directory, query, block))
+    end = read_lines(directory, query, last, block_bytes=block)
     # Lines of different processes at the very same time have no order.
     assert [one.t for one in merged] == [one.t for one in expected]
     for rank in range(len(processes)):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from phalanx.parallel.mesh.torch_compat import all_gather_single
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN = -1
 """A rank's machine that it cannot tell from others."""
 
@@ -58,14 +58,14 @@ def ranks_in_a_machine(ranks: int, stride: int, machine_ranks: int) -> int:
     return width if width < ranks else 1
 
 
-def count_machine_ranks(device: torch.device) -> int:
+def count_machine_ranks(device: torch.device, boot_id: Path = BOOT_ID) -> int:
     """The number of ranks on each machine; 0 if it is not the same on all, or if ranks are not numbered machine by machine.
 
     A collective call of the default process group, of 8 bytes a rank. The kernel's boot identifier says which machine it is,
-    since containers of one machine have names of their own.
+    since containers of one machine have names of their own. ``boot_id`` is the file with the identifier.
     """
     try:
-        digest = int.from_bytes(hashlib.sha256(_BOOT_ID.read_bytes()).digest()[:7], "big")
+        digest = int.from_bytes(hashlib.sha256(boot_id.read_bytes()).digest()[:7], "big")
     except OSError:
         digest = _UNKNOWN  # not Linux, or a sandbox; the others wait for this rank all the same
     mine = torch.tensor([digest], device=device)

@@ -25,23 +25,31 @@ class RankMessageError(RuntimeError):
     """The message of a rank cannot be read, or is too long; the text names the rank."""
 
 
-def gather_typed(value: _T, kind: type[_T], group: dist.ProcessGroup | None = None) -> list[_T]:
+def gather_typed(
+    value: _T,
+    kind: type[_T],
+    group: dist.ProcessGroup | None = None,
+    *,
+    max_message_bytes: int = LONGEST_MESSAGE_BYTES,
+) -> list[_T]:
     """Every rank's ``value``, by rank. A collective call, with the same result on every rank of ``group`` (``None``: all ranks).
 
     Args:
         value: Of type ``kind``; msgspec must know how to encode it.
         kind: Numbers, text, bytes, lists, tuples, dicts, dataclasses and named tuples of such.
         group: A group of any backend; its messages travel between CPUs where it can.
+        max_message_bytes: Limit of each rank's message; the same on every rank.
 
     Raises:
-        RankMessageError: A rank's message is longer than ``LONGEST_MESSAGE_BYTES`` (every rank raises), or is no ``kind``.
+        RankMessageError: A rank's message is longer than ``max_message_bytes`` (every rank raises), or is no ``kind``.
     """
     group = group or _everyone()
     body, device = _encoder.encode(value), device_of_messages(group)
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
     all_gather_single(sizes, torch.tensor([len(body)], dtype=torch.int64, device=device), group)
     lengths = [
-        _checked(length, _global_rank(group, rank)) for rank, length in enumerate(map(int, sizes.tolist()))
+        _checked(length, _global_rank(group, rank), max_message_bytes)
+        for rank, length in enumerate(map(int, sizes.tolist()))
     ]
     longest = max(lengths)
     piece = torch.zeros(longest, dtype=torch.uint8)
@@ -55,11 +63,11 @@ def gather_typed(value: _T, kind: type[_T], group: dist.ProcessGroup | None = No
     ]
 
 
-def broadcast_typed(value: _T, kind: type[_T]) -> _T:
+def broadcast_typed(value: _T, kind: type[_T], *, max_message_bytes: int = LONGEST_MESSAGE_BYTES) -> _T:
     """Rank 0's ``value`` of type ``kind``, on every rank; what the others give is ignored. A collective call.
 
     Raises:
-        RankMessageError: Rank 0's message is longer than ``LONGEST_MESSAGE_BYTES`` (every rank raises), or is no ``kind``.
+        RankMessageError: Rank 0's message is longer than ``max_message_bytes`` (every rank raises), or is no ``kind``.
     """
     group = _everyone()
     device = device_of_messages(group)
@@ -67,7 +75,7 @@ def broadcast_typed(value: _T, kind: type[_T]) -> _T:
     body = _encoder.encode(value) if first else b""
     length = torch.tensor([len(body)], dtype=torch.int64, device=device)
     dist.broadcast(length, src=0)
-    nbytes = _checked(int(length.item()), 0)
+    nbytes = _checked(int(length.item()), 0, max_message_bytes)
     message = _tensor(body).to(device) if first else torch.empty(nbytes, dtype=torch.uint8, device=device)
     dist.broadcast(message, src=0)
     return _decoded(message.cpu(), kind, 0)
@@ -84,10 +92,10 @@ def _global_rank(group: dist.ProcessGroup, rank: int) -> int:
     return dist.get_global_rank(group, rank)
 
 
-def _checked(nbytes: int, rank: int) -> int:
-    if not 0 < nbytes <= LONGEST_MESSAGE_BYTES:
+def _checked(nbytes: int, rank: int, max_bytes: int) -> int:
+    if not 0 < nbytes <= max_bytes:
         raise RankMessageError(
-            f"rank {rank} announces a message of {nbytes:,} bytes; between 1 and {LONGEST_MESSAGE_BYTES:,} are allowed"
+            f"rank {rank} announces a message of {nbytes:,} bytes; between 1 and {max_bytes:,} are allowed"
         )
     return nbytes
 

@@ -31,14 +31,15 @@ def total_checksum(sums: Sequence[Tensor]) -> int:
     return int(torch.stack(list(sums)).sum().item()) & ((1 << 64) - 1) if sums else 0
 
 
-def named_checksum(name: str, tensor: Tensor) -> Tensor:
+def named_checksum(name: str, tensor: Tensor, *, rows_at_once: int | None = None) -> Tensor:
     """The summand of ``tensor`` in the checksum of all: 0-dim int64, on its device, modulo 2^64.
 
     Any dtype, shape and stride; the same values in another shape have the same checksum, under another name another one.
+    ``rows_at_once`` rows of 4,096 words are summed at once; by default, as many as suit the device.
     """
     words, device = _words(tensor.detach()), tensor.device
     columns, total = _multipliers(device), torch.zeros((), dtype=torch.int64, device=device)
-    step = _ROWS_AT_ONCE.get(device.type, 1 << 12) * _COLUMNS
+    step = (rows_at_once or _ROWS_AT_ONCE.get(device.type, 1 << 12)) * _COLUMNS
     for first in range(0, len(words), step):
         part = words[first : first + step]
         part = part ^ ((part >> 32) & 0xFFFFFFFF)

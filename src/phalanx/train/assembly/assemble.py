@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.place import Place
-from phalanx.parallel.mesh.machines import count_machine_ranks
+from phalanx.parallel.mesh.machines import BOOT_ID, count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec
@@ -87,6 +88,8 @@ class EpochInputs:
     """``None``: this process lives for one epoch, and all ranks make their warm state together."""
     place: Place = field(default_factory=place_of_process)
     """What the lines of this process's log say of where it is."""
+    boot_id: Path = BOOT_ID
+    """The file that identifies this machine to the other ranks."""
 
 
 @dataclass
@@ -156,7 +159,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Builds everything on this rank and restores the state that training begins with. A collective call."""
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
-    machine_ranks = count_machine_ranks(inputs.device)
+    machine_ranks = count_machine_ranks(inputs.device, inputs.boot_id)
     # Only sums in tree order are made machine by machine.
     by_tree = spec.train.reduction == "reproducible"
     mesh = build_mesh(
@@ -224,7 +227,7 @@ def _mirror(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) 
     """What copies this rank's share of the checkpoints. A collective call."""
     checkpoint = inputs.spec.checkpoint
     # Where machines have different numbers of ranks, the limit of one holds for all of them together.
-    sharing = count_machine_ranks(inputs.device) or mesh.ranks
+    sharing = count_machine_ranks(inputs.device, inputs.boot_id) or mesh.ranks
     return Mirror(
         disk,
         store,

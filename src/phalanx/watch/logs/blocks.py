@@ -50,7 +50,7 @@ class Span:
     """Lines of information may be left out if it is ``warning`` or ``error``."""
 
 
-def forward(stream: Stream, span: Span) -> Iterator[Block]:
+def forward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[Block]:
     """The writer's lines, oldest first."""
     key = 0.0
     for path in stream.files:
@@ -60,8 +60,8 @@ def forward(stream: Stream, span: Span) -> Iterator[Block]:
             yield _block(raw_lines(stream, path))
             continue
         with suppress(OSError), open_regular(path) as file:
-            file.seek(_first_of(file, span.since))
-            for lines in _pieces(file, span):
+            file.seek(_first_of(file, span.since, block_bytes))
+            for lines in _pieces(file, span, block_bytes):
                 block = _block(lines, key)
                 key = block.bound
                 yield block
@@ -152,10 +152,10 @@ def _is_older(path: Path, since: float) -> bool:
         return True
 
 
-def _first_of(file: BinaryIO, since: float) -> int:
-    """The place of a line before ``since``, near the first that is not; lines are in the order of time, or nearly."""
+def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
+    """The place of a line before ``since``, within ``near_bytes`` of the first that is not; lines are in the order of time, or nearly."""
     low, high = 0, file.seek(0, os.SEEK_END)
-    while since and high - low > BLOCK:
+    while since and high - low > near_bytes:
         middle = (low + high) // 2
         file.seek(middle)
         file.readline()
@@ -171,9 +171,9 @@ def _first_of(file: BinaryIO, since: float) -> int:
     return low
 
 
-def _pieces(file: BinaryIO, span: Span) -> Iterator[list[LogLine]]:
+def _pieces(file: BinaryIO, span: Span, block_bytes: int) -> Iterator[list[LogLine]]:
     rest, dropping = b"", False
-    while piece := file.read(BLOCK):
+    while piece := file.read(block_bytes):
         if dropping:
             _, newline, piece = piece.partition(b"\n")
             dropping = not newline

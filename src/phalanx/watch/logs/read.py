@@ -86,24 +86,32 @@ class LogQuery:
 
 
 def read_lines(
-    directory: RunDirectory, query: LogQuery = LogQuery(), last: int | None = 500
+    directory: RunDirectory,
+    query: LogQuery = LogQuery(),
+    last: int | None = 500,
+    *,
+    block_bytes: int = BLOCK,
 ) -> list[LogLine]:
     """The newest ``last`` lines that ``query`` selects (all, if it is ``None``), oldest first; empty if the run has no logs."""
     if last is None:
-        return list(all_lines(directory, query))
-    return list(islice(newest_lines(directory, query), last))[::-1] if last > 0 else []
+        return list(all_lines(directory, query, block_bytes))
+    return list(islice(newest_lines(directory, query, block_bytes), last))[::-1] if last > 0 else []
 
 
-def all_lines(directory: RunDirectory, query: LogQuery = LogQuery()) -> Iterator[LogLine]:
-    """The lines that ``query`` selects, oldest first."""
-    span = query.span
-    return _merged([forward(stream, span) for stream in streams(directory, query.attempt)], query, sign=1)
-
-
-def newest_lines(directory: RunDirectory, query: LogQuery = LogQuery()) -> Iterator[LogLine]:
-    """The lines that ``query`` selects, newest first."""
+def all_lines(
+    directory: RunDirectory, query: LogQuery = LogQuery(), block_bytes: int = BLOCK
+) -> Iterator[LogLine]:
+    """The lines that ``query`` selects, oldest first; ``block_bytes`` of a file are read at once."""
     span, found = query.span, streams(directory, query.attempt)
-    block_bytes = BLOCK if len(found) < _MANY else _SMALL_BLOCK
+    return _merged([forward(stream, span, block_bytes) for stream in found], query, sign=1)
+
+
+def newest_lines(
+    directory: RunDirectory, query: LogQuery = LogQuery(), block_bytes: int = BLOCK
+) -> Iterator[LogLine]:
+    """The lines that ``query`` selects, newest first; ``block_bytes`` of a file are read at once, or less where there are many files."""
+    span, found = query.span, streams(directory, query.attempt)
+    block_bytes = block_bytes if len(found) < _MANY else min(block_bytes, _SMALL_BLOCK)
     return _merged([backward(stream, span, block_bytes) for stream in found], query, sign=-1)
 
 

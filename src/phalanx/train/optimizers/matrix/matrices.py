@@ -64,6 +64,7 @@ class MatrixExchange:
         holders: What all ranks hold of each.
         cost: What a matrix of some rows and columns costs its owner, in any unit.
         group: ``None`` where this rank holds everything.
+        batch_elements: Elements of matrices that an owner receives at once, or one matrix if that has more.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -71,6 +72,7 @@ class MatrixExchange:
     holders: Mapping[str, Holders]
     cost: Callable[[int, int], float]
     group: dist.ProcessGroup | None = None
+    batch_elements: int = BATCH_ELEMENTS
     batches: list[MatrixBatch] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class MatrixExchange:
         owners = owners_of(matrices, self.holders, costs, self._ranks)
         self.batches = [
             self._batch([(matrices[n], owners[n]) for n in numbers])
-            for numbers in _batches(matrices, owners, self._ranks)
+            for numbers in _batches(matrices, owners, self._ranks, self.batch_elements)
         ]
 
     @property
@@ -159,12 +161,14 @@ class MatrixExchange:
         return [[next(pieces).view(leg.part[1][-2:]) for leg in legs] for legs in legs_in]
 
 
-def _batches(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> list[list[int]]:
-    """Numbers of matrices such that no owner gets more than ``BATCH_ELEMENTS`` at once (but one matrix at least)."""
+def _batches(
+    matrices: Sequence[Matrix], owners: Sequence[int], ranks: int, max_elements: int
+) -> list[list[int]]:
+    """Numbers of matrices such that no owner gets more than ``max_elements`` at once (but one matrix at least)."""
     batches: list[list[int]] = []
     place, filled = [0] * ranks, [0] * ranks
     for number, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
-        if filled[owner] and filled[owner] + matrix.numel > BATCH_ELEMENTS:
+        if filled[owner] and filled[owner] + matrix.numel > max_elements:
             place[owner], filled[owner] = place[owner] + 1, 0
         filled[owner] += matrix.numel
         if place[owner] == len(batches):
