@@ -16,6 +16,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 import lanes
+from exact_or_refused import skip_refused
 from ranks import Ranks
 from store.servers import Server, fake_gcs, ministack
 
@@ -88,6 +89,20 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """Skips a test whose exact numerics this processor refuses in words."""
+    with skip_refused():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, object, object]:
+    """Skips the tests of a fixture whose exact numerics this processor refuses in words."""
+    with skip_refused():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

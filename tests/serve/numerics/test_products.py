@@ -21,7 +21,6 @@ from phalanx.serve.numerics.facts import Facts, facts_path, numbers_of_rows
 from phalanx.serve.numerics.products import (
     RowProducts,
     Shape,
-    fast_products,
     fewest_rows,
     product_facts,
     use_fast_products,
@@ -33,8 +32,10 @@ FP32, BF16 = torch.float32, torch.bfloat16
 needs_kernel = pytest.mark.skipif(
     (kernel := row_kernel()) is None or not kernel.fuses, reason="no C compiler, or no fused multiply-add"
 )
-IN_CHAINS = fast_products(Linear(8, 8).to(BF16)) is not None
-"""Whether PyTorch's bf16 products are those that the kernel follows: without the processor's instructions for them."""
+IN_CHAINS = (
+    kernel is not None and (facts := product_facts(Shape(64, 64, BF16))) is not None and facts.block > 0
+)
+"""Whether PyTorch's bf16 products on this processor are those that the kernel follows: AVX2, without instructions for them."""
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +89,11 @@ def test_each_experts_rows_have_the_bits_of_many() -> None:
 
 def test_a_single_row_by_the_librarys_own_product_would_be_noticed() -> None:
     # fp32 kernels compute one row in another order: the rule is not for nothing.
-    found = [product_facts(Shape(40, inputs, FP32)) for inputs in (256, 700, 1024)]
-    assert any(facts is not None and facts.fewest > 1 for facts in found)
+    for inputs in (256, 700, 1024):
+        facts = product_facts(Shape(40, inputs, FP32))
+        x, matrix = torch.randn(512, inputs), torch.randn(40, inputs)
+        if not torch.equal(F.linear(x[:1], matrix), F.linear(x, matrix)[:1]):
+            assert facts is None or facts.fewest > 1
 
 
 def test_the_fewest_rows_that_keep_their_bits_are_found_whatever_the_rule() -> None:
@@ -117,11 +121,10 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(products, "row_kernel", lambda: unfused)
     facts = product_facts(Shape(40, 256, FP32))
-    assert facts is not None
-    assert facts.block == 0
+    assert facts is None or facts.block == 0
 
 
-@pytest.mark.skipif(not IN_CHAINS, reason="PyTorch has a library for bf16 here")
+@pytest.mark.skipif(not IN_CHAINS, reason="PyTorch adds bf16 products in another order here")
 @pytest.mark.parametrize("inputs", [16, 64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_another_order_of_additions_is_noticed_in_narrow_bf16_products(

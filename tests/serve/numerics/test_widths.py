@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.model.layers.feed_forward import gated
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
 from phalanx.serve.numerics import facts, widths
 from phalanx.serve.numerics.facts import Facts
 
 BF16 = torch.bfloat16
 WIDTHS = [32, 64, 200, 768, 1536]
 ALL, MULTIPLES_OF_FOUR = Facts(1, 1), Facts(4, 4)
+DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +33,7 @@ def own_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def forget() -> None:
     """Has the next trial find nothing in this process or in the folder."""
     facts.facts_path().unlink(missing_ok=True)
-    for kept in (widths._norm, widths._softmax, widths._shared_gate):
+    for kept in (widths._norm, widths._activation, widths._softmax, widths._shared_gate):
         kept.cache_clear()
 
 
@@ -78,3 +83,22 @@ def test_a_planted_kernel_for_one_number_of_rows_is_noticed(
     for number in (1, 7, 33):
         assert found(number) == MULTIPLES_OF_FOUR, number
     assert found(*range(1, 100)) != ALL
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("width", [96, 352, 704])
+def test_numbers_of_rows_that_threads_cut_apart_keep_their_bits_or_are_not_offered(
+    width: int, threads: int
+) -> None:
+    # Each thread has elements left over behind its last whole vectors, where the width and the number of rows let it.
+    spec, before = resolve(replace(DENSE, ffn_dim=width)), torch.get_num_threads()
+    x = torch.randn(threads * 32768 // width + 200, width, generator=torch.Generator().manual_seed(5)).mul_(4)
+    torch.set_num_threads(threads)
+    try:
+        rule = widths._activation(spec, width, torch.float32)
+        whole = gated(spec, x, x.flip(1))
+        for number in range(1, len(x) - 40, 7) if rule is not None else ():
+            part = x[: number + rule.padding(number)]
+            assert torch.equal(gated(spec, part, part.flip(1))[:number], whole[:number]), number
+    finally:
+        torch.set_num_threads(before)

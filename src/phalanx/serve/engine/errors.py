@@ -23,6 +23,10 @@ class EngineError(ValueError):
     """A model cannot be served as asked; the message says why and what to change."""
 
 
+class NotExactError(EngineError):
+    """On this processor an operation of the model gives rows other bits in other company; the message names the operation and what to do."""
+
+
 class PartLostError(RuntimeError):
     """A process that had layers of the model is gone, and the engine computes nothing any more; the message says which and why."""
 

@@ -24,7 +24,7 @@ from phalanx.hardware.portable.operations import begun
 from phalanx.run.directory.durable import write_atomically
 from phalanx.serve.numerics.trials import tell_search
 
-_VERSION = 4
+_VERSION = 5
 """The version of the probes: others have tried other things."""
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_")
 """Beginnings of environment variables by which kernels and threads are chosen."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,10 +112,12 @@ def _search(shape: Shape) -> Facts | None:
     return Facts(found.fewest, found.multiple, _block(rows, matrix, bias, expected))
 
 
-def fewest_rows(kept: Callable[[int, int], bool], many: int) -> Facts | None:
-    """The fewest rows that keep their bits; ``kept`` tells whether so many of ``many`` rows do, from the one with this number on."""
+def fewest_rows(kept: Callable[[int, int], bool], many: int, more: Collection[int] = ()) -> Facts | None:
+    """The fewest rows that keep their bits; ``kept`` tells whether so many of ``many`` rows do, from the one with this number on. ``more`` are numbers of rows
+    to try besides the usual ones."""
     for fewest, multiple in _RULES:
         numbers = numbers_of_rows(fewest, multiple, many)
+        numbers += [number for number in more if fewest <= number < many and number % multiple == 0]
         if all(kept(number, begin) for number in numbers for begin in sorted({0, many - number})):
             return Facts(fewest, multiple)
     return None

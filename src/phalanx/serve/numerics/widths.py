@@ -3,6 +3,9 @@
 Vectorized kernels compute the elements that are left over behind whole vectors by other code, which for ``sigmoid``, ``tanh`` and ``exp`` rounds
 otherwise. Which elements are left over depends on the width and on the number of rows. So each operation of a model is tried in its width.
 
+With several threads PyTorch deals a tensor of more than 32,768 elements out among them, each of which has elements left over at the end of its part
+(``aten/src/ATen/Parallel.h``, ``at::internal::GRAIN_SIZE``). So numbers of rows around which a part ends elsewhere are tried besides.
+
 What a result rounds away hides an order of additions: of a norm in bf16 in all but one of a hundred rows or more, and in most of a softmax. So besides random rows there are some for
 which a result lies beside the middle between two numbers of bf16, sums that cancel, and softmaxes whose largest probability is near one.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +41,10 @@ _FEW, _LOOKED = 33, 4
 """Up to how many rows all is tried that would show more than random rows do, since many take long; and up to how many it is in several places."""
 _WIDE, _MANY_WIDE = 1 << 14, 96
 """Elements of a row from which on fewer rows are tried: a vocabulary's softmax goes through each row by itself."""
+_GRAIN = 1 << 15
+"""Elements of an element-wise operation for each of which PyTorch takes one thread more, up to all of them."""
+_IN_A_ROW, _STEP = 33, 16
+"""Numbers of rows that are tried one after the other where another thread begins, and the step of the others above."""
 
 
 Find = Callable[[], Facts | None]
@@ -98,16 +105,59 @@ _Trials = Callable[[int], Iterator[_Tried]]
 """What is tried, in so many rows: random rows first, then those that show more, of which one look is enough."""
 
 
-def _found(name: str, trials: _Trials, width: int, dtype: torch.dtype) -> Facts | None:
-    """How few rows an operation may have; ``name`` tells what else than width and format decides its bits."""
+def _found(name: str, trials: _Trials, width: int, dtype: torch.dtype, elements: int = 0) -> Facts | None:
+    """How few rows an operation may have; ``name`` tells what else than width and format decides its bits. ``elements``: of each row, those that
+    go through an element-wise function that rounds otherwise behind whole vectors; 0 if there is none."""
     many = _MANY if width < _WIDE else _MANY_WIDE
+    threads = torch.get_num_threads()
+    more = _cut_numbers(elements, threads) if elements and threads > 1 else []
+    if more:  # whole vectors for each thread, so that the rows compared with have no elements left over
+        whole = 32 * threads
+        many = -(-max(many, more[-1] + 1) // whole) * whole
     return recalled(
-        f"{name} {width} {dtype}", lambda: _search(trials(many), many), lambda facts: _keeps(trials, facts)
+        f"{name} {width} {dtype}",
+        lambda: _search(trials(many), many, more),
+        lambda facts: _keeps(trials, facts),
     )
 
 
+def _cut_numbers(elements: int, threads: int) -> list[int]:
+    """Numbers of rows of so many ``elements`` in which PyTorch cuts a tensor for its threads in all ways: behind each number from which on another
+    thread takes part, and up to where all do."""
+    begins = [_GRAIN * number // elements + 1 for number in range(1, threads)]
+    numbers = {begin + beside for begin in begins for beside in range(_IN_A_ROW)}
+    numbers.update(range(-(-begins[0] // _STEP) * _STEP, begins[-1] + 8 * _STEP, _STEP))
+    return sorted(numbers)
+
+
 @torch.no_grad()
-def _search(trials: Iterator[_Tried], many: int) -> Facts | None:
+def _telling(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float | None:
+    """A number whose result by itself, left over behind whole vectors, is another than among many; ``None`` if none is found.
+
+    Random rows show that only by chance: few of their elements are left over, and in bf16 one of some thousands of numbers tells."""
+    if dtype == torch.bfloat16:
+        every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        values = every[every.isfinite() & (every.abs() < 64)]
+    else:
+        values = torch.linspace(-9, 9, 1 << 12, dtype=torch.float32).to(dtype)
+    among = function(values[: len(values) // 64 * 64])
+    for value, expected in zip(values.split(1), among.split(1), strict=False):
+        if not torch.equal(function(value), expected):
+            return float(value)
+    return None
+
+
+def _alike(
+    function: Callable[[Tensor], Tensor], many: int, width: int, dtype: torch.dtype
+) -> Iterator[_Tried]:
+    """Rows of a number that tells whether it is left over, if there is one."""
+    value = _telling(function, dtype)
+    if value is not None:
+        yield _Tried(function, torch.full((many, width), value, dtype=dtype))
+
+
+@torch.no_grad()
+def _search(trials: Iterator[_Tried], many: int, more: Collection[int] = ()) -> Facts | None:
     tried = [(one, one.expected()) for one in trials]
 
     def kept(number: int, begin: int) -> bool:
@@ -117,7 +167,7 @@ def _search(trials: Iterator[_Tried], many: int) -> Facts | None:
             for place in one.begins(number, begin)
         )
 
-    return fewest_rows(kept, many)
+    return fewest_rows(kept, many, more)
 
 
 @torch.no_grad()
@@ -191,12 +241,13 @@ def _activation(spec: ModelSpec, width: int, dtype: torch.dtype) -> Facts | None
     name = f"gated {spec.ffn} {spec.swiglu_limit} {spec.swiglu_gain}" if is_gated(spec) else "gelu"
 
     def operation(x: Tensor) -> Tensor:
-        return gated(spec, x, x.flip(1)) if is_gated(spec) else F.gelu(x)
+        return gated(spec, x, x.flip(-1)) if is_gated(spec) else F.gelu(x)
 
     def trials(many: int) -> Iterator[_Tried]:
         yield _Tried(operation, _random(many, width, dtype))
+        yield from _alike(operation, many, width, dtype)
 
-    return _found(name, trials, width, dtype)
+    return _found(name, trials, width, dtype, elements=width)
 
 
 @functools.cache
@@ -214,8 +265,10 @@ def _softmax(vocab: int, cap: float, dtype: torch.dtype) -> Facts | None:
         rows[:, -1] = half - 1
         rows[torch.arange(many), torch.randint(vocab, (many,), generator=generator)] = half
         yield _Tried(read, rows.to(dtype), _FEW, looks=8)
+        if cap:
+            yield from _alike(torch.tanh, many, vocab, torch.float32)
 
-    return _found(f"softmax {cap}", trials, vocab, dtype)
+    return _found(f"softmax {cap}", trials, vocab, dtype, elements=vocab if cap else 0)
 
 
 @functools.cache
@@ -229,8 +282,11 @@ def _router(dim: int, moe: MoeSpec) -> Facts | None:
 
     def trials(many: int) -> Iterator[_Tried]:
         yield _Tried(scores, _random(many, dim, torch.float32))
+        if moe.score != "softmax":
+            yield from _alike(torch.sigmoid, many, moe.experts, torch.float32)
 
-    return _found(f"router {moe.experts} {moe.score}", trials, dim, torch.float32)
+    elements = 0 if moe.score == "softmax" else moe.experts
+    return _found(f"router {moe.experts} {moe.score}", trials, dim, torch.float32, elements)
 
 
 @functools.cache
@@ -253,5 +309,6 @@ def _shared_gate(dim: int, dtype: torch.dtype) -> Facts | None:
         rows = (_random(many, dim, torch.float32) * magnitudes).to(dtype)
         rows[:, second] = rows[:, first]
         yield _Tried(gate, rows, looks=8)
+        yield from _alike(torch.sigmoid, many, 1, dtype)
 
     return _found("shared gate", trials, dim, dtype)
