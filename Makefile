@@ -38,9 +38,9 @@ contract: env-dev  ## record the commands, JSON keys, formats and names that use
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract --record -m "not slow"
 
 bench: env-dev  ## ratios to peers and physical limits, taken in one run each
-	$(BIN)/python bench/step.py
-	$(BIN)/python bench/checkpoint.py
-	$(BIN)/python bench/data.py
+	$(BIN)/python -m bench.train.step
+	$(BIN)/python -m bench.checkpoint.write
+	$(BIN)/python -m bench.data.read
 
 gpu: env  ## bits and speed of the GPUs here, in ten minutes: gpu-report.json and gpu-report.md
 	$(BIN)/python -m bench.gpu

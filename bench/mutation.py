@@ -5,9 +5,9 @@ save time, in a fork of a process that has already imported and collected everyt
 then, if it lives, in a fresh import with all examples and with wider tests. What no test tells from the original is printed,
 and docs/mutation.md says what became of it.
 
-    python bench/mutation.py                                   # all targets: an hour
-    python bench/mutation.py fleet/core/decide.py --sample 50
-    python bench/mutation.py mesh/slots.py --results lived.jsonl   # the next run with this file judges only what lived
+    python -m bench.mutation                                   # all targets: an hour
+    python -m bench.mutation fleet/core/decide.py --sample 50
+    python -m bench.mutation mesh/slots.py --results lived.jsonl   # the next run with this file judges only what lived
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import hypothesis
 import pytest
 from _pytest.runner import runtestprotocol
 
-from mutants import mutants
+from bench.mutants import mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOTS, RESTORE = "tests/parallel/mesh/test_slots.py", "tests/checkpoint/format/test_restore_plan.py"

@@ -76,7 +76,9 @@ class Template:
         """True if it can be forked what would be executed."""
         python, *words = [*command, ""]
         program = words[1:2] if words[:1] == ["-m"] else []
-        known = any(name.partition(".")[0] == "phalanx" for name in program) or words[0].endswith(".py")
+        known = any(name.partition(".")[0] in ("phalanx", "bench") for name in program) or words[0].endswith(
+            ".py"
+        )
         own_begin = any(os.path.exists(f"{folder}/sitecustomize.py") for folder in _search_path(environment))
         same = _at_loading(environment) == self._loaded_with
         return python == sys.executable and known and same and not own_begin

@@ -171,7 +171,7 @@ def test_every_test_that_the_page_of_findings_names_is_there() -> None:
     named = re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", page)
     assert len(named) > 60
     for file, test in named:
-        path = ROOT / ("" if file.startswith("bench/") else "tests") / file
+        path = ROOT / "tests" / file
         assert path.exists(), file
         assert f"def {test}(" in path.read_text() or not test, f"{file}::{test}"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from bench.outside import programs
+from bench.fleet.outside import programs
 from phalanx.cli.fleet.ask import ask
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import outside
+from bench.fleet import outside
 
 KINDS = ("signals", "files", "strangers")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import serve_goodput as bench
+from bench.beside import goodput as bench
 
 LOAD = bench.Load(rate=1.0, requests=4, ttft_s=1.0, tpot_s=0.1)
 

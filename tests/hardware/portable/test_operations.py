@@ -87,7 +87,7 @@ def found(results: Path) -> dict[str, object]:
 
 def test_the_bits_are_those_that_are_written_down(found: dict[str, object]) -> None:
     assert found["digests"] == expected(), (
-        "take the digests of a new PyTorch with bench/portable.py --digests"
+        "take the digests of a new PyTorch with python -m bench.reproduce.portable --digests"
     )
     assert found["refused"] == []
 

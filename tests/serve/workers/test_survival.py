@@ -1,4 +1,4 @@
-"""A service of real processes under faults drawn from a seed, in small; ``python -m bench.serve_survives`` does it at any size."""
+"""A service of real processes under faults drawn from a seed, in small; ``python -m bench.serve.survives`` does it at any size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.serve_faults import WEIGHTS, drawn
-from bench.serve_survives import Asked, Found, Heard, judged, make_run, survived
+from bench.serve.faults import WEIGHTS, drawn
+from bench.serve.survives import Asked, Found, Heard, judged, make_run, survived
 
 WHOLE = Heard(
     [(1, -0.5, "{}"), (2, -0.25, "{}"), (3, -1.0, "{}")], "abc", "length", {"weights:numerics"}, done=True

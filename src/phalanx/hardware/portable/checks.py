@@ -2,7 +2,7 @@
 
 Inputs are whole numbers times powers of two, made in integers, so that they are the same everywhere. What is computed from them are the functions that
 models, losses and optimizers are made of, forward and backward. The digests were taken on an AMD EPYC with PyTorch 2.11 and 2.13, which have the same, and those
-of 2.13 on a Haswell in an emulator (``bench/portable.py --processor``). They hold for every release of PyTorch: a release with other element-wise functions is
+of 2.13 on a Haswell in an emulator (``python -m bench.reproduce.portable --processor``). They hold for every release of PyTorch: a release with other element-wise functions is
 refused until its digests are added.
 """
 

@@ -2,7 +2,7 @@
 
 What every node does by itself (the interpreter, imports from its own disk) takes as long on one node as on 25,000. What goes through one place
 takes N times as long: files of a shared file system, the coordinator's event loop, the store in which ranks meet; and more where that place looks
-at all nodes again for some of them. The agents attach while their workers import, so the longer of the two counts. The costs of one node were measured with ``bench/start.py``; those that no test on one machine
+at all nodes again for some of them. The agents attach while their workers import, so the longer of the two counts. The costs of one node were measured with ``bench.fleet.start``; those that no test on one machine
 can show are published figures. The time until a scheduler gives the nodes is not counted.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 from phalanx.hardware.cluster import Fact
 from phalanx.plan.whole_run.goodput import RecoveryPhase
 
-_BENCH = "bench/start.py, 2026-11-25, one core of a shared machine"
+_BENCH = "bench.fleet.start, 2026-11-25, one core of a shared machine"
 Files = Literal["local", "shared"]
 """Where Python and its packages lie: on each node (its disk, a container image that is there), or on one file system for all."""
 

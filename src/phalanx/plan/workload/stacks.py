@@ -368,7 +368,7 @@ def stack_of(spec: RunSpec) -> Stack:
 
 
 _PORTABLE_RATE = 0.9
-"""Rate of portable products over MKL's: 0.86 to 0.93 for those of ``toy-4m`` (fp32, one thread of an AMD EPYC with AVX2; ``bench/portable.py``)."""
+"""Rate of portable products over MKL's: 0.86 to 0.93 for those of ``toy-4m`` (fp32, one thread of an AMD EPYC with AVX2; ``bench.reproduce.portable``)."""
 
 
 def _bin_bytes(spec: RunSpec) -> float:

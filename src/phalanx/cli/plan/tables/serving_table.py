@@ -73,7 +73,7 @@ def _finite(values: dict[str, object]) -> dict[str, object]:
 
 
 _EVIDENCE = (
-    "times are of well-tuned software on these kernels' measured constants; python bench/serve_planner.py prints how far published "
+    "times are of well-tuned software on these kernels' measured constants; python -m bench.serve.planner prints how far published "
     "services were from them"
 )
 

@@ -25,7 +25,7 @@ most ``2^(width - 1)``: ``width`` is 28 for 8 slots, 25 for 64, 22 for 1,023. Be
 **Why not otherwise.** One word with an exponent agreed by all slots is half the bytes, but all slots of a step must be there when
 it is agreed upon, and ranks compute theirs one after another. Exponents of the step before have to be kept with the weights, and fail in
 the rows of an embedding, which are zero until their token comes. An exponent for each element instead of each span would cost two bytes more on
-the wire to agree upon, for a bound in the element's own terms. ``bench/integer_sums.py`` measures the first choice beside
+the wire to agree upon, for a bound in the element's own terms. ``bench.train.integer_sums`` measures the first choice beside
 this one and the fp32 tree.
 
 Everything here but the maximum and the sums themselves is exact in floating point (scaling by powers of two, rounding to an integer,

@@ -1,0 +1,31 @@
+"""The directory of a run with random weights, as benches of serving open it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tomli_w
+
+from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.model.transformer import Transformer
+from phalanx.run.read import to_table
+from phalanx.run.spec import ModelSpec
+
+
+def save_run(run: Path, spec: ModelSpec, seq_len: int = 1024) -> None:
+    """Write a run directory whose checkpoint holds random weights, saved as training saves."""
+    model = Transformer(spec).requires_grad_(False)
+    for name, value in model.state_dict().items():
+        value.normal_(1.0 if "norm" in name else 0.0, 0.02)
+    run.mkdir()
+    (run / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec), "train": {"seq_len": seq_len}}))
+    saver = AsyncSaver(DiskTier(run / "checkpoints"), rank=0, world_size=1)
+    shards = [
+        Shard(whole(f"model/{name}", "float32", tuple(value.shape)), value)
+        for name, value in model.state_dict().items()
+    ]
+    saver.save(1, shards, {})
+    saver.close()

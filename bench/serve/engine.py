@@ -1,0 +1,194 @@
+"""The serving engine against the memory's bandwidth, its own fast mode and ``transformers.generate``, in one run.
+
+    python -m bench.serve.engine [--dim 768 --layers 12] [--modules]
+
+Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth, and operations a second), exact over fast, a held prefix over
+computing its new rows alone, and tokens/s over ``transformers`` for a Llama of the same shape, with weights of its own, where that is installed.
+``--modules`` measures one thing alone: the processor time of a decoding step whose rows go through each layer in one call, over that of the model's modules, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from bench.running import run_bench
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
+from phalanx.serve.engine.engine import Engine
+from phalanx.traffic.requests import Request, Sampling
+
+GREEDY = Sampling(temperature=0)
+
+
+def read_bandwidth(nbytes: int = 1 << 30) -> float:
+    """Bytes/s of a sum over memory, the best of five."""
+    words = torch.ones(nbytes // 4)
+    return nbytes / min(seconds(words.sum) for _ in range(5))
+
+
+def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
+    call()
+    return clock() - begin
+
+
+def random_model(dim: int, layers: int, dtype: torch.dtype) -> Transformer:
+    spec = resolve(ModelSpec(layers=layers, dim=dim, heads=dim // 64, kv_heads=dim // 128, vocab_size=4096))
+    torch.manual_seed(0)
+    model = Transformer(spec)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+def engine(model: Transformer, numerics: Literal["exact", "fast"], rows: int = 512) -> Engine:
+    return Engine(
+        model, model.spec, pages=512, rows=rows, numerics=numerics, sequence=1024, weights_id="bench"
+    )
+
+
+def decode_s(
+    served: Engine, batch: int, steps: int = 12, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """The median seconds, by ``clock``, of a step in which ``batch`` requests decode."""
+    for number in range(batch):
+        served.submit(Request(str(number), tuple(range(number, number + 48)), steps + 40, GREEDY))
+    while served.statistics().rows_last_step != batch or served.statistics().running < batch:
+        served.step()
+    taken = statistics.median(seconds(served.step, clock) for _ in range(steps))
+    for number in range(batch):
+        served.cancel(str(number))
+    served.step()
+    return taken
+
+
+def finish(served: Engine) -> None:
+    while served.busy:
+        served.step()
+
+
+def prefill_s(served: Engine, prompt: tuple[int, ...]) -> float:
+    served.submit(Request("p", prompt, 1, GREEDY))
+    return seconds(partial(finish, served))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument(
+        "--modules", action="store_true", help="one call a layer over modules, and nothing else"
+    )
+    parser.add_argument("--turns", type=int, default=5, help="of --modules")
+    given = parser.parse_args()
+    if given.modules:
+        over_modules(given.dim, given.layers, given.turns)
+        return
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
+    for dtype in (torch.float32, torch.bfloat16):
+        # An engine of exact numerics gives its model other products: a fast one has a model of its own, with the same weights.
+        model, another = (random_model(given.dim, given.layers, dtype) for _ in range(2))
+        embedding = model.embedding.weight.nbytes if model.embedding is not None else 0
+        nbytes = sum(p.nbytes for p in model.parameters()) - embedding
+        for batch in (1, 16):
+            pairs = [
+                (decode_s(engine(model, "exact"), batch), decode_s(engine(another, "fast"), batch))
+                for _ in range(3)
+            ]
+            exact, fast = (min(column) for column in zip(*pairs, strict=True))
+            print(
+                f"{dtype} decode B={batch}: {exact * 1e3:.1f} ms; of bandwidth {nbytes / exact / bandwidth:.2f}; "
+                f"{2 * batch * nbytes / dtype.itemsize / exact / 1e9:.0f} GFLOP/s; "
+                f"exact over fast {fast / exact:.2f}",
+                flush=True,
+            )
+        prefix(model)
+        peer(model)
+
+
+def over_modules(dim: int, layers: int, turns: int) -> None:
+    """Prints the processor time of a decoding step in one call a layer and by the model's modules, the least of ``turns``, on one thread: others that wait count too."""
+    torch.set_num_threads(1)
+    numerics: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
+    for dtype, kind in itertools.product((torch.float32, torch.bfloat16), numerics):
+        model = random_model(dim, layers, dtype)
+        in_one_call, by_modules = engine(model, kind), engine(model, kind)
+        by_modules._part.few = None
+        for batch in (1, 16):
+            rows = [
+                [decode_s(served, batch, clock=time.process_time) for served in (in_one_call, by_modules)]
+                for _ in range(turns)
+            ]
+            few, modules = (min(column) * 1e3 for column in zip(*rows, strict=True))
+            print(
+                f"{dtype} {kind}, B={batch}: {few:.1f} ms in one call a layer, {modules:.1f} by modules: {few / modules:.2f}",
+                flush=True,
+            )
+
+
+def prefix(model: Transformer, shared: int = 960, new: int = 40, rounds: int = 5) -> None:
+    """Prints the time of a prompt whose first tokens are held over that of its new rows alone: behind a prefix computed just before, and without any."""
+    served, other = engine(model, "exact"), engine(model, "exact", rows=shared)
+    prefill_s(served, tuple(range(1000)))
+    behind, alone = [], []
+    for number in range(rounds):
+        tail = tuple(range(1024 + number * new, 1024 + (number + 1) * new))
+        held_s = prefill_s(served, (*range(shared), *tail))
+        other.submit(Request("p", (*range(number + 1, number + 1 + shared), *tail), 1, GREEDY))
+        other.step()
+        behind.append(held_s / seconds(other.step))
+        finish(other)
+        alone.append(held_s / prefill_s(other, tail))
+    print(
+        f"{next(model.parameters()).dtype} prefix of {shared} held, {new} new rows: {statistics.median(behind):.2f} of the same rows behind a "
+        f"prefix computed just before, {statistics.median(alone):.2f} of as many rows by themselves",
+        flush=True,
+    )
+
+
+def peer(model: Transformer) -> None:
+    """Prints tokens/s over those of ``transformers.generate``, greedy, for one prompt of 512 and 32 tokens of text."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        print("transformers is not installed: no peer")
+        return
+    spec, weight = model.spec, next(model.parameters())
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.dim,
+        intermediate_size=spec.ffn_dim,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        max_position_embeddings=4096,
+    )
+    theirs: Any = LlamaForCausalLM(config)
+    theirs = theirs.to(weight.dtype).eval()
+    prompt = tuple(range(512))
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for name, tokens in (("prefill", 1), ("prefill and 32 tokens", 32)):
+            ratios = []
+            for _ in range(3):
+                served = engine(model, "exact")
+                served.submit(Request("a", prompt, tokens, GREEDY))
+                ours = seconds(partial(finish, served))
+                options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+                peers = seconds(partial(theirs.generate, ids, **options))
+                ratios.append(peers / ours)
+            print(f"{weight.dtype} {name}: {statistics.median(ratios):.2f} of transformers.generate")
+
+
+if __name__ == "__main__":
+    run_bench(main)

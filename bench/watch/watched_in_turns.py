@@ -1,0 +1,185 @@
+"""Turns all that watches a run off and on within its own processes, for blocks of steps, and notes what each block took.
+
+``bench.watch.everything_on`` has every rank of a run load this module (by a ``sitecustomize``; the product has none of it). Which steps are watched follows
+from their number alone, so that all ranks agree. In a block that is not watched a rank keeps no ledger, measures no waiting in collectives, exchanges no
+times with the other ranks, looks for no spike, throttling or request for a profile, and tells no event, so that nothing is appended, indexed or given
+to a tracker; and rank 0 stops what looks on from outside (SIGSTOP). In a block that is, all this goes on as in any run, and each rank logs a line a step.
+
+Blocks come in units of four, off and on in an order that is turned around from unit to unit (on off off on, off on on off), so that what drifts slowly
+weighs on both alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ORDER = (True, False, False, True)
+BESIDE = "beside.json"
+"""The processes that look on, which rank 0 waits for before the first block."""
+_WORKER = "phalanx.train.lifecycle.worker"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where blocks begin, and how long they are."""
+
+    folder: str
+    first_step: int
+    """Steps before it are watched, and no part of a block."""
+    steps: int
+    """Steps of a block; the first of them is not measured."""
+    idle: bool = False
+    """Nothing is watched in any block: what both kinds differ by then is what the measurement is worth."""
+
+    def block(self, step: int) -> int:
+        """The block of a step; below 0 before the first."""
+        return (step - self.first_step) // self.steps
+
+
+def counts_as_on(block: int) -> bool:
+    """True if a block is one that is watched."""
+    unit, place = divmod(block, len(ORDER))
+    return ORDER[place] ^ bool(unit % 2)
+
+
+@dataclass
+class Block:
+    """What one rank took for the measured steps of a block, which are all but the first."""
+
+    number: int
+    steps: int
+    wall_s: float
+    processor_s: float
+    """Processor time of all threads of its process."""
+
+
+@dataclass
+class Turns:
+    """The turns of one rank."""
+
+    order: Order
+    rank: int
+    on: bool = True
+    block: int = -1
+    beside: list[int] = field(default_factory=list)
+    ends: list[tuple[float, float]] = field(default_factory=list)
+    """The clock and the processor time at the end of each step of the block."""
+
+    def begins(self, step: int) -> None:
+        """Turns what watches on or off where a block begins."""
+        block = self.order.block(step)
+        if block == self.block or block < 0:
+            return
+        if self.block < 0 and self.rank == 0:
+            self.beside = self._wait_for_beside()
+        self.block, self.ends = block, []
+        on = counts_as_on(block) and not self.order.idle
+        if on != self.on and self.rank == 0:
+            for pid in self.beside:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT if on else signal.SIGSTOP)
+        self.on = on
+
+    def ended(self) -> None:
+        """Notes the end of a step, and what a block took at its last one."""
+        self.ends.append((time.perf_counter(), time.process_time()))
+        if self.block >= 0 and len(self.ends) == self.order.steps:
+            wall_s, processor_s = (
+                last - first for last, first in zip(self.ends[-1], self.ends[0], strict=True)
+            )
+            block = Block(self.block, len(self.ends) - 1, wall_s, processor_s)
+            with (Path(self.order.folder) / f"rank-{self.rank}.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(block)) + "\n")
+
+    def _wait_for_beside(self) -> list[int]:
+        path = Path(self.order.folder) / BESIDE
+        while not path.exists():
+            time.sleep(0.05)
+        return [int(pid) for pid in json.loads(path.read_text())]
+
+
+def blocks_of(folder: Path, rank: int) -> list[Block]:
+    """The blocks that a rank has told so far."""
+    path = folder / f"rank-{rank}.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [Block(**json.loads(line)) for line in lines]
+
+
+def install(order: Order) -> None:
+    """Has this process turn what watches it off and on, if it is a rank."""
+    if _WORKER not in sys.orig_argv:
+        return
+    from phalanx.observe.ledger.ledger import Ledger
+    from phalanx.observe.throttling import ThrottlingWatch
+    from phalanx.parallel.mesh.comm_clock import CommClock
+    from phalanx.train.lifecycle import loop
+    from phalanx.train.lifecycle.progress import TrainProgress
+    from phalanx.train.profile.desk import ProfileDesk
+    from phalanx.train.profile.recording import Recording
+    from phalanx.train.step.rank_times import RankTimes
+
+    turns = Turns(order, int(os.environ["PHALANX_RANK"]))
+    log = logging.getLogger("phalanx.bench")
+    run_step, conclude = loop._run_step, loop._conclude_step
+
+    def only_when_on(owner: Any, name: str, instead: Callable[[], Any] = lambda: None) -> None:
+        original = getattr(owner, name)
+
+        def either(*words: Any, **named: Any) -> Any:
+            return original(*words, **named) if turns.on else instead()
+
+        setattr(owner, name, either)
+
+    def turned_step(training: Any, instruments: Any, number: int, *, measured: bool) -> Any:
+        turns.begins(number)
+        return run_step(training, instruments, number, measured=measured)
+
+    def noted_conclusion(training: Any, instruments: Any, progress: Any, report: Any) -> None:
+        conclude(training, instruments, progress, report)
+        if turns.on:
+            log.info("step %d is done: loss %.4f", progress.step, report.loss)
+        turns.ended()
+
+    only_when_on(Ledger, "switch")
+    only_when_on(Ledger, "bucket", nullcontext)
+    only_when_on(CommClock, "measure", nullcontext)
+    only_when_on(RankTimes, "step_ended")
+    only_when_on(TrainProgress, "spike")
+    only_when_on(ThrottlingWatch, "once")
+    only_when_on(ProfileDesk, "pending", lambda: False)
+    only_when_on(Recording, "turn")
+    only_when_on(loop, "_log_step")
+    loop._run_step, loop._conclude_step = turned_step, noted_conclusion
+
+
+SITE = """
+import os, sys, traceback
+sys.path[:0] = {paths!r}
+try:
+    from bench.watch.watched_in_turns import Order, install
+    install(Order(**{order!r}))
+except BaseException:  # else Python would go on without
+    traceback.print_exc()
+    os._exit(1)
+del sys.path[:{count}]
+"""
+
+
+def environment_of(order: Order) -> dict[str, str]:
+    """Variables with which every rank below loads this module."""
+    site = Path(order.folder) / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    root = Path(__file__).parents[2]
+    paths = [str(root), str(root / "src")]
+    (site / "sitecustomize.py").write_text(SITE.format(paths=paths, order=asdict(order), count=len(paths)))
+    return {"PYTHONPATH": os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))}

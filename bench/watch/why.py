@@ -1,0 +1,239 @@
+"""How long after a problem is planted in a real run the page, an alert and ``phalanx why`` name it.
+
+Each problem happens to a run of real processes on this machine. Meanwhile ``phalanx why --json`` is started again and again, a ``phalanx ui``
+is asked for what its box shows (``/api/run/ID/why``), and Debian's Prometheus scrapes the run's processes and ``phalanx ui`` every half second, with
+the shipped rules. The clock
+starts when the problem does: with the event of the step before a fault, or with the change on disk. Rules that wait for minutes are evaluated with windows
+of ten seconds and without their ``for``, which is written beside the time.
+
+    python -m bench.watch.why [NAME ...] [--write docs/watching.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bench.running import run_bench
+from bench.watch.planted import PROBLEMS, Problem, Scene, signal_all
+from deploy.prometheus_rules import alerts
+from deploy.servers import Prometheus, free_port, prometheus
+from deploy.test_real_prometheus import shortened
+from phalanx.observe.event_log import EventLogError, newest_event
+from phalanx.observe.events import Event, Step
+from phalanx.run.directory.paths import RunDirectory
+
+POLL_S = 0.2
+PATIENCE_S = 90.0
+BEGIN, END = "<!-- why: begin -->", "<!-- why: end -->"
+
+
+@dataclass(frozen=True)
+class Named:
+    """Seconds until one of the three named the problem, and its words; ``None`` if it never did."""
+
+    seconds: float | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The ways in which a problem was found, and after how many seconds."""
+
+    problem: Problem
+    page: Named
+    alert: Named
+    why: Named
+
+
+def measure(problem: Problem) -> Row:
+    """Plants the problem in a run, and asks all three until each has named it or patience ends."""
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        folder, port = Path(place), free_port(8)
+        scene = problem.scene(folder, stack)
+        (folder / "runs").mkdir(exist_ok=True)
+        run = RunDirectory(folder / "runs" / "run")
+        process = start(folder, scene, run, port)
+        stack.callback(signal_all, process.pid, signal.SIGKILL)
+        address = stack.enter_context(page(folder / "runs", folder / "page-cache"))
+        client = stack.enter_context(
+            prometheus(folder / "prometheus", f"{address}/targets", shorten=shortened, ui=address)
+        )
+        began = await_step(run, problem.from_step)
+        if scene.plant is not None:
+            await_none(lambda: of_page(address), problem.code)
+            began = time.time()
+            scene.plant(process.pid)
+        with ThreadPoolExecutor(3) as pool:
+            asked = (
+                pool.submit(await_reason, lambda: of_page(address), problem.code, began),
+                pool.submit(await_alert, client, problem, began),
+                pool.submit(await_reason, lambda: of_command(run), problem.code, began),
+            )
+            return Row(problem, *(one.result() for one in asked))
+
+
+def start(folder: Path, scene: Scene, run: RunDirectory, port: int) -> subprocess.Popen[bytes]:
+    """Starts the scene's run, with its metrics at ``port``."""
+    file = folder / "run.toml"
+    file.write_text(scene.text)
+    if scene.agent:
+        words = ["agent", "--run", str(file), "--set", f'run_dir="{run.path}"']
+    else:
+        words = ["train", str(file), "--run-dir", str(run.path)]
+    words += ["--set", f"observe.metrics_port={port}", *scene.words]
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "phalanx", *words],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, **scene.environment},
+        )
+
+
+@contextmanager
+def page(folder: Path, cache: Path) -> Iterator[str]:
+    """``phalanx ui`` over a folder in a process of its own: its address."""
+    command = [sys.executable, "-m", "phalanx", "ui", str(folder), "--port", "0", "--no-open"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[0].rstrip("/")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def fetch(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        return json.load(answer)
+
+
+def of_page(address: str) -> list[dict[str, Any]]:
+    """The reasons in the page's box."""
+    (run, *_) = fetch(f"{address}/api/runs")["runs"]
+    found: list[dict[str, Any]] = fetch(f"{address}/api/run/{run['id']}/why")["reasons"]
+    return found
+
+
+def of_command(run: RunDirectory) -> list[dict[str, Any]]:
+    """The reasons that ``phalanx why --json`` gives."""
+    words = [sys.executable, "-m", "phalanx", "why", str(run.path), "--json"]
+    found: list[dict[str, Any]] = json.loads(subprocess.run(words, capture_output=True, check=False).stdout)[
+        "reasons"
+    ]
+    return found
+
+
+def await_step(run: RunDirectory, step: int) -> float:
+    """Waits until a step is done; returns the time at which it was."""
+
+    def counts(event: Event) -> bool:
+        return isinstance(event.body, Step) and event.body.step == step
+
+    deadline = time.time() + 3 * PATIENCE_S
+    while time.time() < deadline:
+        try:
+            if (found := newest_event(run.events, counts)) is not None:
+                return found.t
+        except EventLogError:
+            pass
+        time.sleep(POLL_S)
+    raise TimeoutError(f"step {step} was never done")
+
+
+def await_reason(ask: Callable[[], list[dict[str, Any]]], code: str, began: float) -> Named:
+    while time.time() < began + PATIENCE_S:
+        found = [one for one in ask() if one["code"] == code]
+        if found:
+            return Named(time.time() - began, f"{found[0]['title']} ({found[0]['evidence'][0]})")
+        time.sleep(POLL_S)
+    return Named()
+
+
+def await_none(ask: Callable[[], list[dict[str, Any]]], code: str) -> None:
+    """Waits until nothing of the kind is wrong, as while a run on a busy machine gets under way: what is named then was planted."""
+    deadline = time.time() + PATIENCE_S
+    while any(one["code"] == code for one in ask()):
+        if time.time() > deadline:
+            raise TimeoutError(f"{code} is given before anything was planted")
+        time.sleep(POLL_S)
+
+
+def await_alert(client: Prometheus, problem: Problem, began: float) -> Named:
+    """The first alert for the problem, of its own or for its reason, to fire after it began; one that fired before says nothing of it."""
+    waits = {str(rule["alert"]): str(rule.get("for", "")) for rule in alerts()}
+    while time.time() < began + PATIENCE_S:
+        for one in (client.get("alerts") or {"alerts": []})["alerts"]:
+            name = one["labels"]["alertname"]
+            since = datetime.fromisoformat(one["activeAt"]).timestamp()
+            meant = name in problem.alerts or one["labels"].get("code") == problem.code
+            if meant and one["state"] == "firing" and since >= began:
+                wait = f", for: {waits[name]}" * bool(waits[name])
+                return Named(time.time() - began, f"{name}{wait}")
+        time.sleep(POLL_S)
+    return Named()
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| problem | named as | what `why` said | page | alert | `phalanx why` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        problem, alert = row.problem, row.alert
+        rule = f" ({alert.words})" if alert.words else ""
+        said = row.why.words or row.page.words
+        lines.append(
+            f"| {problem.name} | `{problem.code}` | {said} | {_seconds(row.page)} | {_seconds(alert)}{rule} | {_seconds(row.why)} |"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(named: Named) -> str:
+    return "never" if named.seconds is None else f"{named.seconds:.1f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for problem in PROBLEMS:
+        if arguments.names and problem.name not in arguments.names:
+            continue
+        try:
+            row = measure(problem)
+        except TimeoutError as error:
+            row = Row(problem, Named(), Named(), Named(None, str(error)))
+        rows.append(row)
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    if arguments.write:
+        before, _, rest = arguments.write.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        arguments.write.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    run_bench(main)
