@@ -1,6 +1,6 @@
 """Cases of a parametrized test of which the suite runs a few and ``make test-all`` every one.
 
-The suite has 20 minutes on two cores. Where one case more is one more layout, format or optimizer through the same code, the suite tries the cases
+The suite has ten minutes on two cores. Where one case more is one more layout, format or optimizer through the same code, the suite tries the cases
 that are most unlike each other.
 """
 
