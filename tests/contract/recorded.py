@@ -18,19 +18,24 @@ REMEDY = (
 )
 NAMED_BY_DATA = frozenset(
     (
-        "buckets_ns",
-        "code",
-        "counts",
-        "environment",
-        "excluded",
-        "faults",
-        "ledger",
-        "numbers",
-        "packages",
-        "variables",
+        *(
+            "accelerators",
+            "buckets_ns",
+            "buckets_s",
+            "counts",
+            "documents",
+            "excluded",
+            "faults",
+            "formats",
+            "ledger",
+        ),
+        *("measures", "models", "numbers", "peers", "sources", "stages", "systems"),
     )
 )
-"""Keys of objects whose own keys depend on the run, the machine or the checkout: their keys are recorded as ``*``."""
+"""Keys of objects whose own keys are names of data: these are recorded as ``*``."""
+MACHINE_FACTS = frozenset(("arithmetic", "code", "data", "numerics", "packages", "variables"))
+"""Keys of objects whose contents depend on the machine, the checkout or installed software: only their type is recorded."""
+_JSON_TYPES = frozenset(("array", "boolean", "null", "number", "object", "string"))
 _CONTAINERS = ("null", "array", "object")
 
 
@@ -38,6 +43,7 @@ def differences(recorded: Mapping[str, str], present: Mapping[str, str]) -> list
     """List what was removed, changed and added, one line each.
 
     ``null`` agrees with any type, and an empty array or object with any contents: a value may be absent on another machine.
+    So does a type with a union that contains it.
     """
     lines = [
         f"removed: {name} ({recorded[name]})"
@@ -47,8 +53,7 @@ def differences(recorded: Mapping[str, str], present: Mapping[str, str]) -> list
     lines += [
         f"changed: {name}: {recorded[name]} -> {present[name]}"
         for name in sorted(recorded.keys() & present.keys())
-        if recorded[name] != present[name] and "null" not in (recorded[name], present[name])
-        if not (_empty_there(name, recorded) or _empty_there(name, present))
+        if not _agree(recorded[name], present[name])
     ]
     lines += [
         f"added: {name} ({present[name]})"
@@ -81,8 +86,9 @@ def key_paths(value: Any, path: str = "") -> dict[str, str]:
 
 
 def _collect(value: Any, path: str, types: dict[str, set[str]]) -> None:
-    if isinstance(value, dict) and value:
-        by_data = path.rpartition(".")[2] in NAMED_BY_DATA
+    last = path.rpartition(".")[2]
+    if isinstance(value, dict) and value and last not in MACHINE_FACTS:
+        by_data = last in NAMED_BY_DATA
         for key, part in value.items():
             _collect(part, f"{path}.{'*' if by_data else key}", types)
     elif isinstance(value, list) and value:
@@ -108,6 +114,9 @@ def _is_empty_form(name: str, facts: Mapping[str, str], other: Mapping[str, str]
     return facts[name] in _CONTAINERS and any(path.startswith((f"{name}.", f"{name}[")) for path in other)
 
 
-def _empty_there(name: str, facts: Mapping[str, str]) -> bool:
-    """Return True if ``name`` itself is an empty array or object in ``facts``."""
-    return facts[name] in _CONTAINERS
+def _agree(recorded: str, present: str) -> bool:
+    """Return True if two promises are equal, or one JSON type is a case of the other."""
+    before, now = set(recorded.split("|")), set(present.split("|"))
+    if not before | now <= _JSON_TYPES:
+        return recorded == present
+    return before <= now or now <= before or bool((before | now) & {"null"})

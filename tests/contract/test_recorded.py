@@ -26,6 +26,11 @@ def test_a_value_that_is_null_or_empty_agrees_with_any_contents() -> None:
     assert differences(bare, full) == []
 
 
+def test_another_json_type_is_a_difference_but_one_of_a_union_is_not() -> None:
+    assert differences({".a": "number"}, {".a": "string"}) == ["changed: .a: number -> string"]
+    assert differences({".a": "number|string"}, {".a": "string"}) == []
+
+
 def test_key_paths_join_the_types_of_an_arrays_items() -> None:
     assert key_paths({"a": [{"b": 1}, {"b": None, "c": "x"}], "d": True}) == {
         ".a[].b": "number",
@@ -36,3 +41,7 @@ def test_key_paths_join_the_types_of_an_arrays_items() -> None:
 
 def test_keys_that_data_names_are_recorded_as_one() -> None:
     assert key_paths({"ledger": {"step.compute": 1.0, "eval": 2}}) == {".ledger.*": "number"}
+
+
+def test_facts_of_a_machine_are_recorded_as_their_type_alone() -> None:
+    assert key_paths({"packages": {"torch": "2.13.0"}}) == {".packages": "object"}
