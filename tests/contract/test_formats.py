@@ -31,6 +31,11 @@ FINGERPRINT = "1dc26ce846fcf17d21022035caba62b0f6282cc8c370fffaee423e0ac884141d"
 STEP = Path("checkpoints/step-00000002")
 
 
+def is_recorded(path: Path) -> bool:
+    """Return False for hidden files, and for the patch of a checkout with changes."""
+    return path.name[0] != "." and path.suffix != ".patch"
+
+
 def named(path: Path) -> str:
     """Return a file's path with the parts that a machine names replaced."""
     name = re.sub(r"packages-[0-9a-f]+", "packages-SHA", path.as_posix())
@@ -84,7 +89,7 @@ def test_the_files_that_are_written_have_the_names_and_keys_recorded(
 ) -> None:
     facts = {"journal version": str(JOURNAL_VERSION), "pack page": str(PAGE_BYTES), "pack magic": repr(MAGIC)}
     for kind, folder in (("run", trained[0] / "runs" / "tiny"), ("dataset", trained[0] / "words")):
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and is_recorded(path))
         for path in files:
             name = f"{kind}/{named(path.relative_to(folder))}"
             facts[name] = "file"
