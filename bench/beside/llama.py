@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -120,14 +121,16 @@ def main() -> None:
     import torch
 
     from bench.beside.load import ROWS, add_load_options, models_of
+    from bench.running import require_catalog_peer
     from bench.serve.engine import GREEDY, engine
     from phalanx.traffic.requests import Request, Token
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--llama-python", required=True)
+    parser.add_argument("--llama-python", default="", help="a Python that has llama.cpp")
     add_load_options(parser)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
+    require_catalog_peer(shutil.which(given.llama_python), "beside.llama")
     torch.set_num_threads(given.threads)
     models = models_of(given.dim, given.layers, torch.float32)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -62,14 +63,16 @@ def main() -> None:
     import torch
 
     from bench.beside.load import ROWS, add_load_options, models_of
+    from bench.running import require_catalog_peer
     from bench.serve.engine import GREEDY, engine, finish
     from phalanx.traffic.requests import Request
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm-python", required=True)
+    parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")
     add_load_options(parser)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     given = parser.parse_args()
+    require_catalog_peer(shutil.which(given.vllm_python), "beside.vllm")
     models = models_of(given.dim, given.layers, getattr(torch, given.dtype))
     spec = models["fast"].spec
     config = {

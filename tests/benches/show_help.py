@@ -1,0 +1,19 @@
+"""Calls the ``main`` of benches with ``--help`` in one process: ``show_help.py NAME ...``; ends with an error at the first without it."""
+
+import contextlib
+import importlib
+import io
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            importlib.import_module(f"bench.{name}").main()
+    except SystemExit as end:
+        assert end.code in (0, None), name
+    assert "usage: " in text.getvalue(), name
