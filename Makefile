@@ -29,8 +29,8 @@ servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, which some tests sta
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$(grep -v '^#' requirements/debian.txt)
 
 lint: env-dev
-	$(BIN)/ruff format --check src tests bench validation examples deploy lint
-	$(BIN)/ruff check src tests bench validation examples deploy lint
+	$(BIN)/ruff format --check src tests bench validation examples deploy lint requirements
+	$(BIN)/ruff check src tests bench validation examples deploy lint requirements
 	$(BIN)/mypy
 	$(BIN)/python -m lint.language
 

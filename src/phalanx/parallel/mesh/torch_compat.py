@@ -217,7 +217,7 @@ def keep_activations_within(fraction: float) -> None:
     config.activation_memory_budget = fraction
 
 
-def keep_selected_tensors_from_hooks() -> dict[str, bool]:
+def keep_selected_tensors_from_hooks() -> dict[str, Any]:
     """Return the option of ``checkpoint`` with which tensors that selective checkpointing keeps bypass saved-tensor hooks.
 
     PyTorch 2.14 added the option and announces another default. Earlier releases always bypass the hooks.

@@ -87,9 +87,9 @@ class _Tried:
     """In how many places among the rows so few are looked for, up to ``_LOOKED`` of them: where rows are unlike each other, and few show anything."""
 
     def expected(self) -> Tensor:
-        """What the operation makes of all rows; only of those that are compared, since there may be many trials of wide rows."""
-        whole = self.operation(self.rows.contiguous())
-        return whole[: self.most].clone() if self.looks == 1 else whole
+        """Return the operation's result for all rows, or for those that are compared: there may be many trials of wide rows."""
+        results = self.operation(self.rows.contiguous())
+        return results[: self.most].clone() if self.looks == 1 else results
 
     def begins(self, number: int, begin: int) -> Sequence[int]:
         """Where ``number`` rows are tried when it is the turn of those from ``begin`` on."""
@@ -106,14 +106,14 @@ _Trials = Callable[[int], Iterator[_Tried]]
 
 
 def _found(name: str, trials: _Trials, width: int, dtype: torch.dtype, elements: int = 0) -> Facts | None:
-    """How few rows an operation may have; ``name`` tells what else than width and format decides its bits. ``elements``: of each row, those that
+    """Return how few rows an operation may have; ``name`` names all but width and format that decides its bits. ``elements``: of each row, those that
     go through an element-wise function that rounds otherwise behind whole vectors; 0 if there is none."""
     many = _MANY if width < _WIDE else _MANY_WIDE
     threads = torch.get_num_threads()
     more = _cut_numbers(elements, threads) if elements and threads > 1 else []
     if more:  # whole vectors for each thread, so that the rows compared with have no elements left over
-        whole = 32 * threads
-        many = -(-max(many, more[-1] + 1) // whole) * whole
+        step = 32 * threads
+        many = -(-max(many, more[-1] + 1) // step) * step
     return recalled(
         f"{name} {width} {dtype}",
         lambda: _search(trials(many), many, more),
@@ -131,17 +131,17 @@ def _cut_numbers(elements: int, threads: int) -> list[int]:
 
 
 @torch.no_grad()
-def _telling(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float | None:
-    """A number whose result by itself, left over behind whole vectors, is another than among many; ``None`` if none is found.
+def _sensitive_value(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float | None:
+    """Find a number whose result differs when it is left over behind whole vectors; ``None`` if there is none.
 
-    Random rows show that only by chance: few of their elements are left over, and in bf16 one of some thousands of numbers tells."""
+    Random rows would show such a number by chance alone: few of their elements are left over, and in bf16 one number in thousands differs."""
     if dtype == torch.bfloat16:
         every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         values = every[every.isfinite() & (every.abs() < 64)]
     else:
         values = torch.linspace(-9, 9, 1 << 12, dtype=torch.float32).to(dtype)
     among = function(values[: len(values) // 64 * 64])
-    for value, expected in zip(values.split(1), among.split(1), strict=False):
+    for value, expected in zip(values[:, None], among[:, None], strict=False):
         if not torch.equal(function(value), expected):
             return float(value)
     return None
@@ -150,8 +150,8 @@ def _telling(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float 
 def _alike(
     function: Callable[[Tensor], Tensor], many: int, width: int, dtype: torch.dtype
 ) -> Iterator[_Tried]:
-    """Rows of a number that tells whether it is left over, if there is one."""
-    value = _telling(function, dtype)
+    """Yield rows of a number whose result shows whether it is left over, if there is one."""
+    value = _sensitive_value(function, dtype)
     if value is not None:
         yield _Tried(function, torch.full((many, width), value, dtype=dtype))
 

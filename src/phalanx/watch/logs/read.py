@@ -102,17 +102,17 @@ def all_lines(
     directory: RunDirectory, query: LogQuery = LogQuery(), block_bytes: int = BLOCK
 ) -> Iterator[LogLine]:
     """The lines that ``query`` selects, oldest first; ``block_bytes`` of a file are read at once."""
-    span, found = query.span, streams(directory, query.attempt)
-    return _merged([forward(stream, span, block_bytes) for stream in found], query, sign=1)
+    span, selected = query.span, streams(directory, query.attempt)
+    return _merged([forward(stream, span, block_bytes) for stream in selected], query, sign=1)
 
 
 def newest_lines(
     directory: RunDirectory, query: LogQuery = LogQuery(), block_bytes: int = BLOCK
 ) -> Iterator[LogLine]:
     """The lines that ``query`` selects, newest first; ``block_bytes`` of a file are read at once, or less where there are many files."""
-    span, found = query.span, streams(directory, query.attempt)
-    block_bytes = block_bytes if len(found) < _MANY else min(block_bytes, _SMALL_BLOCK)
-    return _merged([backward(stream, span, block_bytes) for stream in found], query, sign=-1)
+    span, selected = query.span, streams(directory, query.attempt)
+    block_bytes = block_bytes if len(selected) < _MANY else min(block_bytes, _SMALL_BLOCK)
+    return _merged([backward(stream, span, block_bytes) for stream in selected], query, sign=-1)
 
 
 class _Buffer:
