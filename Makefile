@@ -10,21 +10,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-servers test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers lint contract bench gpu env env-dev clean
+.PHONY: quickstart test test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers lint contract bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
 
 test: env-dev  ## the whole suite, in ten minutes on two cores
-	$(PYTEST) -m "not slow and not servers"
+	$(PYTEST) -m "not slow and not servers and not processors"
 
 test-servers: env-dev  ## real Slurm, sshd, Chromium and Prometheus (after `make servers`), and campaigns of faults
-	$(PYTEST) -m "servers and not slow"
+	$(PYTEST) -m "servers and not slow and not processors"
 
 test-all: env-dev  ## and what takes longer
-	$(PYTEST)
+	$(PYTEST) -m "not processors"
 
-servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, which some tests start; as root
+test-processors: env-dev  ## numerics under each instruction set of this machine and 1 to 8 threads, and the C kernels on 64-bit Arm
+	$(BIN)/python -m pytest -n auto --maxprocesses 2 -m processors tests/processors
+	$(BIN)/python tests/processors/table.py
+
+servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, and a compiler and an emulator for 64-bit Arm; as root
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$(grep -v '^#' requirements/debian.txt)
 
@@ -66,7 +70,7 @@ test-resolved:
 	$(BIN)/pip install --quiet 'setuptools>=77' -r $(VENV)/resolved.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	$(BIN)/pip check
-	$(PYTEST) -m "not slow and not servers"
+	$(PYTEST) -m "not slow and not servers and not processors"
 
 test-torch-2.11:  ## the suite on the oldest PyTorch that is supported, in an environment of its own
 	$(MAKE) VENV=$(VENV)-torch-2.11 DEV=requirements/dev-torch-2.11.txt BASE=requirements/base-torch-2.11.txt test

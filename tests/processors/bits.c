@@ -1,0 +1,146 @@
+/* Prints a digest of what each of the project's C kernels computes from stored inputs, for comparison between processors. */
+#include "numbers.h"
+#include "kernels/team.h"
+#include "portable/matrix.h"
+
+int products(int64_t batch, int64_t m, int64_t n, int64_t k, const matrix *a, int64_t a_step, const matrix *b, int64_t b_step, void *c,
+             int32_t narrow);
+int attention(const int64_t shape[7], const matrix inputs[4], const int64_t steps[8], float scale, int32_t causal, void *out,
+              int32_t narrow, float *log_sums);
+int attention_backward(const int64_t shape[7], const matrix inputs[6], const int64_t steps[12], float scale, int32_t causal,
+                       const float *log_sums, void *grad_query, void *grad_key, void *grad_value, int32_t narrow);
+int row_product(const float *x, const float *w, const float *bias, float *y, int64_t rows, int64_t inputs, int64_t outputs,
+                int64_t block, parallel_function parallel, int64_t threads);
+int half_row_product(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, float *arranged, int64_t rows,
+                     int64_t inputs, int64_t outputs, parallel_function parallel, int64_t threads);
+void adamw(float *weights, const float *grads, float *means, float *squares, int64_t count, const float *factors, void *roots);
+uint32_t peak_bits(const float *values, int64_t count);
+void extract(const float *values, int64_t count, const double *constants, double *sums);
+void add_to_int32(const float *gradient, int32_t *high, int32_t *low, int8_t *tops, int64_t spans, int64_t size, int32_t width);
+void add_to_int64(const float *gradient, int64_t *high, int64_t *low, int8_t *tops, int64_t spans, int64_t size, int32_t width);
+void turn(const float *x, const float *cos, const float *sin, float *out, int64_t batch, int64_t heads, int64_t length, int64_t width,
+          const int64_t *strides, int back, int64_t at_once, parallel_function parallel, int64_t threads);
+void norm(int kind, const float *x, const float *y, const float *inverse, const float *weights, const float *along, float *out,
+          int64_t rows, int64_t width, int64_t at_once, parallel_function parallel, int64_t threads);
+void report_layer_fp32(void);
+void report_layer_bf16(void);
+
+/* Shapes that fill whole tiles and shapes that leave rows, columns and terms over. */
+static void report_products(void) {
+    const int64_t shapes[][3] = {{1, 40, 300}, {7, 17, 600}, {96, 64, 256}, {13, 33, 37}, {2, 16, 8}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const int64_t m = shapes[i][0], n = shapes[i][1], k = shapes[i][2];
+        for (int narrow = 0; narrow < 2; narrow++)
+            for (int across = 0; across < 2; across++) {
+                const void *left = narrow ? (void *)halves_of(m * k, 0, 6) : numbers(m * k, 0, 6);
+                const void *right = narrow ? (void *)halves_of(k * n, 1, 7) : numbers(k * n, 1, 7);
+                const matrix a = {left, k, 1, narrow}, b = {right, across ? 1 : n, across ? k : 1, narrow};
+                char name[64];
+                void *c = calloc((size_t)(m * n), sizeof(float));
+                if (products(1, m, n, k, &a, 0, &b, 0, c, narrow)) exit(1);
+                snprintf(name, sizeof name, "product-%dx%dx%d-%s-%s", (int)m, (int)n, (int)k, narrow ? "bf16" : "fp32", across ? "columns" : "rows");
+                report(name, c, (size_t)(m * n) * (narrow ? 2 : 4));
+            }
+    }
+}
+
+static void report_attention(void) {
+    enum { B = 2, H = 4, K = 2, T = 70, E = 24, V = 16 };
+    const int64_t shape[7] = {B, H, K, T, T, E, V};
+    for (int narrow = 0; narrow < 2; narrow++)
+        for (int causal = 0; causal < 2; causal++) {
+            const int64_t sizes[] = {B * H * T * E, B * K * T * E, B * K * T * V, 0, B * H * T * V, B * H * T * V};
+            const int64_t widths[] = {E, E, V, 0, V, V}, heads[] = {H, K, K, 0, H, H};
+            matrix inputs[6] = {{0}};
+            int64_t steps[12] = {0};
+            for (int i = 0; i < 6; i++) {
+                if (i == 3) continue; /* no bias */
+                const void *at = narrow ? (void *)halves_of(sizes[i], i, 7) : numbers(sizes[i], i, 7);
+                inputs[i] = (matrix){at, widths[i], 1, narrow};
+                steps[2 * i] = heads[i] * T * widths[i], steps[2 * i + 1] = T * widths[i];
+            }
+            const size_t size = narrow ? 2 : 4;
+            char *results = calloc(B * T * (2 * H * E + 2 * H * V + K * E + K * V), 4), *out = results;
+            char *query = out + B * H * T * V * size, *key = query + B * H * T * E * size, *value = key + B * K * T * E * size;
+            float log_sums[B * H * T];
+            if (attention(shape, inputs, steps, 0.2f, causal, out, narrow, log_sums)) exit(1);
+            if (attention_backward(shape, inputs, steps, 0.2f, causal, log_sums, query, key, value, narrow)) exit(1);
+            char name[64];
+            snprintf(name, sizeof name, "attention-%s-%s", narrow ? "bf16" : "fp32", causal ? "causal" : "all");
+            report(name, results, (size_t)(value - results) + B * K * T * V * size);
+            snprintf(name, sizeof name, "log-sums-%s-%s", narrow ? "bf16" : "fp32", causal ? "causal" : "all");
+            report(name, log_sums, sizeof log_sums);
+        }
+}
+
+static void report_rows(void) {
+    const int64_t shapes[][3] = {{1, 96, 40}, {3, 37, 21}, {4, 64, 64}, {7, 300, 35}, {50, 130, 17}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const int64_t rows = shapes[i][0], inputs = shapes[i][1], outputs = shapes[i][2];
+        float *y = calloc((size_t)(rows * outputs), sizeof *y), *arranged = calloc((size_t)(rows * inputs), sizeof *arranged);
+        uint16_t *narrow = calloc((size_t)(rows * outputs), sizeof *narrow);
+        char name[64];
+        if (!row_product(numbers(rows * inputs, 0, 6), numbers(outputs * inputs, 1, 7), numbers(outputs, 2, 5), y, rows, inputs, outputs, 48, 0, 1))
+            exit(1);
+        snprintf(name, sizeof name, "rows-%dx%dx%d-fp32", (int)rows, (int)outputs, (int)inputs);
+        report(name, y, (size_t)(rows * outputs) * sizeof *y);
+        if (!half_row_product(halves_of(rows * inputs, 0, 6), halves_of(outputs * inputs, 1, 7), halves_of(outputs, 2, 5), narrow, arranged,
+                              rows, inputs, outputs, 0, 1))
+            exit(1);
+        snprintf(name, sizeof name, "rows-%dx%dx%d-bf16", (int)rows, (int)outputs, (int)inputs);
+        report(name, narrow, (size_t)(rows * outputs) * sizeof *narrow);
+    }
+}
+
+static void report_passes_over_memory(void) {
+    enum { COUNT = 4099, SPANS = 4, SIZE = 512, WIDTH = 38, ROWS_ = 7 };
+    const float factors[9] = {0.37f, 0.9f, 0.1f, 0.95f, 0.05f, 0.377673f, 1e-8f, 1e-3f, 0.9999f};
+    float *state[4];
+    for (int i = 0; i < 4; i++) state[i] = numbers(COUNT, i, 9);
+    for (int i = 0; i < COUNT; i++) state[3][i] *= state[3][i];
+    adamw(state[0], state[1], state[2], state[3], COUNT, factors, 0);
+    report("adamw-weights", state[0], COUNT * sizeof(float));
+    report("adamw-means", state[2], COUNT * sizeof(float));
+    report("adamw-squares", state[3], COUNT * sizeof(float));
+    const double constants[2] = {1.5 * 17179869184.0, 1.5 / 16};
+    double sums[2] = {0, 0};
+    extract(state[1], COUNT, constants, sums);
+    report("exact-sums", sums, sizeof sums);
+    const uint32_t peak = peak_bits(state[1], COUNT);
+    report("peak", &peak, sizeof peak);
+
+    int32_t *words = calloc(2 * SPANS * SIZE, sizeof *words);
+    int64_t *wide = calloc(2 * SPANS * SIZE, sizeof *wide);
+    int8_t tops[SPANS], wide_tops[SPANS];
+    memset(tops, -128, sizeof tops), memset(wide_tops, -128, sizeof wide_tops);
+    for (int i = 0; i < 3; i++) {
+        add_to_int32(numbers(SPANS * SIZE, i, 20 - 6 * i), words, words + SPANS * SIZE, tops, SPANS, SIZE, 20);
+        add_to_int64(numbers(SPANS * SIZE, i, 20 - 6 * i), wide, wide + SPANS * SIZE, wide_tops, SPANS, SIZE, 20);
+    }
+    report("bins-int32", words, 2 * SPANS * SIZE * sizeof *words);
+    report("bins-int64", wide, 2 * SPANS * SIZE * sizeof *wide);
+
+    const int64_t strides[6] = {ROWS_ * 2 * WIDTH, WIDTH, 2 * WIDTH, ROWS_ * 2 * WIDTH, WIDTH, 2 * WIDTH};
+    float *out = calloc(ROWS_ * 2 * WIDTH, sizeof *out);
+    for (int back = 0; back < 2; back++) {
+        turn(numbers(ROWS_ * 2 * WIDTH, 0, 6), numbers(ROWS_ * WIDTH, 1, 9), numbers(ROWS_ * WIDTH, 2, 9), out, 1, 2, ROWS_, WIDTH, strides, back,
+             100, 0, 1);
+        report(back ? "rotation-backward" : "rotation", out, ROWS_ * 2 * WIDTH * sizeof *out);
+    }
+    const char *names[] = {"norm-scaled", "norm-multiplied", "norm-straightened"};
+    for (int kind = 0; kind < 3; kind++) {
+        norm(kind, numbers(ROWS_ * WIDTH, 0, 6), numbers(ROWS_ * WIDTH, 1, 6), numbers(ROWS_, 2, 8), numbers(WIDTH, 3, 8), numbers(ROWS_, 4, 8), out,
+             ROWS_, WIDTH, 100, 0, 1);
+        report(names[kind], out, ROWS_ * WIDTH * sizeof *out);
+    }
+}
+
+int main(void) {
+    report_products();
+    report_attention();
+    report_rows();
+    report_layer_fp32();
+    report_layer_bf16();
+    report_passes_over_memory();
+    return 0;
+}

@@ -1,0 +1,168 @@
+"""Numerics, kernels, exact serving and the first steps of the quickstart, under each instruction set of this machine and with several numbers of threads.
+
+    python tests/processors/table.py
+
+Prints a table of instruction sets and threads: tests that passed, failed and were skipped, and the hash of the weights after the first steps, in portable
+and in native numerics. Tests assert equal bits or a refusal in words (``exact_or_refused.py``), never which processor they run on; a refusal counts
+as skipped. Exit code 1: a test failed, a training run failed, or the portable hash differs between two cells. Native hashes are shown and not compared.
+
+An instruction set is a limit on PyTorch's, oneDNN's and MKL's dispatchers. It shows which code each chooses, and not what another vendor's processor rounds
+otherwise. Portable numerics sets PyTorch's own limit itself, so only the libraries' limits are on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+THREADS = (1, 2, 3, 8)
+LIMITS = {
+    "default": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "DNNL_MAX_CPU_ISA": "SSE41",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    },
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "DNNL_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "all": {},
+}
+"""By name, the variables that limit which instructions are used; ``all`` has no limit."""
+ONE_THREAD = (
+    "tests/hardware/test_kernels.py",
+    "tests/hardware/test_layer_kernels.py",
+    "tests/hardware/portable",
+    "tests/serve/numerics/test_exact.py",
+    "tests/serve/numerics/test_layers.py",
+)
+"""Tests of which a second number of threads shows nothing new."""
+ANY_THREADS = (
+    "tests/hardware/test_layer_kernels.py",
+    "tests/serve/numerics/test_widths.py::test_numbers_of_rows_that_threads_cut_apart_keep_their_bits_or_are_not_offered",
+    "tests/serve/engine/test_engine.py::test_log_probabilities_are_the_trainers_to_the_bit",
+)
+SMALL = (
+    "train.steps=2", "train.seq_len=32", "train.batch_size=2", "train.slots=2", "parallel.ranks=1", "evaluation.sequences=1",
+    "data.path=data", 'data.corpus=["corpus.txt"]', "data.tokenizer=bytes", "sample.tokens=1",
+)  # fmt: skip
+"""Fields of ``configs/quickstart.toml`` that make its first steps a matter of seconds."""
+_HASH = re.compile(r"weights_sha256=([0-9a-f]{64})")
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Results under one instruction set with one number of threads."""
+
+    counts: dict[str, int]
+    portable: str
+    native: str
+    """Hashes of weights; empty if the run failed."""
+    output: str
+    """Output of what failed."""
+
+
+def instruction_sets() -> list[str]:
+    """Return the limits that this machine can be put under, the lowest first."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        flags = ""
+    names = ["default"]
+    if re.search(r"^flags.*\bavx2\b", flags, re.MULTILINE):
+        names.append("avx2")
+    if "avx2" not in names or re.search(r"^flags.*\bavx512f\b", flags, re.MULTILINE):
+        names.append("all")
+    return names
+
+
+def cell(name: str, threads: int, folder: Path) -> Cell:
+    """Run the tests and both training runs of one cell in ``folder``."""
+    caches = folder.parent / f"cache-{name}"  # facts of a limit are its own; compiled kernels are everybody's
+    limits = {**LIMITS[name], "GOMP_SPINCOUNT": "0", "XDG_CACHE_HOME": str(caches)}
+    tests = (*ONE_THREAD, *ANY_THREADS[1:]) if threads == 1 else ANY_THREADS
+    counts, output = run_tests(tests, threads, {**os.environ, **limits})
+    hashes = []
+    for numerics in ("portable", "native"):
+        environment = {**os.environ, **limits}
+        if numerics == "portable":
+            environment.pop("ATEN_CPU_CAPABILITY", None)
+        weights, text = first_steps(numerics, threads, environment, folder / numerics)
+        hashes.append(weights)
+        output += "" if weights else text
+    return Cell(counts, *hashes, output)
+
+
+def run_tests(
+    tests: tuple[str, ...], threads: int, environment: dict[str, str]
+) -> tuple[dict[str, int], str]:
+    """Return the counts of pytest's outcomes, and its output if a test failed."""
+    arguments = ("-q", "-m", "not slow", "-p", "no:cacheprovider", *tests)
+    done = subprocess.run(
+        [sys.executable, "tests/processors/cell.py", str(threads), *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    counts = {
+        outcome: int(count)
+        for count, outcome in _COUNT.findall(done.stdout.rpartition("\n=")[2] or done.stdout)
+    }
+    if done.returncode:
+        counts["failed"] = counts.get("failed", 0) + counts.pop("error", 0) or 1
+        return counts, done.stdout[-6000:] + done.stderr[-2000:]
+    return counts, ""
+
+
+def first_steps(numerics: str, threads: int, environment: dict[str, str], folder: Path) -> tuple[str, str]:
+    """Return the hash of the weights after the first steps of the quickstart, empty if it failed, and the output."""
+    folder.mkdir(parents=True)
+    sources = sorted((ROOT / "src" / "phalanx" / "run").rglob("*.py"))
+    (folder / "corpus.txt").write_text("".join(map(Path.read_text, sources))[:60_000])
+    values = (*SMALL, f"runtime.numerics={numerics}", f"runtime.threads={threads}")
+    command = [sys.executable, "-m", "phalanx", "train", str(ROOT / "configs" / "quickstart.toml")]
+    done = subprocess.run(
+        [*command, *(part for value in values for part in ("--set", value))],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    match = _HASH.search(done.stdout)
+    return (match[1] if match and not done.returncode else ""), done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def main() -> int:
+    """Print the table; return the exit code."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+        places = [(name, threads) for name in instruction_sets() for threads in THREADS]
+        cells = list(pool.map(lambda place: cell(*place, Path(scratch) / f"{place[0]}-{place[1]}"), places))
+    print(
+        f"{'instructions':<14}{'threads':>8}{'passed':>8}{'failed':>8}{'skipped':>9}  {'portable':<14}native"
+    )
+    for (name, threads), result in zip(places, cells, strict=True):
+        passed, failed, skipped = (
+            result.counts.get(outcome, 0) for outcome in ("passed", "failed", "skipped")
+        )
+        hashes = f"{result.portable[:12] or 'failed':<14}{result.native[:12] or 'failed'}"
+        print(f"{name:<14}{threads:>8}{passed:>8}{failed:>8}{skipped:>9}  {hashes}")
+    print(f"{time.monotonic() - began:.0f} s")
+    for place, result in zip(places, cells, strict=True):
+        if result.output:
+            print(f"\n{place[0]}, {place[1]} threads:\n{result.output}")
+    different = len({result.portable for result in cells}) > 1
+    if different:
+        print("portable numerics has other bits in some cells")
+    return int(different or any(result.output for result in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
