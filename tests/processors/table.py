@@ -48,10 +48,13 @@ ONE_THREAD = (
     "tests/serve/numerics/test_layers.py",
 )
 """Tests of which a second number of threads shows nothing new."""
+_ENGINE = "tests/serve/engine/test_engine.py::test_log_probabilities_are_the_trainers_to_the_bit"
 ANY_THREADS = (
-    "tests/hardware/test_layer_kernels.py",
     "tests/serve/numerics/test_widths.py::test_numbers_of_rows_that_threads_cut_apart_keep_their_bits_or_are_not_offered",
-    "tests/serve/engine/test_engine.py::test_log_probabilities_are_the_trainers_to_the_bit",
+    *(
+        f"{_ENGINE}[{kind}]"
+        for kind in ("dense-fp32", "latent-fp32", "wide mixture-fp32", "gated shared experts-bf16")
+    ),
 )
 SMALL = (
     "train.steps=2", "train.seq_len=32", "train.batch_size=2", "train.slots=2", "parallel.ranks=1", "evaluation.sequences=1",
@@ -92,7 +95,7 @@ def cell(name: str, threads: int, folder: Path) -> Cell:
     """Run the tests and both training runs of one cell in ``folder``."""
     caches = folder.parent / f"cache-{name}"  # facts of a limit are its own; compiled kernels are everybody's
     limits = {**LIMITS[name], "GOMP_SPINCOUNT": "0", "XDG_CACHE_HOME": str(caches)}
-    tests = (*ONE_THREAD, *ANY_THREADS[1:]) if threads == 1 else ANY_THREADS
+    tests = (*ONE_THREAD, *ANY_THREADS) if threads == 1 else ANY_THREADS
     counts, output = run_tests(tests, threads, {**os.environ, **limits})
     hashes = []
     for numerics in ("portable", "native"):

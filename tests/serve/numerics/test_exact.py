@@ -186,6 +186,9 @@ def test_attention_that_depends_on_its_place_is_refused_by_name(monkeypatch: pyt
         return mixed + (mixed.shape[2] == 1)
 
     monkeypatch.setattr(LayerRows, "mix", wrong)
+    # Nothing else is refused before, on any processor.
+    monkeypatch.setattr(exact, "product_facts", lambda _: Facts(1, 1))
+    monkeypatch.setattr(exact, "width_facts", lambda *_: [])
     with pytest.raises(EngineError, match=r"attention of layer 0 .*queries 0 to 0.*--numerics fast"):
         exact_numerics(built(), built().spec, 96)
     attention._first_difference.cache_clear()
@@ -201,6 +204,7 @@ def test_a_product_or_a_width_without_any_number_of_rows_is_refused_by_name(
             EngineError, match=r"attention.key.weight: .*64 inputs and 32 outputs.*--numerics fast"
         ):
             exact_numerics(model, model.spec, 96)
+    monkeypatch.setattr(exact, "product_facts", lambda _: Facts(1, 1))
     monkeypatch.setattr(exact, "width_facts", lambda *_: [("the activation of width 9", None)])
     with pytest.raises(EngineError, match="the activation of width 9: on this machine"):
         exact_numerics(model, model.spec, 96)

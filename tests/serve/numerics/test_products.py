@@ -45,9 +45,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     products._facts_of.cache_clear()
 
 
+def kept_by(shape: Shape) -> Facts:
+    """The facts of a shape; skips the test where no number of rows keeps its bits, for which exact serving refuses it."""
+    facts = product_facts(shape)
+    if facts is None:
+        pytest.skip(f"on this processor no number of rows keeps the bits of a {shape}")
+    return facts
+
+
 def products_of(*shapes: Shape) -> RowProducts:
-    found = {shape: product_facts(shape) for shape in shapes}
-    return RowProducts({shape: facts for shape, facts in found.items() if facts is not None})
+    return RowProducts({shape: kept_by(shape) for shape in shapes})
 
 
 @settings(max_examples=30, deadline=None)
@@ -298,7 +305,7 @@ def test_a_kernel_that_cannot_be_compiled_is_none(monkeypatch: pytest.MonkeyPatc
 
 def test_what_was_found_is_kept_and_what_no_longer_holds_is_found_again(tmp_path: Path) -> None:
     shape, path = Shape(40, 256, FP32), tmp_path / "facts.json"
-    found = product_facts(shape)
+    found = kept_by(shape)
     (name,) = json.loads(path.read_text())
     products._facts_of.cache_clear()
     assert product_facts(shape) == found
