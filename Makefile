@@ -42,7 +42,7 @@ contract: env-dev  ## record the commands, JSON keys, formats and names that use
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract --record -m "not slow"
 
 bench: env-dev  ## ratios to peers and physical limits, taken in one run each
-	$(BIN)/python -m bench.train.step
+	$(BIN)/python -m bench.train.step --only one-rank
 	$(BIN)/python -m bench.checkpoint.write
 	$(BIN)/python -m bench.data.read
 

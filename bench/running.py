@@ -115,8 +115,8 @@ def require_catalog_peer(program: str | None, bench: str) -> None:
         raise MissingPeerError(f"{peer} is not installed: {command}")
 
 
-def record(fields: Mapping[str, Any]) -> None:
-    """Print one row of results, and append it to the file of ``--out``."""
+def record(fields: Mapping[str, Any], *, is_printed: bool = True) -> None:
+    """Append one row of results to the file of ``--out``, and print it."""
     words = (
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in fields.items()
@@ -125,6 +125,8 @@ def record(fields: Mapping[str, Any]) -> None:
     if isinstance(stream, _RowStream):
         stream.append(fields)
         stream = stream.terminal
+    if not is_printed:
+        return
     print("  ".join(words), file=stream, flush=True)
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from bench.checkpoint.write import State, make_state, memcpy_s, timed
-from bench.running import run_bench
+from bench.running import record, require_memory, run_bench
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import whole
@@ -93,7 +93,7 @@ class Bench:
         return taken
 
 
-def measure(size_gib: float, rounds: int) -> tuple[int, list[Round]]:
+def measure(size_gib: float, rounds: int, *, is_printed: bool) -> tuple[int, list[Round]]:
     """The state's size in bytes and each round's times, after one round that warms all memory."""
     state = make_state(size_gib)
     nbytes = sum(tensor.nbytes for tensor in state.values())
@@ -112,7 +112,11 @@ def measure(size_gib: float, rounds: int) -> tuple[int, list[Round]]:
         bench = Bench(state, target, warm, memory, buddy, writer, f"127.0.0.1:{server.port}")
         bench.one_round(0)
         bench.one_round(1)  # the second of the two segments on either side
-        return nbytes, [bench.one_round(step) for step in range(2, rounds + 2)]
+        done = []
+        for step in range(2, rounds + 2):
+            done.append(bench.one_round(step))
+            record({"round": step - 1, **asdict(done[-1])}, is_printed=is_printed)
+        return nbytes, done
 
 
 def main() -> None:
@@ -123,7 +127,10 @@ def main() -> None:
     parser.add_argument("--size-gib", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    nbytes, rounds = measure(args.size_gib, args.rounds)
+    require_memory(
+        8 * args.size_gib, "give a smaller --size-gib"
+    )  # two segments on either side, state, copies
+    nbytes, rounds = measure(args.size_gib, args.rounds, is_printed=not args.json)
     medians = {name: statistics.median(getattr(one, name) for one in rounds) for name in asdict(rounds[0])}
     ratio = statistics.median(one.stall_s / one.memcpy_s for one in rounds)
     if args.json:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from bench.running import run_bench
+from bench.running import record, require_memory, run_bench
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.blocks import BLOCK_BYTES, page_aligned
 from phalanx.checkpoint.format.boxes import whole
@@ -59,16 +59,17 @@ class Round:
 
 
 def make_state(size_gib: float) -> State:
-    """A transformer's weights (bf16) with master weights and two moments (fp32) in matrices of 16 Mi elements."""
-    layer_bytes = (16 << 20) * 14
+    """A transformer's weights (bf16) with master weights and two moments (fp32), in matrices of 16 Mi elements if they are that many."""
+    width = 4096 if size_gib >= 0.2 else 256
+    layer_bytes = width**2 * 14
     layers = max(1, round(size_gib * (1 << 30) / layer_bytes))
     state: State = {}
     for layer in range(layers):
         name = f"layers.{layer}.weight"
-        state[f"model/{name}"] = torch.randn(4096, 4096).to(torch.bfloat16)
-        state[f"model/layers.{layer}.norm"] = torch.randn(4096)
+        state[f"model/{name}"] = torch.randn(width, width).to(torch.bfloat16)
+        state[f"model/layers.{layer}.norm"] = torch.randn(width)
         for moment in ("master", "exp_avg", "exp_avg_sq"):
-            state[f"optimizer/{moment}/{name}"] = torch.randn(4096, 4096)
+            state[f"optimizer/{moment}/{name}"] = torch.randn(width, width)
     return state
 
 
@@ -156,7 +157,7 @@ def one_round(
     )
 
 
-def measure(root: Path, size_gib: float, rounds: int, buffers: int) -> dict[str, object]:
+def measure(root: Path, size_gib: float, rounds: int, buffers: int, *, is_printed: bool) -> dict[str, object]:
     state = make_state(size_gib)
     nbytes = sum(tensor.nbytes for tensor in state.values())
     warm = page_aligned(nbytes)
@@ -164,7 +165,12 @@ def measure(root: Path, size_gib: float, rounds: int, buffers: int) -> dict[str,
     tier = DiskTier(root / "ours")
     saver = AsyncSaver(tier, 0, 1, buffers=buffers)
     saver.prepare(plain_shards(state))
-    done = [one_round(root, step, state, saver, tier, warm) for step in range(rounds + 1)][1:]
+    done = []
+    for step in range(rounds + 1):
+        seconds = one_round(root, step, state, saver, tier, warm)
+        if step > 0:  # the first round warms the memory
+            done.append(seconds)
+            record({"round": step, **asdict(seconds)}, is_printed=is_printed)
     saver.close()
 
     def median(value: Callable[[Round], float]) -> float:
@@ -207,9 +213,10 @@ def main() -> None:
         "--folder", type=Path, help="on the disk to be measured; default: the temporary folder"
     )
     args = parser.parse_args()
+    require_memory(6 * args.size_gib, "give a smaller --size-gib")  # state, copies, buffers, what is restored
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        result = measure(Path(folder), args.size_gib, args.rounds, args.buffers)
+        result = measure(Path(folder), args.size_gib, args.rounds, args.buffers, is_printed=not args.json)
     if args.json:
         print(json.dumps(result, indent=1))
     else:

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
 from phalanx.data.stored.shard_writer import ShardWriter, commit
@@ -168,6 +168,13 @@ def time_turns(directory: Path, args: argparse.Namespace) -> list[list[Cost]]:
                 read(batch, args.batch)
             costs[number].append(Cost(time.perf_counter() - start_s, time.process_time() - start_cpu_s))
             del read
+        record(
+            {
+                "turn": turn,
+                **{reader.name: turns[turn].wall_s for reader, turns in zip(READERS, costs, strict=True)},
+            },
+            is_printed=False,
+        )
     return costs
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import resource
 import statistics
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.running import run_bench
+from bench.running import record, require_memory, run_bench
 from phalanx.hardware.freed_memory import keep_freed_memory
 from phalanx.hardware.local.device import wait_for_device
 from phalanx.hardware.local.matmul_peak import measure_matmul_flops
@@ -249,11 +250,15 @@ class Crew:
 
 def rounds_of_turns(crews: Sequence[Crew], rounds: int) -> list[dict[str, float]]:
     """Seconds of a step of each contender, who take turns."""
-    return [{name: crew.seconds(name) for crew in crews for name in crew.names} for _ in range(rounds)]
+    rows = []
+    for _ in range(rounds):
+        rows.append({name: crew.seconds(name) for crew in crews for name in crew.names})
+        record(rows[-1], is_printed=False)
+    return rows
 
 
-def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
-    """(a), (b) and (c)."""
+def one_rank(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Measure (a), (b) and (c)."""
     spec = spec_for(arguments, arguments.threads)
     torch.set_num_threads(arguments.threads)
     crews = [Crew([name], spec, 1) for name in ("ours", "bare_loop", "transformers")]
@@ -267,19 +272,18 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens = spec.train.batch_size * spec.train.seq_len
     flops = count(spec.model, spec.train.seq_len).flops_per_token_causal * tokens
     median = statistics.median
-    return {
+    yield from {
         "tokens_per_s": median(tokens / row["ours"] for row in rows),
         "over_bare_loop": median(row["bare_loop"] / row["ours"] for row in rows),
         "over_transformers": median(row["transformers"] / row["ours"] for row in rows),
         "over_matmul_peak": median(flops / row["ours"] / row["peak"] for row in rows),
         "bare_loop_over_matmul_peak": median(flops / row["bare_loop"] / row["peak"] for row in rows),
         "matmul_peak_flops_per_s": median(row["peak"] for row in rows),
-    }
+    }.items()
 
 
-def two_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    """(d)."""
-    found: dict[str, Any] = {}
+def two_ranks(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Measure (d)."""
     spec = spec_for(arguments, 1)
     peers = [Crew([name], spec, 2) for name in ("bare_loop", "transformers") if arguments.peers]
     for sharding in arguments.sharding or ("zero3", "zero2", "none"):
@@ -289,10 +293,9 @@ def two_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
         ours.end()
         for name in ("fast", *(peer.names[0] for peer in peers)):
             ratio = statistics.median(row[name] / row["ours"] for row in rows)
-            found[f"reproducible_over_{name}_{sharding}"] = ratio
+            yield f"reproducible_over_{name}_{sharding}", ratio
     for peer in peers:
         peer.end()
-    return found
 
 
 @contextmanager
@@ -355,17 +358,33 @@ def _shares(spent: dict[str, float], whole: float) -> dict[str, float]:
     return {f"share_{name}": part / whole for name, part in parts.items()}
 
 
-def shares(arguments: argparse.Namespace) -> dict[str, Any]:
-    """(e), for one rank of one thread."""
+def shares(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Measure (e), for one rank of one thread."""
     context = multiprocessing.get_context("spawn")
-    found = {}
+    cpu_s = {}
     for contender in ("ours", "bare"):
         results = context.Queue()
         worker = context.Process(target=_shares_worker, args=(contender, arguments, results))
         worker.start()
-        found |= {f"{contender}_{name}": value for name, value in results.get(timeout=3600).items()}
+        medians = results.get(timeout=3600)
         worker.join()
-    return {**found, "cpu_over_bare_loop": found["bare_cpu_s"] / found["ours_cpu_s"]}
+        cpu_s[contender] = medians["cpu_s"]
+        yield from ((f"{contender}_{name}", value) for name, value in medians.items())
+    yield "cpu_over_bare_loop", cpu_s["bare"] / cpu_s["ours"]
+
+
+CONTENDERS = {"one-rank": 3, "two-ranks": 8, "shares": 1}
+"""Models in memory at a time, over all ranks."""
+
+
+def memory_gib(arguments: argparse.Namespace) -> float:
+    """Return an estimate of the memory of all processes: weights, gradients, moments and a sum; one sequence's activations; libraries."""
+    spec = spec_for(arguments, 1)
+    model = spec.model
+    state = 20 * sum(math.prod(parameter.shape) for parameter in parameters(model))
+    activations = spec.train.seq_len * (8 * model.vocab_size + 100 * model.layers * model.dim)
+    contenders = CONTENDERS[arguments.only] if arguments.only else max(CONTENDERS.values())
+    return contenders * ((state + activations) / 2**30 + 0.35)
 
 
 GOALS = {
@@ -406,19 +425,18 @@ def main() -> None:
     parser.add_argument("--only", choices=["one-rank", "two-ranks", "shares"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
-    if arguments.only in (None, "one-rank"):
-        found |= one_rank(arguments)
-    if arguments.only in (None, "two-ranks"):
-        found |= two_ranks(arguments)
-    if arguments.only in (None, "shares"):
-        found |= shares(arguments)
+    require_memory(memory_gib(arguments), "give a smaller --preset, --seq-len, or one part with --only")
+    results: dict[str, Any] = {}
+    for name, measure in (("one-rank", one_rank), ("two-ranks", two_ranks), ("shares", shares)):
+        if arguments.only not in (None, name):
+            continue
+        for key, value in measure(arguments):
+            results[key] = value
+            if not arguments.json:
+                goal = f"   goal {GOALS[key]}" if key in GOALS else ""
+                print(f"{key:34} {value:12,.3f}{goal}")
     if arguments.json:
-        print(json.dumps(found))
-        return
-    for name, value in found.items():
-        goal = f"   goal {GOALS[name]}" if name in GOALS else ""
-        print(f"{name:34} {value:12,.3f}{goal}")
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":
