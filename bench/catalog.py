@@ -99,6 +99,7 @@ BENCHES: dict[str, Needs] = {
         5.0,
         ("--tokens", "16", "--rounds", "1", "--digests"),
         (),
+        slow=True,
     ),
     "reproduce.reproducibility": Needs(
         "one hash on every fleet, with kills and restarts (writes docs/reproducibility.md)",
@@ -113,6 +114,7 @@ BENCHES: dict[str, Needs] = {
         2.0,
         20.0,
         ("--cases", "2"),
+        slow=True,
     ),
     "reproduce.fuzz": Needs(
         "damaged files against every command that reads them", 2.0, 10.0, ("--cases", "1"), slow=True
@@ -176,6 +178,7 @@ BENCHES: dict[str, Needs] = {
         5.0,
         ("--tokens", "1048576", "--samples", "64", "--batch", "16", "--turns", "1"),
         ("--tokens",),
+        slow=True,
     ),
     "data.in_stores": Needs(
         "training from an object store: waiting, outages, the first batch",
@@ -240,7 +243,7 @@ BENCHES: dict[str, Needs] = {
         "predicted over measured steps of sixteen small runs",
         3.0,
         5.0,
-        ("--steps", "1", "--only", "small"),
+        ("--steps", "1", "--only", "small", "--cluster", "h100"),
         slow=True,
     ),
     "plan.placing": Needs(
@@ -287,6 +290,7 @@ BENCHES: dict[str, Needs] = {
         15.0,
         ("--ranks", "100", "--days", "0.01", "--without-steps"),
         ("--ranks", "--days"),
+        slow=True,
     ),
     "watch.why": Needs(
         "time until page, alert and `phalanx why` name a planted problem (as root, with Prometheus)",
@@ -313,7 +317,7 @@ BENCHES: dict[str, Needs] = {
         "accepted drafts and tokens/s with them",
         4.0,
         10.0,
-        ("--made", "64,1", "--batches", "1", "--tokens", "8", "--rounds", "1"),
+        ("--made", "256,1", "--batches", "1", "--tokens", "8", "--rounds", "1"),
         ("--made",),
     ),
     "serve.formats": Needs(
@@ -331,7 +335,7 @@ BENCHES: dict[str, Needs] = {
         "what independent rows cost a mixture of experts",
         3.0,
         5.0,
-        ("--dim", "32", "--layers", "1", "--experts", "4", "--rounds", "1", "--format", "float32"),
+        ("--dim", "64", "--layers", "1", "--experts", "4", "--rounds", "1", "--format", "float32"),
         ("--dim", "--layers", "--experts"),
     ),
     "serve.stages": Needs(

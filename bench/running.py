@@ -121,12 +121,12 @@ def record(fields: Mapping[str, Any], *, is_printed: bool = True) -> None:
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in fields.items()
     )
-    stream = sys.stdout
-    if isinstance(stream, _RowStream):
-        stream.append(fields)
-        stream = stream.terminal
+    _append(fields)
     if not is_printed:
         return
+    stream = sys.stdout
+    if isinstance(stream, _RowStream):
+        stream = stream.terminal
     print("  ".join(words), file=stream, flush=True)
 
 
@@ -234,28 +234,28 @@ def _complain(name: str, error: object, code: int) -> int:
 # --- rows ------------------------------------------------------------------------------------------
 
 
-class _RowStream:
-    """Standard output whose lines are flushed at once and appended to a JSON-lines file."""
+def _append(fields: Mapping[str, Any]) -> None:
+    """Append a row to the file of ``--out``, in one write: every process of the bench may."""
+    if path := os.environ.get(_OUT):
+        with open(path, "a") as file:
+            file.write(json.dumps(fields, default=str) + "\n")
 
-    def __init__(self, terminal: IO[str], file: Path | None) -> None:
+
+class _RowStream:
+    """Standard output whose lines are flushed at once and appended as rows."""
+
+    def __init__(self, terminal: IO[str]) -> None:
         self.terminal, self._line = terminal, ""
-        self._file = file.open("a") if file else None
 
     def write(self, text: str) -> int:
         self.terminal.write(text)
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             if line.strip():
-                self.append(_row_of(line))
+                _append(_row_of(line))
         if lines:
             self.terminal.flush()
         return len(text)
-
-    def append(self, fields: Mapping[str, Any]) -> None:
-        """Append a row, in one write."""
-        if self._file:
-            self._file.write(json.dumps(fields, default=str) + "\n")
-            self._file.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
@@ -273,7 +273,9 @@ def _row_of(line: str) -> Mapping[str, Any]:
 @contextlib.contextmanager
 def _rows_kept(out: Path | None) -> Iterator[None]:
     plain = sys.stdout
-    sys.stdout = _RowStream(plain, out)  # type: ignore[assignment]
+    if out:
+        os.environ[_OUT] = str(out.absolute())
+    sys.stdout = _RowStream(plain)  # type: ignore[assignment]
     try:
         yield
     finally:

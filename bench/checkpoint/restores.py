@@ -31,7 +31,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as OnDim
 
 from bench.checkpoint.store import Bench, Cost, cost_of, server
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.checkpoint.committed.copying import copy_step
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.boxes import Box, whole
@@ -221,6 +221,7 @@ def rates(url: str, nbytes: int, rounds: int, folder: Path) -> dict[str, float]:
         calls = [lambda: restore(bench.tier, 1, blank), bench.raw_download]
         costs = [cost_of(call) for call in calls[:: (-1) ** number]][:: (-1) ** number]
         turns.append((costs[0], costs[1]))
+        record({"turn": len(turns), "costs": costs}, is_printed=False)
     assert all(torch.equal(bench.blank[name], bench.state[name]) for name in bench.state)
     reads = bench.tier.block_reads
     return {

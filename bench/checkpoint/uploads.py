@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from bench.common.small_run import SmallRun, steps_and_weights
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.checkpoint.format.manifest import checksum
 from phalanx.store.open_store import open_store
 from store.servers import ministack
@@ -56,6 +56,7 @@ def main() -> None:
             ratios += over_neighbors(stretches([step["logged_s"] for step in steps], args.every))
             copied_s = statistics.median(copies_s(place))
             shares.append(copied_s / (args.every * statistics.median(step["logged_s"] for step in steps)))
+            record({"run": len(shares), "copied_share": shares[-1]}, is_printed=False)
         weights.add(steps_and_weights(trained(args, data, "", Path(folder) / "alone"))[1])
         uploaded_mib = stored_mib(url)
         own_cost = own_cost_ms_per_mib(server.url(secrets.token_hex(4)), Path(folder) / "read")

@@ -40,7 +40,7 @@ import obstore
 from obstore.store import S3Store
 
 from bench.common.small_run import SmallRun, steps_and_weights
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.data.order.permutation import SampleOrder
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.block_sums import sums_file
@@ -169,6 +169,7 @@ def cold_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str,
         (cached,) = dataset.cached
         ranges = cached.traffic.requests
         turns.append({"ours_s": seconds[0], "plain_s": seconds[1], "requests_per_sample": ranges / samples})
+        record(turns[-1], is_printed=False)
     del turns[0]  # warms connections
     return {
         "over_plain": statistics.median(turn["plain_s"] / turn["ours_s"] for turn in turns),
@@ -301,6 +302,7 @@ def first_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str
             if args.mosaic:
                 turn["mosaic"], _ = in_new_process(args.mosaic, MOSAIC, mosaic_url, folder, str(BATCH))
             turns.append(turn)
+            record(turn, is_printed=False)
     report: dict[str, object] = {name: statistics.median(t[name] for t in turns) for name in turns[0]}
     if args.mosaic:
         report["mosaic_over_ours"] = statistics.median(t["mosaic"] / t["ours"] for t in turns)

@@ -25,7 +25,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import Step
 
@@ -133,6 +133,7 @@ def main() -> None:
                 one_s, share = step_s(Path(folder), way, number, arguments.steps)
                 taken[way].append(one_s)
                 shares[way].append(share)
+                record({"way": way, "step_s": one_s, "share": share}, is_printed=False)
                 print(f"{way}: {one_s:.3f} s, {share:.1%} of a core", file=sys.stderr, flush=True)
     bare = statistics.median(taken["bare"])
     ratios = {way: statistics.median(each) / bare for way, each in taken.items()}

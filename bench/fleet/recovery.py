@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.fleet.node.agent_args import WORKER_PROGRAM
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step
@@ -448,6 +448,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
             else:
                 sample = fleet_sample(folder, name, number, arguments.steps, expected)
             samples[name].append(sample)
+            record({"case": name, **asdict(sample)}, is_printed=False)
             hash_, pids = sample.same_hash, sample.same_processes
             print(
                 f"{name}: {sample.recovery_s:.2f} s, a step {sample.step_s:.2f} s, hash {hash_}, processes {pids}",

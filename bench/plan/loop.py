@@ -18,7 +18,7 @@ import statistics
 
 import torch
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.search.layout_text import estimate_written
@@ -136,7 +136,9 @@ def measured_row(name: str, spec: RunSpec, ranks: int, here: Cluster, arguments:
     found = estimate_written(spec, here, ranks)
     measured = measure_step(spec, ranks, arguments.steps)
     seconds = measured.cpu_s if arguments.clock == "cpu" else measured.wall_s
-    return Row(name, ranks, found.step_s, seconds, found.allocated_bytes, measured.memory_bytes["total"])
+    row = Row(name, ranks, found.step_s, seconds, found.allocated_bytes, measured.memory_bytes["total"])
+    record(dataclasses.asdict(row), is_printed=False)
+    return row
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 
 STREAMS, TOKENS = 64, 200
 BODY = {"model": "free", "prompt": [1], "max_tokens": TOKENS, "stream": True, "seed": 0, "ignore_eos": True}
@@ -190,6 +190,7 @@ def main() -> None:
                 assert not short, short[0][:500]
                 pair.append((cpu_s(process.pid) - before) / (streams * TOKENS))
             costs.append((pair[0], pair[1]))
+            record({"cpu_s_per_token": pair[0], "of_uvicorn": pair[1]}, is_printed=False)
     finally:
         for one in (ours, theirs):
             if one is not None:

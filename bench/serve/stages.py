@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.common.saved_run import save_run
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
@@ -105,6 +105,7 @@ def report(ways: dict[str, Callable[[], Engine]], texts: int, tokens: int, round
         for name, way in ways.items():
             speed, said = decode(way(), texts, tokens, f"{name.replace(' ', '-')}-{texts}-{number}")
             speeds[name].append(speed)
+            record({"way": name, "tokens_per_s": speed}, is_printed=False)
             told.append(said)
         assert all(one == told[0] for one in told), "another way told other bits"
     print(

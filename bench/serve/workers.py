@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, require_installed
 from phalanx.serve.workers.over_nixl.errors import NixlError
 from phalanx.serve.workers.page_client import Way, pull
@@ -119,6 +119,7 @@ def main() -> None:
             found["pages over NIXL"] = pulled_s(pages, second, servers["socket"], "nixl", nixl=reader)
         for name, seconds in found.items():
             took.setdefault(name, []).append(seconds)
+            record({"way": name, "seconds": seconds}, is_printed=False)
         by_socket.forget()
     for end in (*servers.values(), *filter(None, (source, reader))):
         end.close()

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from bench.common.started_ranks import on_ranks
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
@@ -205,6 +205,7 @@ def rank_main(rank: int, ranks: int, point: str, arguments: argparse.Namespace, 
             seconds = seconds_of(step)
             if number:  # the first warms up
                 times[name].append(seconds)
+                record({"contender": name, "seconds": seconds}, is_printed=False)
     found = {f"{name} (s)": statistics.median(taken) for name, taken in times.items()}
     for name, ledger in ledgers.items():
         idle = ledger.seconds().get(Bucket.STEP_BUBBLE, 0.0) / (arguments.rounds + 1)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.event_log import read_events
@@ -85,6 +85,7 @@ def cost(arguments: argparse.Namespace) -> None:
                 torch.cuda.synchronize(device)
             seconds[name].append((time.perf_counter() - begin) / period)
             ratios[name].append(seconds[name][-1] / seconds["AdamW"][-1])
+            record({"optimizer": name, "seconds": seconds[name][-1]}, is_printed=False)
         number += period
     count = sum(p.numel for p in kinds.values())
     print(f"{arguments.preset}, {count / 1e6:.1f} M parameters, {device}, {arguments.threads} threads")

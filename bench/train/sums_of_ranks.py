@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from bench.common.started_ranks import on_ranks
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.slots import rounds_of
@@ -76,6 +76,7 @@ def _rank(rank: int, ranks: int, point: str, arguments: argparse.Namespace, resu
             dist.barrier()
             if number:
                 times[name].append(time.perf_counter() - begin)
+                record({"way": name, "seconds": times[name][-1]}, is_printed=False)
     if rank == 0:
         results.put({name: statistics.median(found) * 1e3 for name, found in times.items()})
     leave()

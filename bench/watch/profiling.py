@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ParallelSpec, RunSpec
 from phalanx.watch.profile.read import make_summary
@@ -111,6 +111,7 @@ def measure_off(ranks: Ranks, dataset: Path, folder: Path, pairs: int) -> dict[s
             found[watched] = statistics.median(ranks.run(2, train_watched, spec, watched)[0][5:])
             medians[watched].append(found[watched])
         ratios.append(found[True] / found[False])
+        record({"pair": len(ratios), "ratio": ratios[-1]}, is_printed=False)
     return {
         "step_off_s": statistics.median(medians[True]),
         "ratio": statistics.median(ratios),

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.running import run_bench
+from bench.running import record, run_bench
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStream, RankStreamWriter
 from phalanx.run.layout import Layout
 from phalanx.watch.ranks.slowest import newest_windows, slowest, values_of
@@ -178,6 +178,7 @@ def exchange_rank(rank: int, folder: str, pipe: Any) -> None:
         both = [with_exchange, step] if pair % 2 else [step, with_exchange]
         times = [seconds(work) for work in both]
         ratios.append(times[1 - pair % 2] / times[pair % 2])
+        record({"pair": pair, "ratio": ratios[-1]}, is_printed=False)
         alone.append(seconds(lambda: ranks.step_ended(0)))
     pipe.send(
         {

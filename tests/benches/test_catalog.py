@@ -50,7 +50,8 @@ def test_every_module_with_a_main_states_its_needs_and_runs_under_supervision() 
 
 
 def test_every_bench_has_help() -> None:
-    assert run(str(Path(__file__).with_name("show_help.py")), *BENCHES) == (0, "", "")
+    code, out, errors = run(str(Path(__file__).with_name("show_help.py")), *BENCHES)
+    assert (code, out) == (0, ""), errors
 
 
 def test_no_folder_of_benches_holds_more_than_fourteen_files() -> None:

@@ -31,7 +31,7 @@ def main():
     record({{"size": size, "pids": [os.getpid(), bystander.pid, orphan]}})
     print("a line")
     if "--die" in sys.argv:
-        subprocess.Popen(["sh", "-c", "kill -KILL $$"])
+        child = subprocess.Popen(["sh", "-c", "kill -KILL $$"])
     if size == 1:
         return
     time.sleep(600)
