@@ -28,7 +28,7 @@ BENCHES: dict[str, Needs] = {
         "the cost of sharding, tensor and pipeline axes beside PyTorch's own",
         6.0,
         15.0,
-        ("--layers", "2", "--dim", "64", "--seq-len", "32", "--batch", "4", "--rounds", "1"),
+        ("--layers", "2", "--dim", "128", "--seq-len", "32", "--batch", "4", "--rounds", "1"),
         ("--dim", "--layers", "--seq-len"),
         slow=True,
     ),

@@ -130,22 +130,26 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-async def until(folder: Path, what: str, condition: Callable[[FleetFile], bool], patience_s: float) -> float:
-    """Seconds until fleet.json shows something."""
+async def until(
+    folder: Path, what: str, condition: Callable[[FleetFile], bool], patience_s: float, pid: int
+) -> float:
+    """Return the seconds until fleet.json meets ``condition``; raise if the coordinator with ``pid`` ends, or after ``patience_s``."""
     began_s = time.monotonic()
     while time.monotonic() - began_s < patience_s:
         with suppress(FleetFileError):
             if condition(read_fleet_file(folder)):
                 return time.monotonic() - began_s
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            raise SystemExit(f"the coordinator (process {pid}) ended before the fleet was {what}")
         await asyncio.sleep(0.5)
-    raise TimeoutError(f"not {what} within {patience_s:.0f} s: {str(read_fleet_file(folder))[:300]}")
+    raise SystemExit(f"the fleet was not {what} within {patience_s:.0f} s: give fewer nodes or more patience")
 
 
 async def measure(
     folder: Path, spec: RunSpec, pid: int, seconds: float, patience_s: float
 ) -> dict[str, float]:
     """Attaches all agents, watches, breaks one connection."""
-    await until(folder, "listening", lambda _: True, patience_s)
+    await until(folder, "listening", lambda _: True, patience_s, pid)
     address, credentials = read_fleet_file(folder).coordinator, credentials_of(folder, spec, 0, None)
     agents = [
         SimulatedAgent(number, address, credentials, spec.fleet.heartbeat_s)
@@ -160,10 +164,10 @@ async def measure(
         if number % 50 == 49:
             await asyncio.sleep(0.1)
     total = len(agents)
-    await until(folder, "attached", lambda f: sum(x.attached for x in f.members) == total, patience_s)
+    await until(folder, "attached", lambda f: sum(x.attached for x in f.members) == total, patience_s, pid)
     attached_s = time.monotonic() - began_s
     print(f"{total} attached after {attached_s:.1f} s", file=sys.stderr, flush=True)
-    await until(folder, "running", lambda f: f.phase == "running", patience_s)
+    await until(folder, "running", lambda f: f.phase == "running", patience_s, pid)
     await asyncio.sleep(5.0)
     mine_s, its_s, began_s = time.process_time(), cpu_s(pid), time.monotonic()
     (journal,) = (folder / "fleet").glob("journal-*")
@@ -185,7 +189,7 @@ async def measure(
     epoch, its_s = read_fleet_file(folder).epoch, cpu_s(pid)
     began_s = time.monotonic()
     tasks[victim].cancel()
-    await until(folder, "re-formed", lambda f: f.epoch > epoch and f.phase == "running", patience_s)
+    await until(folder, "re-formed", lambda f: f.epoch > epoch and f.phase == "running", patience_s, pid)
     found["reform_s_with_confirm_1s"] = time.monotonic() - began_s
     found["reform_cpu_s"] = cpu_s(pid) - its_s
     return found

@@ -77,7 +77,7 @@ def certificates(folder: Path) -> Path:
 
 async def attached(folder: Path, spec: RunSpec, pid: int, shown: Path | None) -> dict[str, float]:
     """Milliseconds of the coordinator's event loop, and of all its threads, for one agent: to attach, and to form the first epoch."""
-    await until(folder, "listening", lambda _: True, PATIENCE_S)
+    await until(folder, "listening", lambda _: True, PATIENCE_S, pid)
     address, credentials = read_fleet_file(folder).coordinator, credentials_of(folder, spec, 0, shown)
     total = spec.fleet.nodes + spec.fleet.spares
     agents = [SimulatedAgent(number, address, credentials, HEARTBEAT_S) for number in range(total)]
@@ -94,7 +94,7 @@ async def attached(folder: Path, spec: RunSpec, pid: int, shown: Path | None) ->
             ]
             if number % AT_ONCE == AT_ONCE - 1:
                 await asyncio.sleep(PAUSE_S)
-        await until(folder, f"ready with {most}", condition, PATIENCE_S)
+        await until(folder, f"ready with {most}", condition, PATIENCE_S, pid)
         marks.append(threads_s(pid))
     found = {"agents": float(total), "tls": float(shown is not None)}
     for name, before, after in (("attach", *marks[:2]), ("form", *marks[1:])):
