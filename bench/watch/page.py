@@ -48,7 +48,7 @@ class Timing:
     kilobytes: float
 
 
-def timed(view: str, get: Callable[[], int], pid: int, again: int = 5) -> Timing:
+def timed(view: str, get: Callable[[], int], pid: int, again: int) -> Timing:
     """Times a question the first time, and again when no answer is kept any more."""
     times, used, size = [], [], 0
     for number in range(1 + again):
@@ -68,17 +68,19 @@ PATHS = (
 )
 
 
-def views(folder: Path) -> dict[str, object]:
+def views(folder: Path, again: int) -> dict[str, object]:
     """Times of all views of the runs in ``folder``: at once, when a person asks before the server has read ahead, and from its cache."""
     with tempfile.TemporaryDirectory() as cache:
         with page(folder, Path(cache)) as (address, pid):
-            found = [timed("list of all runs", lambda: len(fetch(f"{address}/api/runs")), pid)]
+            found = [timed("list of all runs", lambda: len(fetch(f"{address}/api/runs")), pid, again)]
             ids = [run["id"] for run in json.loads(fetch(f"{address}/api/runs"))["runs"]]
 
             def get(path: str, one: str) -> Callable[[], int]:
                 return lambda: len(fetch(f"{address}/api/run/{one}{path}"))
 
-            found += [timed(f"one run {path or '(summary)'}", get(path, ids[-1]), pid) for path in PATHS]
+            found += [
+                timed(f"one run {path or '(summary)'}", get(path, ids[-1]), pid, again) for path in PATHS
+            ]
             everything = [get("/curves?names=loss&points=600", one) for one in ids]
             found.append(timed("loss of all runs", lambda: sum(one() for one in everything), pid, again=3))
             memory = memory_mb(pid)
@@ -197,6 +199,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--again", type=int, default=5, help="times that a view is requested again")
     parser.add_argument("--period", type=float, default=30.0, help="seconds with viewers, and without")
     parser.add_argument("--viewers", type=int, default=50)
     parser.add_argument("--folder", type=Path, help="where the runs of --views are, or are written and kept")
@@ -208,7 +211,7 @@ def main() -> None:
         if given.views or both:
             folder = given.folder or Path(made) / "many"
             write_runs(folder, given.runs, given.steps)
-            report |= views(folder)
+            report |= views(folder, given.again)
         if given.watchers or both:
             (Path(made) / "few" / "runs").mkdir(parents=True)
             report |= watchers(Path(made) / "few", given.rounds, given.period, given.viewers)
