@@ -59,6 +59,7 @@ def url(dataset: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> st
     return place
 
 
+@pytest.mark.servers
 def test_through_faults_a_crash_and_other_ranks_the_bits_are_those_of_the_folder(
     ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
 ) -> None:

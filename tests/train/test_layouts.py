@@ -61,10 +61,12 @@ def cases(model: str, most_ranks: int) -> list[Case]:
 
 
 def for_the_suite(model: str, most_ranks: int) -> list[object]:
-    return new_choices_first(
+    """Return the cases as parameters: those without a new choice are slow, and those of four ranks are a campaign."""
+    chosen = new_choices_first(
         [(ranks, parallel) for ranks, parallel, _ in cases(model, most_ranks)],
         lambda case: [(field.name, getattr(case[1], field.name)) for field in dataclasses.fields(case[1])],
     )
+    return [pytest.param(case, marks=pytest.mark.servers) if case[0] == 4 else case for case in chosen]
 
 
 def named(case: tuple[int, ParallelSpec]) -> str:

@@ -82,6 +82,7 @@ def test_any_number_of_ranks_gives_the_same_weights(
         assert len({result[figure] for result in results}) == 1
 
 
+@pytest.mark.servers
 def test_in_lanes_and_context_tiles_so_does_any_tensor_or_context_degree(
     ranks: Ranks, datasets: dict[int, Path], tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def train_on_machines_of_two(spec: RunSpec, folder: Path) -> Any:
     return train_on_this_rank(spec, boot_id=boot_id), ranks_of_machine
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("compute", quick(["fp32", "bf16"], of_the_suite=["bf16"]))
 def test_sums_that_are_made_inside_machines_first_and_sent_narrow_have_the_same_bits(
     compute: str, ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path
@@ -158,6 +159,7 @@ def test_sums_that_are_made_inside_machines_first_and_sent_narrow_have_the_same_
     assert same(result, reference)
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(
     ("compute", "broken_off_on"),
     quick([("fp32", (3, "zero3", 0)), ("bf16", None)], of_the_suite=[("fp32", (3, "zero3", 0))]),

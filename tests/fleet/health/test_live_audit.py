@@ -123,6 +123,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("name", quick(LAYOUTS, of_the_suite=["experts on 2, teams of 2"]))
 def test_audits_find_nothing_on_healthy_ranks_and_change_no_bit(ranks: Ranks, name: str) -> None:
     count, model, parallel = LAYOUTS[name]

@@ -17,7 +17,7 @@ from phalanx.launch.kubernetes.kubectl import JOB_SETS, VOLCANO_JOBS
 from phalanx.launch.kubernetes.standing import parse_jobs
 from phalanx_process import RUN_FILE
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.servers, pytest.mark.skipif(bool(missing()), reason=missing())]
 QUEUE = "research"
 
 

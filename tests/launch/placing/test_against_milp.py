@@ -12,6 +12,8 @@ from phalanx.launch.placing.choose import choices
 from phalanx.launch.placing.place import place_units
 from phalanx.launch.placing.topology import Level
 
+pytestmark = pytest.mark.servers
+
 SEEDS = range(100)
 
 

@@ -90,6 +90,7 @@ def test_waiting_for_the_neighbor_is_counted(ranks: Ranks) -> None:
     assert all(waited > 0 for waited in ranks.run(2, waiting_ns))
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(
     ("name", "per_rank", "narrow"),
     quick(

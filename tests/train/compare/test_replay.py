@@ -58,6 +58,7 @@ def healthy(ranks: Ranks, spec: RunSpec) -> Replay:
     return on(ranks, 1, spec, ReplayOrder(to_step=2))
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(("count", "sharding"), [(2, "zero3"), (3, "none"), (2, "zero2")])
 def test_layouts_that_only_hold_the_model_differently_agree_in_everything(
     count: int, sharding: str, ranks: Ranks, spec: RunSpec, healthy: Replay
@@ -231,6 +232,7 @@ def test_stages_of_a_pipeline_agree_with_the_whole_model(ranks: Ranks, dataset: 
     }
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("degrees", [{"tensor": 2}, {"context": 2}])
 def test_of_layouts_that_divide_the_model_what_lies_whole_is_compared(
     degrees: dict[str, int], ranks: Ranks, spec: RunSpec, healthy: Replay

@@ -69,6 +69,7 @@ def test_watching_for_spikes_changes_no_bit(ranks: Ranks, dataset: Path, tmp_pat
     assert len(hashes) == 1
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(
     "fleets", [[(1, None), (2, SPIKE + 3)], pytest.param([(2, None), (3, SPIKE)], marks=pytest.mark.slow)]
 )
@@ -90,6 +91,7 @@ def test_a_skipped_spike_leaves_the_same_bits_on_any_ranks_interrupted_or_not(
     assert other["weights_sha256"] not in hashes
 
 
+@pytest.mark.servers
 def test_the_run_stops_before_a_spike_and_goes_on_past_it_when_told_to(
     ranks: Ranks, spiking: RunSpec, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def undisturbed(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFa
     return str(ranks.run(2, train_on_this_rank, spec)[0]["weights_sha256"])
 
 
+@pytest.mark.servers
 def test_a_run_that_lost_its_disk_goes_on_from_the_store_alone_on_other_ranks_with_the_same_bits(
     ranks: Ranks,
     dataset: Path,

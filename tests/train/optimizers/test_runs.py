@@ -40,6 +40,7 @@ def alone(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
     return found
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("name", quick(SPECS, of_the_suite=["muon"]))
 def test_a_run_broken_off_on_one_fleet_ends_on_another_with_the_weights_of_one_rank(
     name: str, ranks: Ranks, dataset: Path, alone: dict[str, str], tmp_path: Path

@@ -60,6 +60,7 @@ def test_a_profile_that_the_run_ends_in_holds_the_steps_that_there_were(
     assert recorded_ranks(tmp_path / "run") == [0]
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(("plant", "left"), [("broken_recorder", [0]), ("full_disk", [])])
 def test_a_rank_that_cannot_record_and_a_full_disk_cost_the_profile_alone(
     ranks: Ranks, dataset: Path, tmp_path: Path, reference: str, plant: str, left: list[int]

@@ -269,6 +269,7 @@ def trained(change: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.servers
 def test_training_goes_nearly_as_in_fp32() -> None:
     wide = trained(narrow("compute"))
     assert wide[-1] < wide[0] / 3

@@ -14,6 +14,8 @@ from phalanx.watch.profile.read import make_summary, profiles, read_summary, tra
 from profiled_runs import NAME, ask, profiled_run, record
 from ranks import Ranks
 
+pytestmark = pytest.mark.servers
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "slow_rank": (3, {"sharding": "none"}),
     "slow_link": (4, {"sharding": "zero2", "shard_ranks": 2}),
