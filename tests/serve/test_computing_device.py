@@ -20,11 +20,11 @@ from phalanx.serve.computing_device import computing_on, device_named, shown_dev
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
 from phalanx.serve.engine.pages.memory import PageMemory, Piece
-from phalanx.serve.gateway.served.of_run import open_engine
-from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.gateway.served.turns import TurnsEngine
-from phalanx.serve.gateway.worker import explained
 from phalanx.serve.generate import generate
+from phalanx.serve.http.served.of_run import open_engine
+from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.http.served.turns import TurnsEngine
+from phalanx.serve.http.worker import explained
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.workers.messages import RunJob
 from phalanx.serve.workers.page_client import Pulled
@@ -93,7 +93,7 @@ def served(**options: object) -> ServedRun:
 def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object], expected: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
     assert str(devices_of(served(**options), 1)[0]) == expected
     if expected == "cpu":
         with pytest.raises(EngineError, match="--device cuda: "):
@@ -103,7 +103,7 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
 
 
 def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
     roles: dict[Role, Division] = {"prefill": Division(tensor=2), "decode": Division()}
     assert list(map(str, devices_of(served(), 3, roles))) == ["cpu"]
     whole = dict.fromkeys(roles, Division())
@@ -124,7 +124,7 @@ def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.
 def test_serve_says_why_a_gpu_cannot_compute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 0)
+    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 0)
     assert message in flat(CliRunner().invoke(serve_command.command, [str(tmp_path), "--port", "0", *words]))
 
 
@@ -246,7 +246,7 @@ def test_models_of_ones_own_say_what_would_help_and_end_with_their_gpu(
         except torch.OutOfMemoryError:
             raise lost[0] from None
 
-    for place in ("generate", "gateway.served.turns"):
+    for place in ("generate", "http.served.turns"):
         monkeypatch.setattr(f"phalanx.serve.{place}.computing_on", on_a_gpu)
     engine, request = TurnsEngine(NoMemory(), 64), Request("r", (1, 2, 3), 4)
     lost.append(DeviceMemoryError("no memory: compute on the CPU"))

@@ -20,8 +20,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.engine.drafts import Ahead, Drafter, Progress
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served.of_run import OpenedEngine, open_engine
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.of_run import OpenedEngine, open_engine
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.sampling import draw
 from phalanx.traffic.requests import Ended, Request, Sampling, Token, Told
 from serve.engine.test_engine import KINDS, SEQUENCE, prompt, run

@@ -19,8 +19,8 @@ from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.engine.pages.kept import KeptFormat
 from phalanx.serve.engine.pages.memory import PageMemory
-from phalanx.serve.gateway.served.of_run import open_engine
-from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.http.served.of_run import open_engine
+from phalanx.serve.http.served.opened import OpenedEngine
 from phalanx.serve.stages import far_part
 from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
 from phalanx.serve.stages.shares import Share

@@ -23,17 +23,17 @@ from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.counts import Counts
-from phalanx.serve.gateway.served import of_pack
-from phalanx.serve.gateway.served.of_run import open_engine
-from phalanx.serve.gateway.served.opened import OpenedEngine
-from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.gateway.worker import EngineWorker, WorkerLoad
 from phalanx.serve.generate import generate, load_model
+from phalanx.serve.http.counts import Counts
+from phalanx.serve.http.served import of_pack
+from phalanx.serve.http.served.of_run import open_engine
+from phalanx.serve.http.served.opened import OpenedEngine
+from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.http.worker import EngineWorker, WorkerLoad
 from phalanx.serve.weights.budget import LIBRARIES, Computing, divide_budget, text_bytes
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
 from phalanx.traffic.requests import Ended, Request, Sampling, Told
-from serve.gateway.served import server
+from serve.http.served import server
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
 
 ROWS, CONTEXT = 32, 64

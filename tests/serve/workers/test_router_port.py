@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.serve.gateway.worker import Streaming
+from phalanx.serve.http.worker import Streaming
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.processes import Happened
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher

@@ -10,7 +10,7 @@ import pytest
 from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.workers import service
 from phalanx.serve.workers.over_nixl import agent_process
 from phalanx.serve.workers.page_client import PageWay

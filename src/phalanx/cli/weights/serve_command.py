@@ -14,7 +14,7 @@ from phalanx.cli.weights.service.options import another_machine, require_consist
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
 from phalanx.cli.weights.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
 from phalanx.run.directory.paths import is_published
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from phalanx.serve.engine.part import FarSpan
 from phalanx.serve.engine.readings import Ask, Reading
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 
 PURPOSE = "phalanx serving stage, version 3"
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx.serve.gateway.worker import Streaming
+from phalanx.serve.http.worker import Streaming
 from phalanx.traffic import events as e
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.worker import Identity, Streaming, WorkerFacts, WorkerLoad
+from phalanx.serve.http.worker import Identity, Streaming, WorkerFacts, WorkerLoad
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.processes import Happened, Processes, Seat

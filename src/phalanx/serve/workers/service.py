@@ -13,11 +13,11 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import RunSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
-from phalanx.serve.gateway.served.of_processes import newest_step, older_than_damaged, require_divisible
-from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
-from phalanx.serve.gateway.served.opened import device_of
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.model_text import ModelText, read_model_text
+from phalanx.serve.http.served.of_processes import newest_step, older_than_damaged, require_divisible
+from phalanx.serve.http.served.of_run import require_drafts, served_folder
+from phalanx.serve.http.served.opened import device_of
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.over_nixl.agent_process import require_installed
 from phalanx.serve.workers.page_client import PageWay

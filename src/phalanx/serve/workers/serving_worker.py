@@ -21,7 +21,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
-from phalanx.serve.gateway.worker import Streaming, explained
+from phalanx.serve.http.worker import Streaming, explained
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx.serve.workers.page_client import PageWay, Pulled, Way, pull
