@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-from phalanx.serve.http.answers.course import Piece
-from phalanx.serve.http.messages.forms import Form, event_of
+from phalanx.serve.http.detokenizer import TextDelta
+from phalanx.serve.http.response_format import ResponseFormat, sse_event
 
 
 @given(
@@ -22,10 +22,15 @@ from phalanx.serve.http.messages.forms import Form, event_of
 def test_an_event_that_tells_text_alone_has_the_fields_of_any_other(
     texts: list[str], model: str, chat: bool, index: int, more: dict[str, None]
 ) -> None:
-    form = Form("cmpl-1-2", 7, model, "weights", "numerics", chat, BytesTokenizer(), -1, False)
+    response_format = ResponseFormat(
+        "cmpl-1-2", 7, model, "weights", "numerics", chat, BytesTokenizer(), -1, False
+    )
     for text in texts:
-        whole = event_of(form.envelope([form.chunk(index, Piece(text), first=False)], chunk=True) | more)
-        short = form.text_event(index, text, more)
+        whole = sse_event(
+            response_format.envelope([response_format.chunk(index, TextDelta(text), first=False)], chunk=True)
+            | more
+        )
+        short = response_format.text_event(index, text, more)
         assert short.startswith(b"data: ")
         assert short.endswith(b"\n\n")
         assert short.count(b"\n") == 2

@@ -1,4 +1,4 @@
-"""The gateway's application: who may ask, what is admitted, and what becomes of requests whose clients leave or read too slowly."""
+"""The ASGI application: authentication, admission, and cancellation for clients that leave or read too slowly."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from phalanx.serve.http.access.admission import Demand, Limits, retry_after
 from phalanx.serve.http.access.key_use import KeyUse
 from phalanx.serve.http.access.keys import Keys
 from phalanx.serve.http.access.workload import Workload
-from phalanx.serve.http.answers.answering import Answering
-from phalanx.serve.http.answers.asked import Room, understood
-from phalanx.serve.http.answers.patience import Patience
 from phalanx.serve.http.counts import CONTENT_TYPE, Counts
-from phalanx.serve.http.messages.forms import error_body
-from phalanx.serve.http.messages.requests import Chat, Completion, RefusedError, read_body
+from phalanx.serve.http.protocol import Chat, Completion, RefusedError, read_body
+from phalanx.serve.http.request import LengthLimit, parse_request
+from phalanx.serve.http.response import GenerationResponse
+from phalanx.serve.http.response_format import error_body
 from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.worker import WorkerPort
+from phalanx.serve.http.write_timeout import WriteTimeout
 
 _SERVERS_SEND = "phalanx.send"
 """The scope's entry for the server's own ``send``, which starlette wraps three times: a stream's pieces need none of that."""
@@ -36,18 +36,18 @@ _SERVERS_SEND = "phalanx.send"
 
 @dataclass
 class Gateway:
-    """One served model and all that goes on with it."""
+    """One served model and the state of its requests."""
 
     model: ModelText
     port: WorkerPort
     keys: Keys | None = None
     limits: Limits = field(default_factory=Limits)
     reader_s: float = 30.0
-    """How long a client may leave a piece of its answer unread before its request is given up."""
+    """Seconds that a client may leave an event unread before its request is cancelled."""
     body_s: float = 30.0
-    """How long a client may take to send its body."""
+    """Seconds that a client may take to send its body."""
     head_s: float = 60.0
-    """How long a connection may be without a request."""
+    """Seconds that a connection may have no request."""
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -57,20 +57,20 @@ class Gateway:
 
     @property
     def unfinished(self) -> int:
-        """Texts that are asked for and not ended."""
+        """Texts that were requested and have not ended."""
         return self.workload.texts
 
-    def room(self) -> Room:
-        """How long a text may be."""
-        return Room(self.port.identity.context, self.port.load().pages)
+    def room(self) -> LengthLimit:
+        """Return the limits on a text's length."""
+        return LengthLimit(self.port.identity.context, self.port.load().pages)
 
     def require_open(self) -> None:
-        """Raises RefusedError where nothing is taken any more."""
+        """Raise RefusedError while draining."""
         if self.draining:
             raise _ending()
 
     def require_room(self, demand: Demand) -> None:
-        """Raises RefusedError where a request is not admitted."""
+        """Raise RefusedError if a request is not admitted."""
         self.require_open()
         if demand.texts > self.limits.requests:
             raise RefusedError(
@@ -86,25 +86,25 @@ class Gateway:
             )
 
     def client(self, key: str) -> KeyUse | None:
-        """Who asks, where keys are needed. Raises RefusedError."""
+        """Return the use of the client's key; None if no keys are needed. Raises RefusedError."""
         if self.keys is None:
             return None
-        found = self.keys.found(key)
-        if found is None:
-            why = (
+        api_key = self.keys.found(key)
+        if api_key is None:
+            reason = (
                 "the key that was sent is none of this server's (--key-file)"
                 if key
                 else "a key is needed: Authorization: Bearer KEY"
             )
-            raise RefusedError(why, status=401, code="invalid_api_key")
-        return self.counts.keys.setdefault(found.name, KeyUse.of(found, time.monotonic()))
+            raise RefusedError(reason, status=401, code="invalid_api_key")
+        return self.counts.keys.setdefault(api_key.name, KeyUse.of(api_key, time.monotonic()))
 
 
 Endpoint = Callable[[Request, KeyUse | None], Awaitable[Response]]
 
 
 def application(gateway: Gateway) -> ASGIApp:
-    """The application over a gateway."""
+    """Return the ASGI application of a gateway."""
 
     def guarded(answer: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -164,7 +164,7 @@ def application(gateway: Gateway) -> ASGIApp:
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
-            # The server ends, and does not wait for those who have not said what they want.
+            # The server ends, and does not wait for incomplete requests.
             if not gateway.draining:
                 raise
             with suppress(RuntimeError):  # an answer that has begun ends with its connection
@@ -175,25 +175,27 @@ def application(gateway: Gateway) -> ASGIApp:
 
 def _health(gateway: Gateway) -> Response:
     trouble = gateway.port.trouble()
-    told: dict[str, Any] = {"status": trouble or "ok", "numerics_id": gateway.port.identity.numerics_id}
+    health: dict[str, Any] = {"status": trouble or "ok", "numerics_id": gateway.port.identity.numerics_id}
     if workers := gateway.port.load().workers:
-        told["workers"] = [
+        health["workers"] = [
             {"number": w.number, "role": w.role, "state": w.state, "jobs": w.jobs, "ended": w.ended}
             for w in workers
         ]
-    return _json(told, 503 if trouble else 200)
+    return _json(health, 503 if trouble else 200)
 
 
 def _explained(gateway: Gateway, routes: Sequence[Route], request: Request, error: HTTPException) -> Response:
-    """Says which paths and methods there are to who asks for another."""
+    """Return the error for an unknown path or method, which lists the valid ones."""
     path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
     if error.status_code == 404:
-        why = f"there is no path {path}: this server has {', '.join(route.path_format for route in routes)}"
+        message = (
+            f"there is no path {path}: this server has {', '.join(route.path_format for route in routes)}"
+        )
     elif allowed:
-        why = f"{path} does not take {request.method}: it takes {allowed}"
+        message = f"{path} does not take {request.method}: it takes {allowed}"
     else:
-        why = str(error.detail)
-    response = refusal(gateway, RefusedError(why, status=error.status_code))
+        message = str(error.detail)
+    response = refusal(gateway, RefusedError(message, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
 
@@ -209,7 +211,7 @@ def _model(gateway: Gateway) -> dict[str, Any]:
         "created": gateway.created,
         "owned_by": "phalanx",
         "max_model_len": gateway.room().tokens,
-        # What a token's bits depend on besides its request: servers that tell the same give the same, if numerics are exact.
+        # A token's bits depend on these besides its request: servers with equal values give equal tokens, if numerics are exact.
         "weights_sha": gateway.port.identity.weights_sha,
         "numerics_id": gateway.port.identity.numerics_id,
     }
@@ -228,12 +230,12 @@ async def _answer(
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError("send the body with Content-Type: application/json", status=415)
     body = read_body(kind, await _body(gateway, request))
-    asked = understood(body, gateway.model, gateway.room(), gateway.limits.prompts)
-    gateway.require_room(asked.demand)
+    params = parse_request(body, gateway.model, gateway.room(), gateway.limits.prompts)
+    gateway.require_room(params.demand)
     if client is not None:
-        client.admit(asked.most_tokens, time.monotonic())
-    answering = Answering(asked, gateway.model, gateway.port, gateway.counts, gateway.workload)
-    return _Answer(gateway, answering, client, stream=bool(body.stream))
+        client.admit(params.most_tokens, time.monotonic())
+    generation = GenerationResponse(params, gateway.model, gateway.port, gateway.counts, gateway.workload)
+    return _CancellableResponse(gateway, generation, client, stream=bool(body.stream))
 
 
 async def _body(gateway: Gateway, request: Request) -> bytes:
@@ -253,20 +255,22 @@ async def _body(gateway: Gateway, request: Request) -> bytes:
     return bytes(body)
 
 
-class _Answer(Response):
-    """An answer that is given up as soon as its client leaves, or leaves it unread."""
+class _CancellableResponse(Response):
+    """A response that is cancelled as soon as its client leaves, or leaves it unread."""
 
     def __init__(
-        self, gateway: Gateway, answering: Answering, client: KeyUse | None, *, stream: bool
+        self, gateway: Gateway, generation: GenerationResponse, client: KeyUse | None, *, stream: bool
     ) -> None:
         super().__init__()
-        self._gateway, self._answering, self._client, self._stream = gateway, answering, client, stream
+        self._gateway, self._generation, self._client, self._stream = gateway, generation, client, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        asked = self._answering.asked
-        gateway.workload.began(asked.demand, time.monotonic())
-        write = asyncio.ensure_future((self._events if self._stream else self._whole)(scope, receive, send))
+        params = self._generation.request
+        gateway.workload.began(params.demand, time.monotonic())
+        write = asyncio.ensure_future(
+            (self._write_events if self._stream else self._write_body)(scope, receive, send)
+        )
         leave = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait({write, leave}, return_when=asyncio.FIRST_COMPLETED)
@@ -276,28 +280,28 @@ class _Answer(Response):
             with suppress(asyncio.CancelledError, TimeoutError, OSError):
                 await write
             now = time.monotonic()
-            gateway.workload.ended(asked.demand, now)
+            gateway.workload.ended(params.demand, now)
             if self._client is not None:
-                made = self._answering.generated_tokens
-                self._client.ended(asked.most_tokens, asked.prompt_tokens, made, now)
+                generated = self._generation.generated_tokens
+                self._client.ended(params.most_tokens, params.prompt_tokens, generated, now)
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _write_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = _json(await self._answering.whole())
+            response = _json(await self._generation.body())
         except RefusedError as error:
             response = refusal(self._gateway, error)
         await response(scope, receive, send)
 
-    async def _events(self, scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _write_events(self, scope: Scope, _receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         send = scope.get(_SERVERS_SEND, send)
-        with Patience(self._gateway.reader_s) as patience:
-            async with aclosing(self._answering.events()) as events:
+        with WriteTimeout(self._gateway.reader_s) as timeout:
+            async with aclosing(self._generation.events()) as events:
                 async for event in events:
-                    patience.begin()
+                    timeout.begin()
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-                    patience.end()
+                    timeout.end()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -307,27 +311,27 @@ async def _left(receive: Receive) -> None:
 
 
 def too_many(gateway: Gateway, most: int) -> ASGIApp:
-    """What answers a connection for which there is no room."""
+    """Return the application that refuses connections beyond the limit."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        why = f"all {most} connections that this server may hold have requests going on: ask again, or another one"
-        response = refusal(gateway, RefusedError(why, status=503, code="overloaded", retry_after=1))
+        reason = f"all {most} connections that this server may hold have requests going on: ask again, or another one"
+        response = refusal(gateway, RefusedError(reason, status=503, code="overloaded", retry_after=1))
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
 
     return app
 
 
-def misread(gateway: Gateway, why: str, status: int) -> bytes:
-    """The body of the answer to bytes that are no HTTP request, and ``why`` they are none: an error as OpenAI writes it."""
+def misread(gateway: Gateway, reason: str, status: int) -> bytes:
+    """Return the JSON error for bytes that are no HTTP request; ``reason`` is the parser's."""
     gateway.counts.refused(status)
     return msgspec.json.encode(
-        error_body(RefusedError(f"what was sent is no HTTP request: {why[:500]}", status=status))
+        error_body(RefusedError(f"what was sent is no HTTP request: {reason[:500]}", status=status))
     )
 
 
 def refusal(gateway: Gateway, error: RefusedError) -> Response:
-    """An error as OpenAI writes it."""
+    """Return an error as OpenAI writes it."""
     gateway.counts.refused(error.status)
     response = _json(error_body(error), error.status)
     if error.retry_after:

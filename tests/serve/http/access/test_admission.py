@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from phalanx.serve.http.access.admission import Demand, Limits, Measured, pages_of, retry_after
 from phalanx.serve.http.access.workload import Workload
-from phalanx.serve.http.answers.asked import Room
-from phalanx.serve.http.messages.requests import RefusedError
+from phalanx.serve.http.protocol import RefusedError
+from phalanx.serve.http.request import LengthLimit
 
 DEMANDS = st.builds(Demand, st.integers(1, 50), st.integers(1, 500), st.integers(1, 5000))
 PACES = st.just(0.0) | st.floats(0.01, 1000)
@@ -90,7 +90,7 @@ def test_whatever_happens_nothing_is_left_when_all_have_ended(events: list[tuple
 def test_a_text_is_refused_exactly_where_context_or_pages_do_not_hold_it(
     prompt: int, new: int, context: int, pages: int
 ) -> None:
-    room = Room(context, pages)
+    room = LengthLimit(context, pages)
     fits = prompt + new <= context and (not pages or pages_of(prompt + new) <= pages)
     if fits:
         room.require(prompt, new, "prompt")

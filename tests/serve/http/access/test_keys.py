@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.serve.http.access.key_use import KeyUse
 from phalanx.serve.http.access.keys import Key, KeyFileError, KeyLimits, add_key, parse_limits, read_keys
-from phalanx.serve.http.messages.requests import RefusedError
+from phalanx.serve.http.protocol import RefusedError
 
 
 def test_a_key_comes_back_with_its_name_and_limits(tmp_path: Path) -> None:

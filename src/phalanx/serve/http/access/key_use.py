@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from phalanx.serve.http.access.keys import Key
-from phalanx.serve.http.messages.requests import RefusedError
+from phalanx.serve.http.protocol import RefusedError
 
 
 @dataclass

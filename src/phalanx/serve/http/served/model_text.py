@@ -1,4 +1,4 @@
-"""What of a served model turns text into ids and back: tokenizer, chat template, end tokens, name."""
+"""Text side of a served model: tokenizer, chat template, end tokens, name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.serve.http.messages.requests import ChatMessage, RefusedError
+from phalanx.serve.http.protocol import ChatMessage, RefusedError
 from phalanx.serve.prompt import (
     encode_messages,
     encode_prompt,
@@ -29,7 +29,7 @@ class ModelText:
     vocab_size: int
     template: ChatTemplate | None = None
     texts: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
-    """The texts of tokens that were told before; filled by use."""
+    """The texts of tokens that were decoded before; filled by use."""
 
     @property
     def note(self) -> str:
@@ -46,19 +46,19 @@ class ModelText:
         if not isinstance(prompt, str):
             if not prompt:
                 raise RefusedError("prompt: an empty list", "prompt")
-            return self._known(prompt, "prompt")
+            return self._require_known(prompt, "prompt")
         try:
             encoded = encode_prompt(self.tokenizer, prompt)
         except (UnicodeError, ValueError) as error:
             raise RefusedError(f"prompt: cannot be encoded: {error}", "prompt") from error
-        return self._known(encoded, "prompt")
+        return self._require_known(encoded, "prompt")
 
-    def _known(self, ids: list[int], field_name: str) -> list[int]:
-        for one in ids:
-            if not 0 <= one < self.vocab_size:
+    def _require_known(self, ids: list[int], field_name: str) -> list[int]:
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
                 because = f"; {self.note}" if self.note else ""
                 raise RefusedError(
-                    f"{field_name}: token id {one} is outside the vocabulary of {self.vocab_size}{because}",
+                    f"{field_name}: token id {token_id} is outside the vocabulary of {self.vocab_size}{because}",
                     field_name,
                 )
         return ids
@@ -72,13 +72,14 @@ class ModelText:
             )
         # OpenAI's clients send null for a text that is not there.
         turns = [
-            {"role": one.role, "content": "" if one.content is None else one.content} for one in messages
+            {"role": message.role, "content": "" if message.content is None else message.content}
+            for message in messages
         ]
         try:
             encoded = encode_messages(self.template, self.tokenizer, turns)
         except (TokenizerError, UnicodeError) as error:
             raise RefusedError(str(error), "messages") from error
-        return self._known(encoded, "messages")
+        return self._require_known(encoded, "messages")
 
 
 def read_model_text(run_dir: Path, name: str, vocab_size: int) -> ModelText:
@@ -90,5 +91,5 @@ def read_model_text(run_dir: Path, name: str, vocab_size: int) -> ModelText:
         try:
             template = read_chat_template(templates)
         except ChatTemplateError:
-            template = None  # Only /v1/chat/completions needs one, and says so.
+            template = None  # Only /v1/chat/completions needs one, and its error names it.
     return ModelText(name, tokenizer, stop_tokens(published, tokenizer, templates), vocab_size, template)

@@ -1,7 +1,7 @@
-"""What a client asks for, read from JSON: known fields typed and bounded, everything else refused by name.
+"""Request bodies of OpenAI's two interfaces: known fields are typed and bounded, all others are refused by name.
 
-A field that is silently ignored gives text that the client did not ask for. So unknown fields are refused, and fields of OpenAI's interface
-that are not done here are refused with the remedy, except where their value asks for nothing (``"tools": []``).
+A field that is silently ignored gives text that the client did not request. So unknown fields are refused, and fields of OpenAI's interface
+that are not implemented are refused with the remedy, except where their value is neutral (``"tools": []``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 
 class RefusedError(ValueError):
-    """A request is refused: with what status, and which field is at fault."""
+    """The server refused a request, with an HTTP status and the field at fault."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str = "", retry_after: int = 0
@@ -33,7 +33,7 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's: with ``include_usage``, each event tells the usage so far; programs that measure servers count tokens by it."""
+    """vLLM's: with ``include_usage``, each event has the usage so far; programs that measure servers count tokens by it."""
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     choice: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    """The number of the first choice: one of ``n`` can be asked for alone."""
+    """The number of the first choice: one of ``n`` can be requested alone."""
     seed: Seed | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -58,7 +58,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
 
-Asked = TypeVar("Asked", bound="Common")
+BodyT = TypeVar("BodyT", bound="Common")
 
 
 class Completion(Common, kw_only=True):
@@ -79,7 +79,7 @@ class Chat(Common, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-_NOT_DONE: dict[str, tuple[tuple[object, ...], str]] = {
+_UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "tools": (([],), "describe the tools in a message, and read the answer yourself"),
     "tool_choice": (("none", "auto"), "leave it out"),
     "parallel_tool_calls": ((True, False), "leave it out"),
@@ -104,55 +104,55 @@ _NOT_DONE: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def read_body(kind: type[Asked], body: bytes) -> Asked:
-    """The request in a body. Raises RefusedError, which names the field."""
+def read_body(kind: type[BodyT], body: bytes) -> BodyT:
+    """Decode a request's body. Raises RefusedError, which names the field."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedError(f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RefusedError("the body must be a JSON object")
-    known = set(kind.__struct_fields__)
+    names = set(kind.__struct_fields__)
     for name in list(fields):
-        if name in _NOT_DONE:
-            harmless, remedy = _NOT_DONE[name]
+        if name in _UNSUPPORTED:
+            harmless, remedy = _UNSUPPORTED[name]
             if fields[name] is not None and fields[name] not in harmless:
                 raise RefusedError(f"{name} is not done here: {remedy}", name, code="unsupported_parameter")
             del fields[name]
-        elif name not in known:
+        elif name not in names:
             raise RefusedError(f"unknown field {name[:100]!r}", name[:100], code="unknown_parameter")
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        found = re.search(r"`\$\.(\w+)|(?:required|unknown) field `(\w+)`", str(error))
-        param = (found[1] or found[2]) if found else None
+        match = re.search(r"`\$\.(\w+)|(?:required|unknown) field `(\w+)`", str(error))
+        param = (match[1] or match[2]) if match else None
         raise RefusedError(str(error), param, 422 if "range" in str(error) else 400) from error
 
 
-def seed_of(asked: Common) -> int:
-    """The request's seed, or a new one: the answer's id tells it."""
-    return secrets.randbits(48) if asked.seed is None else asked.seed % 2**63
+def seed_of(body: Common) -> int:
+    """Return the request's seed, or a new one; the response's id contains it."""
+    return secrets.randbits(48) if body.seed is None else body.seed % 2**63
 
 
-def stops_of(asked: Common) -> list[str]:
-    """The strings that end the text. Raises RefusedError."""
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+def stops_of(body: Common) -> list[str]:
+    """Return the stop strings. Raises RefusedError."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > 16 or any(not stop or len(stop) > 1000 for stop in stops):
         raise RefusedError("stop: at most 16 strings of 1 to 1000 characters", "stop")
     return stops
 
 
-def prompts_of(asked: Completion) -> list[str | list[int]]:
-    """The prompts of a completion, each text or ids. Raises RefusedError."""
-    prompt = asked.prompt
+def prompts_of(body: Completion) -> list[str | list[int]]:
+    """Return the prompts of a completion, each text or ids. Raises RefusedError."""
+    prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise RefusedError("prompt: an empty list", "prompt")
-    ids = [one for one in prompt if isinstance(one, int)]
+    ids = [part for part in prompt if isinstance(part, int)]
     if len(ids) == len(prompt):
         return [ids]
-    rest = [one for one in prompt if not isinstance(one, int)]
-    if ids or len({type(one) for one in rest}) > 1:
+    rest = [part for part in prompt if not isinstance(part, int)]
+    if ids or len({type(part) for part in rest}) > 1:
         raise RefusedError("prompt: either texts, or ids, or lists of ids", "prompt")
     return rest

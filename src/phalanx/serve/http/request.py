@@ -1,4 +1,4 @@
-"""A request understood: its prompts as ids, its defaults filled in, and whether it can ever be held."""
+"""A parsed request: prompts as token ids, defaults filled in, and the check that its texts fit into the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import msgspec
 
 from phalanx.serve.http.access.admission import Demand, pages_of
-from phalanx.serve.http.messages.requests import (
+from phalanx.serve.http.protocol import (
     Chat,
     Common,
     Completion,
@@ -23,13 +23,13 @@ from phalanx.traffic.pages import PAGE
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """A request with its prompts encoded and its defaults filled in."""
 
     body: Common
     prompts: list[list[int]]
     texts: list[str]
-    """The prompts to echo; empty where there is nothing to."""
+    """The prompts to echo; empty strings without echo."""
     seed: int
     stops: list[str]
     logprobs: int
@@ -46,13 +46,13 @@ class Asked:
 
     @property
     def scored(self) -> bool:
-        """Whether log-probabilities of prompts are needed."""
+        """True if log-probabilities of prompts are needed."""
         echo = isinstance(self.body, Completion) and bool(self.body.echo) and self.logprobs >= 0
         return self.body.prompt_logprobs not in (None, False) or echo
 
     @cached_property
     def demand(self) -> Demand:
-        """The room that all its texts take at their longest."""
+        """The texts and pages that the request needs at most."""
         lengths = zip(self.prompts, self.max_tokens, strict=True)
         pages = sum(pages_of(len(prompt) + most) for prompt, most in lengths)
         return Demand(len(self.prompts) * self.n, pages * self.n, self.prompt_tokens * self.n)
@@ -68,30 +68,30 @@ class Asked:
         return self.prompt_tokens + sum(self.max_tokens) * self.n
 
     def id(self) -> str:
-        """An id that tells the seed, and is the same for a repeated request."""
-        sent = msgspec.json.encode(
+        """An id that contains the seed and is the same for a repeated request."""
+        content = msgspec.json.encode(
             [self.prompts, msgspec.to_builtins(self.body) | {"seed": self.seed, "stream": None}]
         )
-        digest = hashlib.sha256(sent).hexdigest()[:16]
+        digest = hashlib.sha256(content).hexdigest()[:16]
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.seed:x}-{digest}"
 
 
 @dataclass(frozen=True)
-class Room:
-    """How long a text may be."""
+class LengthLimit:
+    """The longest text that the server takes."""
 
     context: int
-    """Tokens that the model takes."""
+    """The model's context, in tokens."""
     pages: int
-    """Pages that there are for its keys and values; 0 where memory is not counted in pages."""
+    """Pages of the KV cache; 0 if memory is not counted in pages."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that there is room for in every respect."""
+        """The lower of context and KV cache, in tokens."""
         return min(self.context, self.pages * PAGE) if self.pages else self.context
 
     def require(self, prompt_tokens: int, new_tokens: int, prompt_field: str) -> None:
-        """Raises RefusedError for a text that is too long, with the numbers."""
+        """Raise RefusedError, with the numbers, for a text that is too long."""
         tokens = prompt_tokens + new_tokens
         field = "max_tokens" if prompt_tokens < self.tokens else prompt_field
         if tokens > self.context:
@@ -110,8 +110,10 @@ class Room:
             )
 
 
-def understood(body: Completion | Chat, model: ModelText, room: Room, most_prompts: int) -> Asked:
-    """What is asked, in ids. Raises RefusedError."""
+def parse_request(
+    body: Completion | Chat, model: ModelText, room: LengthLimit, most_prompts: int
+) -> GenerationRequest:
+    """Encode the prompts of a body and fill in its defaults. Raises RefusedError."""
     if body.model != model.name:
         raise RefusedError(
             f"there is no model {body.model[:100]!r}: this server has {model.name!r}",
@@ -127,25 +129,26 @@ def understood(body: Completion | Chat, model: ModelText, room: Room, most_promp
     if body.top_p == 0:
         raise RefusedError("top_p: above 0; temperature 0 takes the likeliest token", "top_p")
     at_start = [False]
-    wanted = body.max_tokens
+    max_tokens = body.max_tokens
     if isinstance(body, Chat):
         prompts, texts = [model.chat_ids(body.messages)], [""]
         if body.top_logprobs is not None and not body.logprobs:
             raise RefusedError("top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-        wanted = wanted if body.max_completion_tokens is None else body.max_completion_tokens
+        max_tokens = max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     else:
-        given = prompts_of(body)
-        if len(given) > most_prompts:
-            raise RefusedError(f"prompt: {len(given)} prompts; at most {most_prompts} at once", "prompt")
-        prompts = [model.prompt_ids(one) for one in given]
-        at_start = [one == "" for one in given]
-        echoed = (one if isinstance(one, str) else model.tokenizer.decode(one) for one in given)
-        texts = list(echoed) if body.echo else [""] * len(given)
+        contents = prompts_of(body)
+        if len(contents) > most_prompts:
+            raise RefusedError(f"prompt: {len(contents)} prompts; at most {most_prompts} at once", "prompt")
+        prompts = [model.prompt_ids(content) for content in contents]
+        at_start = [content == "" for content in contents]
+        decode = model.tokenizer.decode
+        echoed = (content if isinstance(content, str) else decode(content) for content in contents)
+        texts = list(echoed) if body.echo else [""] * len(contents)
         logprobs = -1 if body.logprobs is None else body.logprobs
-        wanted = 16 if wanted is None else wanted
+        max_tokens = 16 if max_tokens is None else max_tokens
     lengths = []
     for prompt in prompts:
-        room.require(len(prompt), wanted or 1, "messages" if isinstance(body, Chat) else "prompt")
-        lengths.append(wanted or room.tokens - len(prompt))
-    return Asked(body, prompts, texts, seed_of(body), stops_of(body), logprobs, lengths, at_start)
+        room.require(len(prompt), max_tokens or 1, "messages" if isinstance(body, Chat) else "prompt")
+        lengths.append(max_tokens or room.tokens - len(prompt))
+    return GenerationRequest(body, prompts, texts, seed_of(body), stops_of(body), logprobs, lengths, at_start)

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
-from phalanx.serve.text_stream import TextStream
+from phalanx.serve.http.detokenizer import IncrementalDetokenizer
 
 BYTES = BytesTokenizer()
 BPE = train_bpe(["the naïve 日本語 👩‍🚀 日本 日本 é é é 🚀🚀🚀 " * 3], vocab_size=320)
@@ -20,7 +20,10 @@ KNOWN: dict[str, dict[int, str]] = {"bytes": {}, "bpe": {}}
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    streams = [TextStream(tokenizer), TextStream(tokenizer, known=KNOWN[tokenizer.kind])]
+    streams = [
+        IncrementalDetokenizer(tokenizer),
+        IncrementalDetokenizer(tokenizer, token_texts=KNOWN[tokenizer.kind]),
+    ]
     alone, among_others = ([*(stream.feed(token) for token in ids), stream.flush()] for stream in streams)
     assert alone == among_others
     return alone
@@ -75,7 +78,7 @@ def test_special_tokens_give_no_text() -> None:
 
 
 def test_a_flushed_stream_begins_anew() -> None:
-    stream = TextStream(BYTES)
+    stream = IncrementalDetokenizer(BYTES)
     stream.feed(EMOJI[0])
     assert stream.flush() == "\ufffd"
     assert stream.feed(97) == "a"
@@ -83,4 +86,4 @@ def test_a_flushed_stream_begins_anew() -> None:
 
 def test_an_unknown_id_is_refused() -> None:
     with pytest.raises(ValueError, match="token id 257 is outside the vocabulary of 257"):
-        TextStream(BYTES).feed(257)
+        IncrementalDetokenizer(BYTES).feed(257)

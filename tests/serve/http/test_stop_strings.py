@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-from phalanx.serve.stop_strings import StopStrings
-from phalanx.serve.text_stream import TextStream
+from phalanx.serve.http.detokenizer import IncrementalDetokenizer, StopStrings
 
 # Two letters and an emoji, so that strings begin within each other and characters span bytes.
 texts = st.text(alphabet="ab\U0001f600", max_size=30)
@@ -70,6 +69,6 @@ def test_an_empty_stop_string_is_refused() -> None:
 @given(texts, stops)
 def test_tokens_that_end_within_characters_give_the_same(text: str, strings: list[str]) -> None:
     tokenizer = BytesTokenizer()
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     pieces = [stream.feed(token) for token in tokenizer.encode(text)]
     assert passed([*pieces, stream.flush()], strings) == searched(text, strings)
