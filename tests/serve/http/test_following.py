@@ -22,7 +22,7 @@ from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine import part
+from phalanx.serve.engine import model_runner
 from phalanx.serve.engine.engine import Engine, KeptPages, Prepared
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.few_rows import FewRows
@@ -122,13 +122,13 @@ def test_kernels_are_tried_before_weights_take_over_and_not_while_texts_wait(
     opened = open_engine(ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "exact"))
     assert isinstance(opened.engine, Engine)
     worker = EngineWorker(opened.engine, opened.identity, step=1)
-    trying, tried = [], part.few_rows_of
+    trying, tried = [], model_runner.few_rows_of
 
     def noted(*given: Any) -> FewRows | None:
         trying.append(threading.current_thread())
         return tried(*given)
 
-    monkeypatch.setattr(part, "few_rows_of", noted)
+    monkeypatch.setattr(model_runner, "few_rows_of", noted)
     served = ServedRun(str(run_dir), None, "float32", 64, 1 << 22, 64, "exact")
     Follower(served, opened.engine, worker, 1, "mixed", lambda _: None).look()
 

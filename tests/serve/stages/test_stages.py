@@ -287,13 +287,13 @@ def test_steps_of_other_texts_are_computed_while_one_is_with_a_later_stage(
         engine.submit(one)
     assert engine.step() == []  # the first text is with the other stage, and stays there
     assert entered.wait(60)
-    here = engine._part.compute
+    here = engine._runner.compute
 
     def computed(*given: object) -> object:
         gate.set()  # the other stage goes on once the second text is computed here
         return here(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine._part, "compute", computed)
+    monkeypatch.setattr(engine._runner, "compute", computed)
     assert {one.request for one in engine.step()} == {asked[0].id}
     assert gate.is_set()
 

@@ -11,10 +11,10 @@ import torch
 from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import Ahead
+from phalanx.serve.engine.model_runner import FarLayers
 from phalanx.serve.engine.pages.boxes import PageBox, PageShape
 from phalanx.serve.engine.pages.kept import KeptFormat
 from phalanx.serve.engine.pages.memory import PageBytes, PageMemory, Piece
-from phalanx.serve.engine.part import FarLayers
 from phalanx.traffic.batching import Course
 from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
 from phalanx.traffic.requests import Request
@@ -25,7 +25,7 @@ class RunningText:
     """A request with its text so far, and what is held of it."""
 
     request: Request
-    text: list[int]
+    tokens: list[int]
     piece: Piece
     places: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
@@ -45,7 +45,7 @@ class RunningText:
     @property
     def course(self) -> Course:
         """How far it is."""
-        return Course(self.request.id, self.computed, len(self.text), len(self.drafts))
+        return Course(self.request.id, self.computed, len(self.tokens), len(self.drafts))
 
     @property
     def scores_prompt(self) -> bool:
@@ -55,7 +55,7 @@ class RunningText:
     @property
     def has_begun(self) -> bool:
         """Whether a token was made here, so that its prompt is read and scored."""
-        return len(self.text) > len(self.request.prompt) + len(self.request.told)
+        return len(self.tokens) > len(self.request.prompt) + len(self.request.told)
 
 
 class TextPages:
@@ -95,14 +95,14 @@ class TextPages:
 
     def is_long(self, held: RunningText) -> bool:
         """Whether LongRoPE rotates the text by its long factors."""
-        return 0 < longest_short(self._spec) < len(held.text)
+        return 0 < longest_short(self._spec) < len(held.tokens)
 
     def open(self, held: RunningText, *, alone: bool) -> int | None:
         """Takes the pages with which a text begins and that are held; tokens that are computed so. ``None`` if no page is left for more of it,
         unless it is ``alone`` and would wait for ever."""
         # One row of a text is always computed, for its logits.
-        usable = 0 if held.scores_prompt else len(held.text) - 1
-        names = page_names(held.text[:usable], self._root_of(held)) if self._prefix_cache else []
+        usable = 0 if held.scores_prompt else len(held.tokens) - 1
+        names = page_names(held.tokens[:usable], self._root_of(held)) if self._prefix_cache else []
         places = self.table.use_prefix(names)
         if self.table.available < 1 and len(places) * PAGE <= usable and not alone:
             self.table.release(places)
@@ -129,9 +129,9 @@ class TextPages:
 
     def most_drafts(self, held: RunningText, depths: int) -> int:
         """Tokens to guess behind a text: not beyond its longest, and none that LongRoPE would rotate by other factors."""
-        most = min(depths, held.request.max_tokens - (len(held.text) - len(held.request.prompt)) - 1)
+        most = min(depths, held.request.max_tokens - (len(held.tokens) - len(held.request.prompt)) - 1)
         short = longest_short(self._spec)
-        return most if not short > 0 or self.is_long(held) else min(most, short - len(held.text))
+        return most if not short > 0 or self.is_long(held) else min(most, short - len(held.tokens))
 
     def room_for(self, held: RunningText, tokens: int) -> bool:
         """Whether there are pages for a text of ``tokens`` that no other uses."""
@@ -145,7 +145,7 @@ class TextPages:
         while (len(held.names) + 1) * PAGE <= held.computed:
             number = len(held.names)
             before = held.names[-1] if held.names else self._root_of(held)
-            name = next_name(before, held.text[number * PAGE : (number + 1) * PAGE])
+            name = next_name(before, held.tokens[number * PAGE : (number + 1) * PAGE])
             place = held.places[number]
             self._memory.copy_out(held.piece, number, place)
             if self._far is not None:

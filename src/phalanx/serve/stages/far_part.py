@@ -18,9 +18,9 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.model_runner import ModelRunner, RunnerOutput
 from phalanx.serve.engine.pages.kept import kept_as
 from phalanx.serve.engine.pages.memory import PageMemory, Piece
-from phalanx.serve.engine.part import ModelPart, Passed
 from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.numerics.exact import exact_numerics
@@ -62,7 +62,7 @@ class FarPart:
         projection: Affine | None = found.products if found is not None else None
         if self._shares:
             projection = assemble(model, share, NearShare(link), found)
-        self._part = ModelPart(model, rule, found, projection)
+        self._runner = ModelRunner(model, rule, found, projection)
         self._memory = PageMemory(len(self._layers), 0, self._kept)
         self._pieces: dict[int, Piece] = {}
         self.ready = m.Ready(
@@ -139,19 +139,21 @@ class FarPart:
             _log.exception("a step has failed")
             raise EngineError(f"a step has failed: {error!r}"[:8000]) from error
 
-    def _passed(self, step: m.Compute, body: bytearray) -> Passed:
+    def _passed(self, step: m.Compute, body: bytearray) -> RunnerOutput:
         spans = []
         for one in step.spans:
             piece = self._piece(one.piece)
             piece.grow(one.end)
             spans.append(Span(piece, one.begin, one.end))
         states = tensor_of(body, self._dtype, self._spec.dim)
-        return self._part.compute(states, spans, step.length, step.asks)
+        return self._runner.compute(states, spans, step.length, step.asks)
 
     def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
         passed = self._passed(step, body)
-        if passed.readings is not None:
-            return m.Passed(0, tuple(passed.readings[n] for n in range(len(step.asks)))), memoryview(b"")
+        if passed.sampler_output is not None:
+            return m.Passed(0, tuple(passed.sampler_output[n] for n in range(len(step.asks)))), memoryview(
+                b""
+            )
         sent = bytes_of(passed.states)
         return m.Passed(len(sent)), sent
 

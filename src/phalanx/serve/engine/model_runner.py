@@ -1,8 +1,8 @@
-"""The part of a model that a process has: it computes the rows of a step through its layers, and reads what the last of them says.
+"""Model runner: computes the rows of a step through the layers of one process, and samples behind the last layer.
 
-A whole model is the part of all layers. Where a model is divided into stages (``phalanx.serve.stages``), each process has such a part, with keys
-and values of its own layers; a row goes through the same products in the same order wherever the next layer is, so its bits are the same. What is
-read of a row is a few numbers, so that a distribution over the vocabulary never has to travel.
+One process may have all layers. If a model is divided into stages (``phalanx.serve.stages``), each process has a runner with the keys
+and values of its own layers. A row passes the same products in the same order wherever the next layer is, so its bits are the same. The
+sampler output of a row is a few numbers, so that a distribution over the vocabulary is never sent.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.few_rows import FewRows, few_rows
 from phalanx.serve.engine.pages.boxes import PageBox
 from phalanx.serve.engine.pages.memory import PageBytes
-from phalanx.serve.engine.readings import Ask, Readings, readings_of
 from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest, sample_rows
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.numerics.layers import ANY_CHAINS, attention_chains, keeps_bits
 from phalanx.serve.numerics.products import fast_products, use_fast_products
@@ -34,7 +34,7 @@ from phalanx.train.step.loss import log_probabilities
 
 @dataclass(frozen=True)
 class FarSpan:
-    """A ``Span`` as other processes know it: by the number of its piece."""
+    """A ``Span`` as it is sent to other processes: by the number of its piece."""
 
     piece: int
     begin: int
@@ -42,41 +42,43 @@ class FarSpan:
 
 
 class FarLayers(Protocol):
-    """What other processes have of a model's layers.
+    """Layers of a model that other processes have.
 
-    What is said of keys and values holds for the pieces and pages of their layers, in the order in which it is said.
+    Calls on keys and values apply to the pieces and pages of their layers, in the order of the calls.
     """
 
-    held: ModelSpec
-    """The description of what a process keeps keys and values of, that with most of them."""
+    kv_spec: ModelSpec
+    """The model as the process with the most keys and values has it."""
     shares: int
     """Processes that each layer that is here is divided among."""
     flights: int
-    """How many steps can be under way at a time, each of other texts."""
+    """Steps that can be in flight at a time, each of other texts."""
     own: PageBox
-    """What this process has of a page's keys and values, """
+    """The part of a page that this process has."""
     boxes: Sequence[PageBox]
-    """and what each of the others has."""
+    """The part of a page that each of the others has."""
 
     def hold(self, pages: int) -> None:
-        """Has each process make room for so many pages, before anything else."""
+        """Allocate ``pages`` in each process, before any other call."""
         ...
 
     def attach(self, model: Transformer, exact: Exact | None) -> Affine | None:
-        """Has the layers that are here compute with the others; the product of the output projection."""
+        """Let the layers of this process compute with the others; return the product of the output projection."""
         ...
 
     def step(
-        self, tokens: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]
+        self, tokens: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> AbstractContextManager[Tensor]:
-        """Within which this process takes what it gives through the layers that are here: tokens ``(rows,)`` or states ``(rows, dim)``."""
+        """Return a context with the input of the layers of this process: tokens ``(rows,)`` or states ``(rows, dim)``."""
         ...
 
     def compute(
-        self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]
-    ) -> Future[Readings]:
-        """Takes rows ``(rows, dim)`` through the layers behind those that are here. It raises PartLostError where a process does not answer
-        any more."""
+        self, states: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
+    ) -> Future[SamplerOutput]:
+        """Compute rows ``(rows, dim)`` through the layers behind those of this process.
+
+        The future raises PartLostError if a process no longer answers.
+        """
         ...
 
     def drop(self, piece: int) -> None: ...
@@ -86,26 +88,26 @@ class FarLayers(Protocol):
     def copy_out(self, piece: int, number: int, place: int) -> None: ...
 
     def read(self, place: int) -> list[bytes]:
-        """What each of the others has of a page."""
+        """Return each other process's part of a page."""
         ...
 
     def write(self, place: int, parts: Sequence[PageBytes]) -> None:
-        """Has each of the others keep its part of a page."""
+        """Store each other process's part of a page."""
         ...
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What a part makes of a step's rows."""
+class RunnerOutput:
+    """Result of a step's rows behind the layers of a runner."""
 
     states: Tensor
-    """``(rows, dim)``: after the last norm, or for the next part."""
-    readings: Readings | None
-    """Where the part ends the model."""
+    """``(rows, dim)``: after the last norm, or for the next stage."""
+    sampler_output: SamplerOutput | None
+    """None if the model has further stages."""
 
 
-class ModelPart:
-    """Layers of a model, with whose products rows are independent if ``exact``."""
+class ModelRunner:
+    """Layers of a model; their products compute rows independently if ``exact``."""
 
     def __init__(
         self, model: Transformer, rule: Rule, exact: Exact | None, projection: Affine | None = None
@@ -116,18 +118,25 @@ class ModelPart:
         self.few = few_rows_of(model, rule, exact)
 
     @torch.no_grad()
-    def compute(self, x: Tensor, spans: Sequence[Span], length: int, asks: Sequence[Ask]) -> Passed:
-        """Takes tokens ``(rows,)`` or states ``(rows, dim)``, those of ``spans`` in turn, through the layers; ``length`` as ``Transformer`` takes it."""
+    def compute(
+        self, x: Tensor, spans: Sequence[Span], length: int, requests: Sequence[SamplingRequest]
+    ) -> RunnerOutput:
+        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through the layers.
+
+        ``length`` is that of ``Transformer``.
+        """
         count, model = len(x), self._model
         positions = [p for span in spans for p in range(span.begin, span.end)]
         masks: dict[tuple[int, ...], Tensor] = {}
         cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(model.spec.layers)]
-        found: list[tuple[Tensor, Tensor]] = []
+        distributions: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
-            if rows := self._padded([ask.row for ask in asks]):
+            if rows := self._padded([request.row for request in requests]):
                 states = hidden[0].index_select(0, brought(torch.tensor(rows), hidden.device))
-                found.append(log_probabilities(states, weight, model.spec.logit_cap, self._projection))
+                distributions.append(
+                    log_probabilities(states, weight, model.spec.logit_cap, self._projection)
+                )
             return hidden
 
         rows = self._padded(list(range(count)))
@@ -142,17 +151,17 @@ class ModelPart:
             states = model(x[None], readout, positions=at, length=length, cache=cache)[0]
         states = states[:count]
         if model.norm is None:
-            return Passed(states, None)
-        return Passed(states, readings_of(asks, *found[0]) if found else [])
+            return RunnerOutput(states, None)
+        return RunnerOutput(states, sample_rows(requests, *distributions[0]) if distributions else [])
 
     def _padded(self, values: list[int]) -> list[int]:
-        """The values with the last one repeated, until rows so many keep their bits."""
+        """Repeat the last value until so many rows keep their bits."""
         return values + values[-1:] * (self._exact.rows.padding(len(values)) if self._exact and values else 0)
 
 
 def few_rows_of(model: Transformer, rule: Rule, exact: Exact | None) -> FewRows | None:
-    """The way of few rows through ``model`` without its modules; exact numerics take what was tried alone."""
-    few = few_rows(model, _whole if exact is None else exact.products.block)
+    """Return the computation of few rows without the modules of ``model``, if it exists; exact numerics take tried kernels only."""
+    few = few_rows(model, _row_block if exact is None else exact.products.block)
     if few is None or (exact is not None and not keeps_bits(few)):
         return None
     chains = ANY_CHAINS if exact is None else attention_chains(few, rule.sequence)
@@ -160,9 +169,11 @@ def few_rows_of(model: Transformer, rule: Rule, exact: Exact | None) -> FewRows 
     return few
 
 
-def _whole(linear: Linear) -> int:
-    """A block for products whose order of additions is nobody's concern; 0 where other processes have a part of the product, or where a library computes
-    bf16 rows faster."""
+def _row_block(linear: Linear) -> int:
+    """Return the block of a product with fast numerics.
+
+    It is 0 if other processes have a part of the product, or if a library computes bf16 rows faster.
+    """
     products = fast_products(linear)
     if products is not None:
         return products.block(linear)
