@@ -19,20 +19,20 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.computing_device import computing_on, device_named, shown_device
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
-from phalanx.serve.engine.pages.memory import PageMemory, Piece
 from phalanx.serve.generate import generate
 from phalanx.serve.http.served.of_run import open_engine
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.served.turns import TurnsEngine
 from phalanx.serve.http.worker import explained
+from phalanx.serve.kv_cache.memory import PageMemory, TextKV
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.workers.messages import RunJob
 from phalanx.serve.workers.page_client import Pulled
 from phalanx.serve.workers.router_port import Division
 from phalanx.serve.workers.service import devices_of
 from phalanx.serve.workers.serving_worker import ServingWorker, _Came
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity, Role
-from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Ended, Request, Sampling
 from serve.engine.test_engine import built, run
 from serve.packed_runs import DENSE, make_run
@@ -335,7 +335,7 @@ def test_memory_that_gives_out_is_told_with_what_would_help_and_a_dead_gpu_as_lo
 def test_a_text_whose_growth_failed_on_the_way_grows_again_and_keeps_its_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    piece = Piece(built("dense").spec, torch.float32)
+    piece = TextKV(built("dense").spec, torch.float32)
     piece.grow(10)
     for tensor in (one for tensors in piece.layers.values() for one in tensors):
         tensor.normal_()

@@ -14,7 +14,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError
-from phalanx.traffic.pages import page_names
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.requests import PromptScored, Request, Sampling, Token, Told
 from serve.engine.test_engine import KINDS, prompt, run
 

@@ -27,10 +27,10 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.pages.memory import Piece
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.engine.sampler import BatchedSamplerOutput, LazySamplerOutput, SamplingRequest, sample_rows
-from phalanx.traffic.pages import page_names
+from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx.serve.kv_cache.memory import TextKV
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.requests import Request, Sampling, Token
 from phalanx.train.score.score import Scorer
 from serve.engine.test_engine import DENSE, KINDS, MLA, prompt, run
@@ -110,7 +110,7 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        for place in ("serve.sampling", "serve.engine.sampler", "serve.engine.pages.memory"):
+        for place in ("serve.sampling", "serve.engine.sampler", "serve.kv_cache.memory"):
             patch.setattr(f"phalanx.{place}.fetched", seen.fetch)
         patch.setattr("phalanx.serve.computing_device.make_current", lambda _: None)
         patch.setattr("phalanx.serve.numerics.facts.device_name", lambda _: "made up")
@@ -215,9 +215,9 @@ def test_a_mixture_of_devices_is_noticed(other: tuple[torch.device, Seen]) -> No
     device, _ = other
     model = model_on(device, DENSE)
     assert model.embedding is not None
-    piece = Piece(model.spec, torch.float32)  # left in the host's memory
+    piece = TextKV(model.spec, torch.float32)  # left in the host's memory
     piece.grow(8)
-    rows = LayerRows(0, [Span(piece, 0, 4)], Rule(False, 0), {})
+    rows = LayerKVCache(0, [Span(piece, 0, 4)], Rule(False, 0), {})
     of_heads = [torch.zeros(1, heads, 4, 16, device=device) for heads in (4, 2, 2)]
     block = model.blocks["0"]
     with pytest.raises((MixedDevicesError, RuntimeError)):
@@ -274,7 +274,7 @@ def test_attention_without_a_mask_sees_what_attention_with_one_does(
     options = {"numerics": "fast", "rows": 64, "pages": 4, "weights_id": "w"}
     expected = run(Engine(model, model.spec, **options), text)["r"]  # type: ignore[arg-type]
     monkeypatch.setattr("phalanx.serve.engine.model_runner.few_rows_of", lambda *_: None)
-    monkeypatch.setattr("phalanx.serve.engine.rows.masks_are_dear", lambda _: True)
+    monkeypatch.setattr("phalanx.serve.kv_cache.layer_cache.masks_are_dear", lambda _: True)
     found = run(Engine(model, model.spec, **options), text)["r"]  # type: ignore[arg-type]
     assert [getattr(one, "id", None) for one in found] == [getattr(one, "id", None) for one in expected]
     for one, other_one in zip(found, expected, strict=True):

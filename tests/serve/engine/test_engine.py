@@ -18,7 +18,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.traffic.pages import page_names
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Token, Told
 from phalanx.train.step.loss import log_probabilities
 

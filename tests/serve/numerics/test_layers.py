@@ -22,8 +22,8 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine import few_rows as ways
 from phalanx.serve.engine.few_rows import MOST_TURNS, FewRows, few_rows
 from phalanx.serve.engine.model_runner import ModelRunner, few_rows_of
-from phalanx.serve.engine.pages.memory import Piece
-from phalanx.serve.engine.rows import Rule, Span
+from phalanx.serve.kv_cache.layer_cache import Rule, Span
+from phalanx.serve.kv_cache.memory import TextKV
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.layers import ANY_CHAINS, Attended, TriedAttention, attention_chains
 from phalanx.serve.numerics.products import fast_products, use_fast_products
@@ -113,7 +113,7 @@ def test_texts_of_any_length_have_the_bits_of_the_modules(
     def states() -> torch.Tensor:
         spans = []
         for begin, count, held in zip(begins, counts, kept, strict=True):
-            piece = Piece(model.spec, dtype)
+            piece = TextKV(model.spec, dtype)
             piece.grow(begin + count)
             for layer, parts in piece.layers.items():
                 for tensor, rows in zip(parts, held[layer], strict=True):
@@ -145,7 +145,7 @@ def test_fast_numerics_take_few_bf16_rows_in_one_call_a_layer_again_with_the_sam
     runner, tokens = ModelRunner(model, Rule(False, 0), None), torch.arange(5)
 
     def states() -> torch.Tensor:
-        piece = Piece(model.spec, torch.bfloat16)
+        piece = TextKV(model.spec, torch.bfloat16)
         piece.grow(5)
         return runner.compute(tokens, [Span(piece, 0, 5)], 0, []).states
 

@@ -17,17 +17,17 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.engine.pages.kept import KeptFormat
-from phalanx.serve.engine.pages.memory import PageMemory
 from phalanx.serve.http.served.of_run import open_engine
 from phalanx.serve.http.served.opened import OpenedEngine
+from phalanx.serve.kv_cache.format import KVFormat
+from phalanx.serve.kv_cache.memory import PageMemory
 from phalanx.serve.stages import far_part
 from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
 from phalanx.serve.stages.shares import Share
 from phalanx.serve.workers.page_client import pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity
-from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Request, Sampling, Told
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, shared, staged
@@ -303,7 +303,7 @@ def test_a_stage_that_has_no_room_for_the_pages_is_refused_at_the_start(
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"])
 
-    def refusing(layers: int, pages: int, kept: KeptFormat) -> PageMemory:
+    def refusing(layers: int, pages: int, kept: KVFormat) -> PageMemory:
         if pages:
             raise MemoryError("no room")
         return PageMemory(layers, pages, kept)

@@ -25,8 +25,8 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.pages.kept import kept_as
-from phalanx.serve.engine.pages.memory import page_bytes
+from phalanx.serve.kv_cache.format import kv_format
+from phalanx.serve.kv_cache.memory import page_bytes
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers import page_client, serving_worker
 from phalanx.serve.workers.page_client import PageWay, Way, pull
@@ -42,7 +42,7 @@ from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Tol
 
 TOKEN = "the service's token"
 SPEC = resolve(ModelSpec(layers=1, dim=32, heads=2, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3))
-PAGE_BYTES = page_bytes(SPEC, kept_as("compute", SPEC, torch.float32))
+PAGE_BYTES = page_bytes(SPEC, kv_format("compute", SPEC, torch.float32))
 
 
 def built() -> Transformer:

@@ -19,7 +19,7 @@ from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
-    from phalanx.serve.engine.pages.kept import KeptName
+    from phalanx.serve.kv_cache.format import KVFormatName
     from phalanx.serve.workers.page_client import PageWay
 
 _PAGES_BYTES = 1 << 30
@@ -202,7 +202,7 @@ def command(
     rows: int,
     numerics: Literal["exact", "fast"],
     device: str,
-    kv: KeptName,
+    kv: KVFormatName,
     drafts: int | None,
     follow: KeptPages | None,
     workers: tuple[Role, ...] | None,

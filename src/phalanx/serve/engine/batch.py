@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.serve.engine.rows import Span
 from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest
-from phalanx.serve.engine.texts import RunningText
+from phalanx.serve.kv_cache.layer_cache import Span
+from phalanx.serve.kv_cache.manager import RunningText
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Batch:
     def live(self, running: Collection[RunningText]) -> set[RunningText]:
         """Return the texts that still have the keys and values of this step: not those that ended or lost their pages."""
         pairs = zip(self.planned, self.spans, strict=True)
-        return {text for (text, _), span in pairs if text.piece is span.piece and text in running}
+        return {text for (text, _), span in pairs if text.kv is span.kv and text in running}
 
 
 def rows_to_sample(

@@ -24,8 +24,8 @@ from phalanx.model.layers.attention.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.grouped_attention import window_of
-from phalanx.serve.engine.pages.memory import Piece
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx.serve.kv_cache.memory import TextKV
 from phalanx.serve.sampling import LogitsError, draw_rows
 from phalanx.traffic.requests import Sampling
 
@@ -37,7 +37,7 @@ _RULE = Rule(exact=False, sequence=0)
 class Ahead:
     """What the depths hold of a text from its token ``begin`` on."""
 
-    piece: Piece
+    kv: TextKV
     """Keys and values of each depth."""
     begin: int
     done: list[int]
@@ -104,8 +104,8 @@ class Drafter:
         if one.ahead is not None and one.ahead.done[0] == begin:
             return one.ahead
         nothing = [one.hidden[:0] for _ in range(self._depths)]
-        piece = Piece(self._kept, one.hidden.dtype, device=one.hidden.device)
-        return Ahead(piece, begin, [begin] * self._depths, nothing)
+        kv = TextKV(self._kept, one.hidden.dtype, device=one.hidden.device)
+        return Ahead(kv, begin, [begin] * self._depths, nothing)
 
     def _depth(
         self,
@@ -130,8 +130,8 @@ class Drafter:
             positions += range(begin, end)
             tokens += known[begin + depth : end + depth]
             if end > begin:
-                ahead.piece.grow(end - ahead.begin)
-                spans.append(Span(ahead.piece, begin - ahead.begin, end - ahead.begin))
+                ahead.kv.grow(end - ahead.begin)
+                spans.append(Span(ahead.kv, begin - ahead.begin, end - ahead.begin))
             # Rows that have read a guess are computed again, from the same states where those have read none.
             done = max(begin, min(end, len(one.text) - depth))
             known_before = ahead.done[depth - 2] if depth > 1 else one.computed
@@ -141,7 +141,7 @@ class Drafter:
             return hidden
         module = self._model.mtp[depth - 1]
         assert isinstance(module, PredictionAhead), "the predictions ahead"
-        cache = LayerRows(depth - 1, spans, _RULE, {})
+        cache = LayerKVCache(depth - 1, spans, _RULE, {})
         rows = torch.cat(hidden)
         embedded = self._model.embedded(brought(torch.tensor(tokens, dtype=torch.int64), rows.device))
         cos, sin = self._rotation(brought(torch.tensor(positions), rows.device), rows.dtype, length)

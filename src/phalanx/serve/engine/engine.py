@@ -1,7 +1,7 @@
 """One worker's engine: each step schedules rows of the submitted requests, computes them and returns outputs.
 
 The rows of all requests go through the model's products together; attention runs for each request over its own text
-(``phalanx.serve.engine.rows``). In exact mode a row's bits do not depend on what else is in the step, so that batching, cutting
+(``phalanx.serve.kv_cache.layer_cache``). In exact mode a row's bits do not depend on what else is in the step, so that batching, cutting
 prompts, giving pages up and using another request's pages change no token and no log-probability.
 """
 
@@ -26,18 +26,18 @@ from phalanx.serve.engine.batch import Batch, rows_to_sample
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.model_runner import FarLayers, FarSpan, ModelRunner
-from phalanx.serve.engine.pages.kept import KeptName, kept_as
-from phalanx.serve.engine.pages.memory import PageBytes, page_bytes, pages_within, piece_bytes
-from phalanx.serve.engine.rows import Rule, Span
 from phalanx.serve.engine.sampler import SampledToken, SamplerOutput
 from phalanx.serve.engine.statistics import EngineStatistics
 from phalanx.serve.engine.supported import require_computable, require_supported
-from phalanx.serve.engine.texts import RunningText, TextPages
+from phalanx.serve.kv_cache.format import KVFormatName, kv_format
+from phalanx.serve.kv_cache.layer_cache import Rule, Span
+from phalanx.serve.kv_cache.manager import KVCacheManager, RunningText
+from phalanx.serve.kv_cache.memory import PageBytes, copy_bytes, page_bytes, pages_within
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.sampling import require_sampling
 from phalanx.traffic.batching import plan_step, youngest
-from phalanx.traffic.pages import PAGE
+from phalanx.traffic.block_table import PAGE
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
 
 KeptPages = Literal["recompute", "mixed"]
@@ -69,7 +69,7 @@ class Engine:
         sequence: int = 0,
         context: int = 0,
         drafts: int = 0,
-        kept: KeptName = "compute",
+        kept: KVFormatName = "compute",
         far: FarLayers | None = None,
         weights_id: str,
     ) -> None:
@@ -79,7 +79,7 @@ class Engine:
         tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact
         numerics are tried on this machine first (``phalanx.serve.numerics``), and give the model products whose rows are independent.
         ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
-        text. ``kept`` is the format of keys and values (``phalanx.serve.engine.pages.kept``), with fast numerics. ``far`` has the layers that ``model`` lacks, which then
+        text. ``kept`` is the format of keys and values (``phalanx.serve.kv_cache.format``), with fast numerics. ``far`` has the layers that ``model`` lacks, which then
         is the first part of one; ``memory_bytes`` is what each process has. Computes where the weights are, and keeps keys and values there: on a CPU, or
         with fast numerics on a GPU. Raises EngineError for a model, machine or memory that cannot serve.
         """
@@ -94,12 +94,12 @@ class Engine:
         self.device = weight.device
         """Where it computes."""
         require_device(self.device, exact=exact, divided=far is not None)
-        form = kept_as(kept, spec, weight.dtype)
+        form = kv_format(kept, spec, weight.dtype)
         self.page_bytes = page_bytes(spec, form)
         """Bytes of a page as it is kept, and as it travels."""
         own_spec = spec if far is None else far.kv_spec
-        own_form = kept_as(kept, own_spec, weight.dtype)
-        needed = page_bytes(own_spec, own_form) + piece_bytes(own_spec, weight.dtype, drafts)
+        own_form = kv_format(kept, own_spec, weight.dtype)
+        needed = page_bytes(own_spec, own_form) + copy_bytes(own_spec, weight.dtype, drafts)
         pages = pages or pages_within(own_spec, own_form, memory_bytes, drafts)
         if pages < 1:
             raise EngineError(
@@ -116,7 +116,7 @@ class Engine:
         if far is not None:
             far.hold(pages)
         with computing_on(self.device, f"{pages} pages of keys and values, {pages * needed:,} bytes"):
-            self._pages = TextPages(
+            self._pages = KVCacheManager(
                 own_spec,
                 pages,
                 own_form,
@@ -215,7 +215,7 @@ class Engine:
 
     @property
     def root(self) -> bytes:
-        """Root of the names of this engine's pages (``phalanx.traffic.pages.page_names``)."""
+        """Root of the names of this engine's pages (``phalanx.traffic.block_table.page_names``)."""
         return self._pages.root
 
     def read_page(self, name: bytes) -> bytes:
@@ -294,8 +294,8 @@ class Engine:
             self._running.append(self._waiting.pop(0))
 
     def _planned(self) -> list[tuple[RunningText, int]]:
-        flying = {span.piece for batch in self._in_flight for span in batch.spans}
-        running = [text for text in self._running if text.piece not in flying]
+        flying = {span.kv for batch in self._in_flight for span in batch.spans}
+        running = [text for text in self._running if text.kv not in flying]
         # Texts that LongRoPE rotates by other factors have other tables: they take turns.
         sides = {self._pages.is_long(text) for text in running}
         if len(sides) == 2:
@@ -328,7 +328,7 @@ class Engine:
 
     @torch.no_grad()
     def _execute(self, planned: list[tuple[RunningText, int]]) -> Batch:
-        spans = [Span(text.piece, text.computed, text.computed + count) for text, count in planned]
+        spans = [Span(text.kv, text.computed, text.computed + count) for text, count in planned]
         tokens = [
             t
             for (text, _), span in zip(planned, spans, strict=True)
@@ -343,7 +343,7 @@ class Engine:
             output = self._runner.compute(rows, spans, length, requests)
             sampler_output: SamplerOutput | Future[SamplerOutput] | None = output.sampler_output
         else:
-            far_spans = [FarSpan(span.piece.number, span.begin, span.end) for span in spans]
+            far_spans = [FarSpan(span.kv.number, span.begin, span.end) for span in spans]
             with far.step(rows, far_spans, length, requests) as inputs:
                 output = self._runner.compute(inputs, spans, length, requests)
             sampler_output = output.sampler_output

@@ -22,10 +22,10 @@ from phalanx.model.layers.linear import Affine, Linear
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.few_rows import FewRows, few_rows
-from phalanx.serve.engine.pages.boxes import PageBox
-from phalanx.serve.engine.pages.memory import PageBytes
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
 from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest, sample_rows
+from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx.serve.kv_cache.memory import PageBytes
+from phalanx.serve.kv_cache.page_boxes import PageBox
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.numerics.layers import ANY_CHAINS, attention_chains, keeps_bits
 from phalanx.serve.numerics.products import fast_products, use_fast_products
@@ -34,7 +34,7 @@ from phalanx.train.step.loss import log_probabilities
 
 @dataclass(frozen=True)
 class FarSpan:
-    """A ``Span`` as it is sent to other processes: by the number of its piece."""
+    """A ``Span`` as it is sent to other processes: by the number of its text."""
 
     piece: int
     begin: int
@@ -44,7 +44,7 @@ class FarSpan:
 class FarLayers(Protocol):
     """Layers of a model that other processes have.
 
-    Calls on keys and values apply to the pieces and pages of their layers, in the order of the calls.
+    Calls on keys and values apply to the texts and pages of their layers, in the order of the calls.
     """
 
     kv_spec: ModelSpec
@@ -128,7 +128,7 @@ class ModelRunner:
         count, model = len(x), self._model
         positions = [p for span in spans for p in range(span.begin, span.end)]
         masks: dict[tuple[int, ...], Tensor] = {}
-        cache = [LayerRows(layer, spans, self._rule, masks) for layer in range(model.spec.layers)]
+        cache = [LayerKVCache(layer, spans, self._rule, masks) for layer in range(model.spec.layers)]
         distributions: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from phalanx.serve.http.protocol import (
     stops_of,
 )
 from phalanx.serve.http.served.model_text import ModelText
-from phalanx.traffic.pages import PAGE
+from phalanx.traffic.block_table import PAGE
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.engine.model_runner import FarSpan
-from phalanx.serve.engine.pages.boxes import PageBox
-from phalanx.serve.engine.pages.memory import PageBytes
 from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest
+from phalanx.serve.kv_cache.memory import PageBytes
+from phalanx.serve.kv_cache.page_boxes import PageBox
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.far_stages import bytes_of

@@ -16,7 +16,7 @@ from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.peer import Peer, PeerError, proven
 from phalanx.traffic import dispatch
 from phalanx.traffic import events as e
-from phalanx.traffic.pages import page_names
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.pools import Pool, PoolSettings
 from phalanx.traffic.requests import Ended, Request, Told
 from phalanx.traffic.routing import Link

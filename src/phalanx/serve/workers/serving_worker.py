@@ -27,8 +27,8 @@ from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx.serve.workers.page_client import PageWay, Pulled, Way, pull
 from phalanx.serve.workers.page_server import OfferedPages
 from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity
-from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Ended, Request, Told
 
 _log = logging.getLogger(__name__)

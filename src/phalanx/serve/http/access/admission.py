@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.traffic.pages import PAGE
+from phalanx.traffic.block_table import PAGE
 
 _LONGEST_S = 600
 

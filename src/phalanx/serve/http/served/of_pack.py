@@ -48,7 +48,7 @@ from phalanx.serve.weights.open_model import (
 )
 from phalanx.serve.weights.residency import TooLargeError
 from phalanx.serve.weights.ring import StreamStatistics
-from phalanx.traffic.pages import PAGE
+from phalanx.traffic.block_table import PAGE
 
 
 def open_packed(served: ServedRun) -> OpenedEngine:

@@ -15,7 +15,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import logits
 from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.errors import EngineError, PartLostError, RequestError
-from phalanx.serve.engine.pages.kept import KeptName
+from phalanx.serve.kv_cache.format import KVFormatName
 from phalanx.serve.sampling import draw, likeliest
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
 
@@ -23,7 +23,7 @@ from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
 class TurnsEngine:
     """Requests that take turns of one token."""
 
-    def __init__(self, model: Chain, context: int, *, kept: KeptName = "compute") -> None:
+    def __init__(self, model: Chain, context: int, *, kept: KVFormatName = "compute") -> None:
         """``kept`` is what was asked for of keys and values. Raises EngineError for another format than that of the computation."""
         if kept != "compute":
             raise EngineError(

@@ -1,4 +1,4 @@
-"""The rows of a step: which tokens of which requests go through the model together, and the attention of each to its own text.
+"""A layer's KV cache in one step: spans of rows that the model computes together, and the attention of each to its own text.
 
 Exact attention gives a query the bits that it has in training on a CPU, where a kernel sees the whole sequence: keys go on to the end of their block
 of 512, or of the training sequence if that is shorter, hidden by a mask; queries are repeated up to a multiple of four, because
@@ -23,8 +23,8 @@ from phalanx.model.layers.attention.absorbed import LatentExpansion, attend_toge
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.cache import Expand, Mixing
 from phalanx.model.layers.experts.independent_rows import ROWS
-from phalanx.serve.engine.pages.kept import KeptFormat
-from phalanx.serve.engine.pages.memory import BLOCK, Piece
+from phalanx.serve.kv_cache.format import KVFormat
+from phalanx.serve.kv_cache.memory import BLOCK, TextKV
 
 TOGETHER = 768
 """Queries of all heads from which on a kernel takes them in its largest pieces, head by head."""
@@ -32,25 +32,25 @@ TOGETHER = 768
 
 @dataclass(frozen=True)
 class Span:
-    """Neighboring rows of a step that are one request's, from token ``begin`` of its text up to ``end``."""
+    """Consecutive rows of one text in a step, from token ``begin`` up to ``end``."""
 
-    piece: Piece
+    kv: TextKV
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How keys and queries are padded."""
+    """Padding of keys and queries."""
 
     exact: bool
     sequence: int
     """Tokens of a training sequence; 0 if unknown."""
-    kept: KeptFormat | None = None
-    """The format in which keys and values are kept; ``None`` is that of the computation."""
+    kept: KVFormat | None = None
+    """The storage format of keys and values; ``None`` is that of the computation."""
 
     def keys(self, end: int, capacity: int) -> int:
-        """Keys that are read for a text of ``end`` tokens."""
+        """Return the number of keys that are read for a text of ``end`` tokens."""
         if not self.exact:
             return end
         block = end + -end % BLOCK
@@ -58,11 +58,11 @@ class Rule:
 
 
 def masks_are_dear(device: torch.device) -> bool:
-    """Whether attention has better kernels without a mask: not on a CPU, whose kernel takes one as it comes."""
+    """Return True if attention kernels without a mask are faster: on all devices but CPUs."""
     return device.type != "cpu"
 
 
-class LayerRows:
+class LayerKVCache:
     """A layer's ``phalanx.model.layers.attention.cache.Cache`` for the spans of a step."""
 
     length = 0
@@ -93,10 +93,10 @@ class LayerRows:
         for span in self._spans:
             rows = slice(row, row + span.end - span.begin)
             row = rows.stop
-            keys, values = span.piece.layers[self._layer]
-            for part, (held, given) in enumerate(((keys, key[0, :, rows]), (values, value[0, :, rows]))):
+            keys, values = span.kv.layers[self._layer]
+            for part, (cached, new) in enumerate(((keys, key[0, :, rows]), (values, value[0, :, rows]))):
                 kept = self._rule.kept
-                held[:, span.begin : span.end] = given if kept is None else kept.rounded(part, given)
+                cached[:, span.begin : span.end] = new if kept is None else kept.rounded(part, new)
             mixed.append(self._attend(core, query[:, :, rows], span, (keys, values), sinks, expand))
         if row < query.shape[2]:
             last = mixed[-1][:, :, -1:]
@@ -108,7 +108,7 @@ class LayerRows:
         core: CausalCore,
         query: Tensor,
         span: Span,
-        held: tuple[Tensor, ...],
+        cached: tuple[Tensor, ...],
         sinks: Tensor | None,
         expand: Expand | None,
     ) -> Tensor:
@@ -122,24 +122,24 @@ class LayerRows:
         ]
         parts = []
         for begin, end in itertools.pairwise(cuts):
-            first, last = 0, rule.keys(end, span.piece.capacity)
+            first, last = 0, rule.keys(end, span.kv.capacity)
             if blocked:
                 first = max(0, begin // window - 1) * window
                 last = (begin // window + 1) * window
-                span.piece.grow(last)
-                held = span.piece.layers[self._layer]
+                span.kv.grow(last)
+                cached = span.kv.layers[self._layer]
             elif window and not rule.exact:
                 first = max(0, begin - window + 1)
-            keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in held)
-            asked = query[:, :, begin - span.begin : end - span.begin]
+            keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in cached)
+            queries = query[:, :, begin - span.begin : end - span.begin]
             heads, device = query.shape[1], query.device
             if expand is latents_as_keys and heads * (end - begin) < TOGETHER:
                 mask = self._mask_of_heads(heads, begin, end, last, device)
-                parts.append(attend_together(asked, *expand(keys, values), mask, core.softmax(None)))
+                parts.append(attend_together(queries, *expand(keys, values), mask, core.softmax(None)))
                 continue
             padding = -(end - begin) % ROWS if rule.exact else 0
             if padding:
-                asked = torch.cat((asked, asked[:, :, -1:].expand(-1, -1, padding, -1)), 2)
+                queries = torch.cat((queries, queries[:, :, -1:].expand(-1, -1, padding, -1)), 2)
             if (
                 isinstance(expand, LatentExpansion)
                 and not rule.exact
@@ -151,22 +151,22 @@ class LayerRows:
                     if together
                     else self._mask(begin, end, 0, first, last, 0, device)
                 )
-                parts.append(expand.absorbed(asked, keys, values, mask))
+                parts.append(expand.absorbed(queries, keys, values, mask))
                 continue
             if expand is not None:
                 keys, values = expand(keys, values)
             single = end - begin == 1  # which sees all of these keys
             if masks_are_dear(device) and not rule.exact and (single or (begin == first and not window)):
-                parts.append(core.softmax(sinks, causal=not single)(asked, keys, values, None))
+                parts.append(core.softmax(sinks, causal=not single)(queries, keys, values, None))
                 continue
             mask = self._mask(begin, end, padding, first, last, window, device)
-            parts.append(core.softmax(sinks)(asked, keys, values, mask)[:, :, : end - begin])
+            parts.append(core.softmax(sinks)(queries, keys, values, mask)[:, :, : end - begin])
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _mask_of_heads(self, heads: int, begin: int, end: int, last: int, device: torch.device) -> Tensor:
-        """Which of the first ``last`` keys the queries ``begin`` to ``end`` of each head see, the very last of them repeated: ``(rows, n)``.
+        """Return the mask ``(rows, n)`` of the first ``last`` keys for the queries ``begin`` to ``end`` of each head, the last one repeated.
 
-        Made anew in each layer: those of all texts of a step, of each head, would take more memory than their keys.
+        It is built again in each layer: the masks of all texts of a step would take more memory than their keys.
         """
         mask = self._mask(begin, end, 0, 0, last, 0, device).repeat(heads, 1)
         padding = -len(mask) % ROWS if self._rule.exact else 0
@@ -175,11 +175,11 @@ class LayerRows:
     def _mask(
         self, begin: int, end: int, padding: int, first: int, last: int, window: int, device: torch.device
     ) -> Tensor:
-        """Which of the keys ``first`` to ``last`` the queries ``begin`` to ``end`` see, the last of them repeated: ``(q, n)``."""
+        """Return the mask ``(q, n)`` of the keys ``first`` to ``last`` for the queries ``begin`` to ``end``, the last one repeated."""
         name = (begin, end, padding, first, last, window)
         if name not in self._masks:
-            queries = torch.arange(begin, end + padding, device=device).clamp_(max=end - 1)[:, None]
+            query_positions = torch.arange(begin, end + padding, device=device).clamp_(max=end - 1)[:, None]
             keys = torch.arange(first, last, device=device)
-            seen = keys <= queries
-            self._masks[name] = seen & (keys > queries - window) if window else seen
+            seen = keys <= query_positions
+            self._masks[name] = seen & (keys > query_positions - window) if window else seen
         return self._masks[name]

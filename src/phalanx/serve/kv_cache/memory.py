@@ -1,9 +1,9 @@
-"""Memory of an engine's keys and values: pages under names, and each running request's in one piece.
+"""Memory of the KV cache: pages, and a contiguous copy for each running text.
 
-Attention kernels on a CPU read keys in one piece, and gathering all pages in every step would cost as much as attention itself. So a
-running request has them in one piece for each layer, grown by doubling, and pages are copied out when they are whole and in when a
-request begins with them. That takes up to twice the pages' bytes, which ``pages_within`` reckons with. Both are where the model computes, on a GPU
-too; as bytes, pages are in the host's memory.
+Attention kernels on a CPU read contiguous keys, and gathering all pages in every step would cost as much as attention itself. So a
+running text has one contiguous tensor for each layer, grown by doubling. Pages are copied out of it when they are full, and into it when a
+text begins with them. That takes up to twice the bytes of the pages, which ``pages_within`` includes. Both are on the device that computes. Pages
+as bytes are in the host's memory.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from torch import Tensor
 from phalanx.hardware.local.device import brought, fetched
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.pages.kept import KeptFormat, kept_as
-from phalanx.traffic.pages import PAGE
+from phalanx.serve.kv_cache.format import KVFormat, kv_format
+from phalanx.traffic.block_table import PAGE
 
 PageBytes = bytes | bytearray | memoryview
 BLOCK = 512
 """Keys that the attention kernel takes at once."""
 
 
-def page_bytes(spec: ModelSpec, kept: KeptFormat) -> int:
-    """Bytes of a page of all layers."""
+def page_bytes(spec: ModelSpec, kept: KVFormat) -> int:
+    """Return the bytes of a page of all layers."""
     return spec.layers * kept.row_bytes * PAGE
 
 
-def piece_bytes(spec: ModelSpec, dtype: torch.dtype, drafts: int = 0) -> int:
-    """Bytes of a running request's own copy of a page, with what ``drafts`` depths of predictions ahead keep."""
-    return page_bytes(spec, kept_as("compute", spec, dtype)) * (spec.layers + drafts) // spec.layers
+def copy_bytes(spec: ModelSpec, dtype: torch.dtype, drafts: int = 0) -> int:
+    """Return the bytes of a text's own copy of a page, with the keys and values of ``drafts`` depths of predictions ahead."""
+    return page_bytes(spec, kv_format("compute", spec, dtype)) * (spec.layers + drafts) // spec.layers
 
 
-def pages_within(spec: ModelSpec, kept: KeptFormat, memory_bytes: int, drafts: int = 0) -> int:
-    """Pages that fit into ``memory_bytes``, with the running requests' own copies."""
-    return memory_bytes // (page_bytes(spec, kept) + piece_bytes(spec, kept.dtype, drafts))
+def pages_within(spec: ModelSpec, kept: KVFormat, memory_bytes: int, drafts: int = 0) -> int:
+    """Return the number of pages that fit into ``memory_bytes``, with the running texts' own copies."""
+    return memory_bytes // (page_bytes(spec, kept) + copy_bytes(spec, kept.dtype, drafts))
 
 
-class Piece:
-    """The keys and values of one request: for each layer ``(heads, capacity, width)``, zeros where none are yet."""
+class TextKV:
+    """Contiguous keys and values of one text: for each layer ``(heads, capacity, width)``, zeros where none are yet."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Piece:
         number: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Begins an empty piece for ``layers``, by default all; ``number`` is how other processes that have layers know it."""
+        """Create empty tensors for ``layers``, by default all. ``number`` identifies the text in other processes."""
         self._heads, *self._widths = attention_kind(spec).cache_row(spec)
         self.layers = {
             layer: tuple(
@@ -60,11 +60,11 @@ class Piece:
         self.capacity = 0
 
     def grow(self, tokens: int) -> None:
-        """Makes room for at least ``tokens``, whole blocks of keys."""
+        """Make room for at least ``tokens``, in full blocks of keys."""
         if tokens <= self.capacity:
             return
-        wanted = max(tokens, 2 * self.capacity)
-        capacity = wanted + -wanted % BLOCK
+        minimum = max(tokens, 2 * self.capacity)
+        capacity = minimum + -minimum % BLOCK
         for layer, tensors in self.layers.items():
             grown = tuple(old.new_zeros(old.shape[0], capacity, old.shape[2]) for old in tensors)
             for new, old in zip(grown, tensors, strict=True):
@@ -75,9 +75,9 @@ class Piece:
 
 
 class PageMemory:
-    """The pages of a process's layers in one tensor for each that is stored of keys and values: ``(pages, layers, heads, 64, width)``."""
+    """The pages of a process's layers: one tensor ``(pages, layers, heads, 64, width)`` for each stored part of keys and values."""
 
-    def __init__(self, layers: int, pages: int, kept: KeptFormat, device: torch.device | str = "cpu") -> None:
+    def __init__(self, layers: int, pages: int, kept: KVFormat, device: torch.device | str = "cpu") -> None:
         self._kept = kept
         self.page_bytes = layers * kept.row_bytes * PAGE
         """Bytes of a page's part in these layers."""
@@ -90,39 +90,39 @@ class PageMemory:
         ]
         self._pools = [pool for part in self._parts for pool in part]
 
-    def copy_out(self, piece: Piece, number: int, place: int) -> None:
-        """Keeps page ``number`` of a request at ``place``."""
+    def copy_out(self, kv: TextKV, number: int, place: int) -> None:
+        """Copy page ``number`` of a text to ``place``."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
-        for layer, tensors in enumerate(piece.layers.values()):
+        for layer, tensors in enumerate(kv.layers.values()):
             for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
                 for pool, stored in zip(pools, self._kept.packed(part, tensor[:, rows]), strict=True):
                     pool[place, layer] = stored
 
-    def copy_in(self, piece: Piece, number: int, place: int) -> None:
-        """Gives a request what is kept at ``place`` as its page ``number``."""
+    def copy_in(self, kv: TextKV, number: int, place: int) -> None:
+        """Copy the page at ``place`` to page ``number`` of a text."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
-        for layer, tensors in enumerate(piece.layers.values()):
+        for layer, tensors in enumerate(kv.layers.values()):
             for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
                 tensor[:, rows] = self._kept.unpacked(part, tuple(pool[place, layer] for pool in pools))
 
     def read(self, place: int) -> bytes:
-        """The bytes of a page."""
+        """Return the bytes of a page."""
         parts = [_bytes(pool[place]) for pool in self._pools]
         if parts[0].device.type != "cpu":
             return fetched(torch.cat(parts)).tobytes()  # one wait
         return b"".join(part.numpy().tobytes() for part in parts)
 
     def write(self, place: int, content: PageBytes) -> None:
-        """Fills a page. Raises ValueError if ``content`` has another length."""
+        """Write a page. Raises ValueError if ``content`` has another length."""
         sizes = [_bytes(pool[place]).numel() for pool in self._pools]
         if len(content) != sum(sizes):
             raise ValueError(
                 f"a page has {sum(sizes)} bytes, and {len(content)} came: the other worker has another model or format"
             )
-        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        pieces = torch.split(brought(whole, self._pools[0].device), sizes)
-        for pool, piece in zip(self._pools, pieces, strict=True):
-            _bytes(pool[place]).copy_(piece)
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        slices = torch.split(brought(data, self._pools[0].device), sizes)
+        for pool, part in zip(self._pools, slices, strict=True):
+            _bytes(pool[place]).copy_(part)
 
 
 def _bytes(page: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from phalanx.traffic.pages import PAGE, PageTable, next_name, page_names, root_name
+from phalanx.traffic.block_table import PAGE, BlockTable, next_name, page_names, root_name
 
 ROOT = root_name("weights", "numerics")
 COUNT = 6
@@ -19,7 +19,7 @@ class Tables(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = PageTable(COUNT)
+        self.table = BlockTable(COUNT)
         self.users: list[dict[bytes, int]] = []
 
     @rule(target=texts, kinds=st.lists(st.booleans(), min_size=1, max_size=4))
@@ -76,7 +76,7 @@ def test_a_name_tells_weights_and_all_tokens_before_apart() -> None:
 
 
 def test_the_leaf_that_was_used_longest_ago_goes_first() -> None:
-    table = PageTable(3)
+    table = BlockTable(3)
     first, second = page_names([0] * 2 * PAGE, ROOT)
     (other,) = page_names([1] * PAGE, ROOT)
     places = []

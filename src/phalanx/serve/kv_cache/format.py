@@ -1,7 +1,7 @@
-"""The formats in which keys and values are kept: that of the computation, or eight bits with a power-of-two scale for 32 neighbors.
+"""Formats of the KV cache: that of the computation, or eight bits with a power-of-two scale for 32 neighbors.
 
-A narrow row is rounded when it is computed, in the request's own copy too, and rounding what was rounded changes nothing; so a token reads the same numbers
-whether a page is its own, was held, or came from another worker. Latent attention's rotated part, which carries the positions, keeps the computation's format.
+A narrow row is rounded when it is computed, in the text's own copy too. A second rounding changes nothing, so a token reads the same numbers
+whether a page is its own, was cached, or came from another worker. Latent attention's rotated part, which carries the positions, keeps the computation's format.
 The blocks are those of ``phalanx.model.narrow`` (OCP Microscaling, arXiv 2310.10537).
 """
 
@@ -19,8 +19,8 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 
-KeptName = Literal["compute", "int8", "fp8"]
-"""What users write."""
+KVFormatName = Literal["compute", "int8", "fp8"]
+"""The values of the option ``--kv``."""
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _MANTISSA = 23
 _INFINITE = 255
@@ -28,10 +28,10 @@ _INFINITE = 255
 
 
 @dataclass(frozen=True)
-class KeptFormat:
-    """How the two tensors that a layer keeps of a token are kept: keys and values, or latents and rotated keys."""
+class KVFormat:
+    """Storage format of the two tensors of a layer: keys and values, or latents and rotated keys."""
 
-    name: KeptName
+    name: KVFormatName
     dtype: torch.dtype
     """The number format of the computation."""
     heads: int
@@ -39,21 +39,21 @@ class KeptFormat:
     narrow: tuple[bool, bool]
 
     def rounded(self, part: int, rows: Tensor) -> Tensor:
-        """The numbers ``(..., width)`` that are kept of those computed."""
+        """Round ``(..., width)`` as storing does."""
         return self.unpacked(part, self.packed(part, rows)) if self.narrow[part] else rows
 
     def packed(self, part: int, rows: Tensor) -> tuple[Tensor, ...]:
-        """What is stored of ``(..., width)``: themselves, or eight bits each and the exponents ``(..., width / 32)`` of their scales."""
+        """Return the stored tensors of ``(..., width)``: itself, or eight bits each and the exponents ``(..., width / 32)`` of their scales."""
         if not self.narrow[part]:
             return (rows,)
         values, scale = quantize(rows, _NARROW[self.name], "block")
         exponents = (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
-        # Whole numbers have no NaN, and one must not become a zero that nobody hears of: the scale of its neighbors is infinite instead.
+        # Integers have no NaN, and a NaN must not become a zero silently: the scale of its neighbors is infinite instead.
         finite = rows.isfinite().view(*rows.shape[:-1], -1, SHARING).all(-1)
         return values, exponents.masked_fill_(~finite, _INFINITE)
 
     def unpacked(self, part: int, stored: tuple[Tensor, ...]) -> Tensor:
-        """The numbers that are stored so."""
+        """Return the numbers of stored tensors."""
         if not self.narrow[part]:
             return stored[0]
         values, exponents = stored
@@ -62,7 +62,7 @@ class KeptFormat:
         )
 
     def stores(self) -> Iterator[tuple[tuple[int, torch.dtype], ...]]:
-        """Widths and formats of what is stored of a head's row, for each of the two tensors."""
+        """Yield, for each of the two tensors, the widths and dtypes that are stored of a head's row."""
         for width, narrow in zip(self.widths, self.narrow, strict=True):
             if narrow:
                 yield (width, _NARROW[self.name]), (width // SHARING, torch.uint8)
@@ -75,15 +75,15 @@ class KeptFormat:
         return self.heads * sum(width * dtype.itemsize for part in self.stores() for width, dtype in part)
 
 
-def kept_as(name: KeptName, spec: ModelSpec, dtype: torch.dtype) -> KeptFormat:
-    """The format ``name`` for a model that computes in ``dtype``. Raises EngineError for widths that have no whole blocks."""
+def kv_format(name: KVFormatName, spec: ModelSpec, dtype: torch.dtype) -> KVFormat:
+    """Return the format ``name`` for a model that computes in ``dtype``. Raises EngineError for widths that are no multiple of a block."""
     heads, first, second = attention_kind(spec).cache_row(spec)
     narrow = (name != "compute", name != "compute" and spec.mla is None)
     for width, rounds in zip((first, second), narrow, strict=True):
         if rounds and width % SHARING:
-            what = "mla.kv_rank" if spec.mla is not None else "head_dim"
+            field_name = "mla.kv_rank" if spec.mla is not None else "head_dim"
             raise EngineError(
-                f"keys and values in {name} share a scale among {SHARING} neighbors, and model.{what} = {width} is no multiple of that: "
+                f"keys and values in {name} share a scale among {SHARING} neighbors, and model.{field_name} = {width} is no multiple of that: "
                 "keep them in the format computed in (--kv compute)"
             )
-    return KeptFormat(name, dtype, heads, (first, second), narrow)
+    return KVFormat(name, dtype, heads, (first, second), narrow)

@@ -16,8 +16,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.pages.kept import kept_as
-from phalanx.traffic.pages import page_names
+from phalanx.serve.kv_cache.format import kv_format
+from phalanx.traffic.block_table import page_names
 from serve.engine.test_engine import DENSE, asked, built, engine, logprobs_of, prompt, run
 
 WIDE = replace(DENSE, heads=2, kv_heads=1, head_dim=32)
@@ -45,7 +45,7 @@ Narrow = Literal["int8", "fp8"]
 def test_what_is_rounded_once_is_kept_exactly(
     form: Narrow, dtype: torch.dtype, exponent: int, seed: int
 ) -> None:
-    kept = kept_as(form, resolve(replace(WIDE, head_dim=64)), dtype)
+    kept = kv_format(form, resolve(replace(WIDE, head_dim=64)), dtype)
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.randn(2, 7, 64, generator=generator) ** 3 * 2.0**exponent).to(dtype)
     once = kept.rounded(0, rows)
@@ -59,7 +59,7 @@ def test_what_is_rounded_once_is_kept_exactly(
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_does_not_become_one_that_is(form: Narrow, broken: float) -> None:
-    kept = kept_as(form, resolve(replace(WIDE, head_dim=64)), torch.float32)
+    kept = kv_format(form, resolve(replace(WIDE, head_dim=64)), torch.float32)
     rows = torch.ones(2, 3, 64)
     rows[1, 2, 5] = broken
     found = kept.rounded(1, rows)

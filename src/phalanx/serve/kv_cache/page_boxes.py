@@ -1,7 +1,7 @@
-"""A page as boxes of layers and heads: what each of several processes has of it, and the whole, which looks the same whoever computed it.
+"""Pages divided into boxes of layers and heads, one for each process of a divided model.
 
-A page travels whole, in one order: for each tensor that is stored of keys and values, layers, and in these heads, of 64 tokens each. A process that has some
-of the layers, or some heads of each, has a box of it; so a page of two processes is read by one, by three, or by two that divide it otherwise.
+A page is sent in one order: for each stored part of keys and values the layers, in these the heads, of 64 tokens each. A process that has some
+of the layers, or some heads of each, has a box of the page. So a page of two processes can be read by one, by three, or by two that divide it otherwise.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.serve.engine.pages.kept import KeptFormat
-from phalanx.serve.engine.pages.memory import PageBytes
-from phalanx.traffic.pages import PAGE
+from phalanx.serve.kv_cache.format import KVFormat
+from phalanx.serve.kv_cache.memory import PageBytes
+from phalanx.traffic.block_table import PAGE
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class PageBox:
 
 @dataclass(frozen=True)
 class PageShape:
-    """How the bytes of a whole page lie."""
+    """The byte layout of a full page."""
 
     layers: int
     heads: int
     cells: tuple[int, ...]
-    """Bytes of a head's 64 tokens in a layer, of each tensor that is stored."""
+    """Bytes of a head's 64 tokens in a layer, for each stored part."""
 
     @classmethod
-    def around(cls, boxes: Collection[PageBox], kept: KeptFormat) -> PageShape:
-        """That of pages in a format, of which all processes together have these boxes."""
+    def around(cls, boxes: Collection[PageBox], kept: KVFormat) -> PageShape:
+        """Return the layout of pages in a format, given the boxes of all processes."""
         stores = (store for part in kept.stores() for store in part)
         return cls(
             max(box.layers.stop for box in boxes),
@@ -45,8 +45,8 @@ class PageShape:
         )
 
     @property
-    def whole(self) -> PageBox:
-        """All of it."""
+    def full_box(self) -> PageBox:
+        """The box of all layers and heads."""
         return PageBox(range(self.layers), range(self.heads))
 
     @property
@@ -55,13 +55,13 @@ class PageShape:
         return self.layers * self.heads * sum(self.cells)
 
     def cut(self, page: PageBytes, box: PageBox) -> PageBytes:
-        """The bytes of a box of a page, as ``PageMemory`` of its layers and heads has them."""
-        if box == self.whole:
+        """Return the bytes of a box of a page, in the order of a ``PageMemory`` of its layers and heads."""
+        if box == self.full_box:
             return page
         return b"".join(view[_slices(box)].tobytes() for view in self._views(page))
 
     def assemble(self, parts: Iterable[tuple[PageBox, PageBytes]]) -> bytearray:
-        """The page of which these are boxes."""
+        """Assemble a page from its boxes."""
         page = bytearray(self.nbytes)
         for box, part in parts:
             own = PageShape(len(box.layers), len(box.heads), self.cells)

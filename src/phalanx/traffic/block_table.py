@@ -1,8 +1,8 @@
-"""The table of pages: which 64 tokens' keys and values a worker holds, under which name, for whom.
+"""Block table: names, places and reference counts of a worker's KV pages, which are blocks of 64 tokens.
 
-A page's name is a hash chained over all tokens up to its last, rooted in the weights and numerics that made it, so that equal names mean
-equal bits and a page can be used by any request whose text begins so (the hashed blocks of vLLM, arXiv 2309.06180). Pages that nobody
-uses stay until their place is needed; then the leaf of the tree of prefixes that was used longest ago goes first.
+A page's name is a hash chained over all tokens up to its last, rooted in the weights and numerics that computed it. So equal names mean
+equal bits, and any request whose text begins with these tokens can use the page (the hashed blocks of vLLM, arXiv 2309.06180). Unused pages
+stay until their place is needed. The least recently used leaf of the prefix tree is evicted first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PAGE = 64
 
 
 def root_name(*identity: str) -> bytes:
-    """The name before a text's first page: of weights, numerics and format of what is kept."""
+    """Return the root of page names: a hash of weights, numerics and storage format."""
     return hashlib.sha256("\0".join(identity).encode()).digest()
 
 
 def page_names(tokens: Sequence[int], root: bytes) -> list[bytes]:
-    """The names of the whole pages of ``tokens``."""
+    """Return the names of the full pages of ``tokens``."""
     names: list[bytes] = []
     for end in range(PAGE, len(tokens) + 1, PAGE):
         names.append(next_name(names[-1] if names else root, tokens[end - PAGE : end]))
@@ -29,7 +29,7 @@ def page_names(tokens: Sequence[int], root: bytes) -> list[bytes]:
 
 
 def next_name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of the page with ``tokens`` behind the page, or the root, named ``before``."""
+    """Return the name of the page with ``tokens`` behind the page, or the root, named ``before``."""
     return hashlib.sha256(before + b"".join(token.to_bytes(8, "little") for token in tokens)).digest()
 
 
@@ -41,37 +41,37 @@ class _Page:
     used_at: int = 0
 
 
-class PageTable:
-    """Places of ``count`` pages, and who uses them."""
+class BlockTable:
+    """Places of ``count`` pages, with reference counts."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._pages: dict[int, _Page] = {}
         self._places: dict[bytes, int] = {}
-        self._children: dict[bytes, int] = {}  # held pages behind a name
+        self._children: dict[bytes, int] = {}  # pages behind a name
         self._turn = 0
 
     @property
     def used(self) -> int:
-        """Pages that somebody uses."""
+        """Pages in use."""
         return sum(page.uses > 0 for page in self._pages.values())
 
     @property
     def available(self) -> int:
-        """Pages that can be taken: free, or held without a user."""
+        """Pages that can be taken: free, or cached and unused."""
         return self.count - self.used
 
     def holds(self, name: bytes) -> bool:
-        """Whether a page of this name is held."""
+        """Return True if a page of this name is here."""
         return name in self._places
 
     def place(self, name: bytes) -> int:
-        """Where the page of this name is. Raises KeyError if it is not held."""
+        """Return the place of the page of this name. Raises KeyError if it is not here."""
         return self._places[name]
 
     def use_prefix(self, names: Sequence[bytes]) -> list[int]:
-        """Takes the first of ``names`` up to one that is not held into use; their places."""
+        """Use the pages of ``names`` up to the first one that is not here. Return their places."""
         places = []
         for name in names:
             if name not in self._places:
@@ -82,7 +82,7 @@ class PageTable:
         return places
 
     def take(self) -> int | None:
-        """A place for a page without a name yet, in use; ``None`` if all are in use."""
+        """Take a place for a page without a name; ``None`` if all pages are in use."""
         if not self._free and not self._evict():
             return None
         place = self._free.pop()
@@ -90,13 +90,13 @@ class PageTable:
         return place
 
     def name(self, place: int, name: bytes, before: bytes) -> int:
-        """Names a page in use that is whole now. If one of this name is held, that one is used in its stead; the place in use."""
+        """Name a page in use that is full now. If a page of this name exists, use that one instead. Return the place in use."""
         if name in self._places:
-            held = self._places[name]
-            if held != place:
-                self._pages[held].uses += 1
+            existing = self._places[name]
+            if existing != place:
+                self._pages[existing].uses += 1
                 self.release([place])
-            return held
+            return existing
         page = self._pages[place]
         page.name, page.before = name, before
         self._places[name] = place
@@ -104,7 +104,7 @@ class PageTable:
         return place
 
     def release(self, places: Sequence[int]) -> None:
-        """Ends a use of each of ``places``; pages with a name stay held, others are free."""
+        """End a use of each of ``places``. Pages with a name stay cached, others are free."""
         self._turn += 1
         for place in places:
             page = self._pages[place]
@@ -115,7 +115,7 @@ class PageTable:
                 self._free.append(place)
 
     def drop_unused(self) -> None:
-        """Forgets the pages that nobody uses."""
+        """Evict all unused pages."""
         while self._evict():
             pass
 
