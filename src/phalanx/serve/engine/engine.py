@@ -22,7 +22,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.computing_device import computing_on, require_device
-from phalanx.serve.engine.batch import Batch, rows_to_sample
+from phalanx.serve.engine.batch import Batch, InFlightBatch, build_batch
 from phalanx.serve.engine.drafts import Drafter, Progress
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.model_runner import FarLayers, FarSpan, ModelRunner
@@ -30,15 +30,15 @@ from phalanx.serve.engine.sampler import SampledToken, SamplerOutput
 from phalanx.serve.engine.statistics import EngineStatistics
 from phalanx.serve.engine.supported import require_computable, require_supported
 from phalanx.serve.kv_cache.format import KVFormatName, kv_format
-from phalanx.serve.kv_cache.layer_cache import Rule, Span
+from phalanx.serve.kv_cache.layer_cache import Rule
 from phalanx.serve.kv_cache.manager import KVCacheManager, RunningText
 from phalanx.serve.kv_cache.memory import PageBytes, copy_bytes, page_bytes, pages_within
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.sampling import require_sampling
-from phalanx.traffic.batching import plan_step, youngest
 from phalanx.traffic.block_table import PAGE
 from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
+from phalanx.traffic.scheduler import SchedulerOutput, schedule, youngest
 
 KeptPages = Literal["recompute", "mixed"]
 """Treatment of the keys and values of running texts when other weights take over."""
@@ -138,7 +138,7 @@ class Engine:
         self._pending: list[Told] = []
         self._drafts, self._drafter = drafts, Drafter(model, drafts) if drafts else None
         self._drafted = self._accepted = 0
-        self.flights, self._in_flight = 1 if far is None else far.flights, deque[Batch]()
+        self.max_in_flight, self._in_flight = 1 if far is None else far.max_in_flight, deque[InFlightBatch]()
         """Steps that may be in flight at a time."""
         self._rows_last = self._cached = self._preempted = self._recomputed = self._swaps = 0
         self._long_turn = False
@@ -201,10 +201,10 @@ class Engine:
         """
         with computing_on(self.device, f"a step of {len(self._running) + len(self._waiting)} texts"):
             self._admit()
-            planned = self._planned()
-            if planned:
-                self._in_flight.append(self._execute(planned))
-            if self._in_flight and (not planned or len(self._in_flight) >= self.flights):
+            scheduled = self._schedule()
+            if scheduled.requests:
+                self._in_flight.append(self._execute(scheduled))
+            if self._in_flight and (not scheduled.requests or len(self._in_flight) >= self.max_in_flight):
                 self._finish(self._in_flight.popleft())
         outputs, self._pending = self._pending, []
         return outputs
@@ -293,30 +293,31 @@ class Engine:
                 self._recomputed += max(0, text.most_computed - computed + PAGE - 1) // PAGE
             self._running.append(self._waiting.pop(0))
 
-    def _planned(self) -> list[tuple[RunningText, int]]:
-        flying = {span.kv for batch in self._in_flight for span in batch.spans}
-        running = [text for text in self._running if text.kv not in flying]
+    def _schedule(self) -> SchedulerOutput:
+        """Schedule rows of texts that are not in flight, and allocate their pages."""
+        in_flight = {span.kv for step in self._in_flight for span in step.batch.spans}
+        running = [text for text in self._running if text.kv not in in_flight]
         # Texts that LongRoPE rotates by other factors have other tables: they take turns.
         sides = {self._pages.is_long(text) for text in running}
         if len(sides) == 2:
             self._long_turn = not self._long_turn
             running = [text for text in running if self._pages.is_long(text) == self._long_turn]
         by_id = {text.request.id: text for text in running}
-        planned = []
-        # Divided among as many steps as can be under way, so that every process has some.
-        most = -(-len(self._running) // self.flights)
-        for name, count in plan_step([text.course for text in running], self._rows, most):
-            text = by_id[name]
-            sure = len(text.tokens) - text.computed
-            if count > sure and not self._pages.room_for(text, text.computed + count):
-                count = sure  # no page is preempted for a draft
-            if text in self._running and self._pages.make_room(text, text.computed + count, self._preempt):
-                planned.append((text, count))
-        return [(text, count) for text, count in planned if text in self._running]
+        allocated = []
+        # Divided among as many steps as can be in flight, so that every process has some.
+        most = -(-len(self._running) // self.max_in_flight)
+        for rows in schedule([text.progress for text in running], self._rows, most).requests:
+            text = by_id[rows.id]
+            # No page is preempted for a draft.
+            if rows.drafted and not self._pages.room_for(text, rows.end):
+                rows = rows.without_drafts()
+            if text in self._running and self._pages.make_room(text, rows.end, self._preempt):
+                allocated.append(rows)
+        return SchedulerOutput(tuple(rows for rows in allocated if by_id[rows.id] in self._running))
 
     def _preempt(self) -> RunningText:
         """Preempt the youngest request: its pages are freed, and it is computed again later."""
-        name = youngest([other.course for other in self._running])
+        name = youngest([other.progress for other in self._running])
         victim = next(other for other in self._running if other.request.id == name)
         self._preempted += 1
         self._pages.restart(victim)
@@ -327,18 +328,14 @@ class Engine:
     # A step.
 
     @torch.no_grad()
-    def _execute(self, planned: list[tuple[RunningText, int]]) -> Batch:
-        spans = [Span(text.kv, text.computed, text.computed + count) for text, count in planned]
-        tokens = [
-            t
-            for (text, _), span in zip(planned, spans, strict=True)
-            for t in (*text.tokens, *text.drafts)[span.begin : span.end]
-        ]
-        self._rows_last = len(tokens)
-        requests, sampled = rows_to_sample(planned)
-        # All or none of these are behind LongRoPE's switch.
-        length = max(len(text.tokens) for text, _ in planned) if longest_short(self._spec) else 0
-        rows, far = brought(torch.tensor(tokens), self.device), self._far
+    def _execute(self, scheduled: SchedulerOutput) -> InFlightBatch:
+        """Compute the scheduled rows through the layers of this process, and send them to the others."""
+        batch = build_batch(scheduled, {text.request.id: text for text in self._running})
+        spans, requests = batch.spans, batch.sampling_requests
+        self._rows_last = len(batch.tokens)
+        # All or none of the texts are behind LongRoPE's switch.
+        length = batch.length if longest_short(self._spec) else 0
+        rows, far = brought(torch.tensor(batch.tokens), self.device), self._far
         if far is None:
             output = self._runner.compute(rows, spans, length, requests)
             sampler_output: SamplerOutput | Future[SamplerOutput] | None = output.sampler_output
@@ -350,41 +347,39 @@ class Engine:
             if sampler_output is None:
                 sampler_output = far.compute(output.states, far_spans, length, requests)
         assert sampler_output is not None, "the last layers are here, or in another process"
-        input_tokens = [tokens[request.row] for request in requests]
-        return Batch(planned, spans, sampled, input_tokens, output.states, length, sampler_output)
+        return InFlightBatch(batch, output.states, length, sampler_output)
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, step: InFlightBatch) -> None:
         """Take the results of a step for the texts that still have its keys and values."""
-        sampler_output, live = batch.wait(), batch.live(self._running)
-        for text, count in batch.planned:
+        sampler_output, live = step.wait(), step.batch.live(self._running)
+        for text, rows in step.batch.texts:
             if text not in live:
                 continue
             # Drafts follow the text's own tokens; they count as computed when they are accepted.
-            sure = min(count, len(text.tokens) - text.computed)
-            self._drafted += count - sure
-            text.computed += sure
+            self._drafted += rows.drafted
+            text.computed = rows.end - rows.drafted
             self._pages.keep(text)
-        self._take_output(batch, sampler_output, live)
+        self._take_output(step.batch, sampler_output, live)
         if self._drafter is not None:
-            self._draft(self._drafter, batch)
+            self._draft(self._drafter, step)
 
-    def _draft(self, drafter: Drafter, batch: Batch) -> None:
+    def _draft(self, drafter: Drafter, step: InFlightBatch) -> None:
         """Draft the next tokens of the running texts from the states of this step."""
         going: list[RunningText] = []
         progress: list[Progress] = []
         start = 0
-        for (text, count), span in zip(batch.planned, batch.spans, strict=True):
+        for text, scheduled in step.batch.texts:
             text.drafts = ()
             most = self._pages.most_drafts(text, self._drafts)
-            if text in self._running and text.computed > span.begin and most > 0:
-                rows = batch.states[start : start + text.computed - span.begin]
+            if text in self._running and text.computed > scheduled.begin and most > 0:
+                rows = step.states[start : start + text.computed - scheduled.begin]
                 going.append(text)
                 progress.append(
                     Progress(text.tokens, rows, text.computed, most, text.request.sampling, text.ahead)
                 )
-            start += count
+            start += scheduled.end - scheduled.begin
         if going:
-            for text, (ahead, drafts) in zip(going, drafter.guess(progress, batch.length), strict=True):
+            for text, (ahead, drafts) in zip(going, drafter.guess(progress, step.length), strict=True):
                 text.ahead, text.drafts = ahead, drafts
 
     def _take_output(self, batch: Batch, sampler_output: SamplerOutput, live: set[RunningText]) -> None:
@@ -394,7 +389,7 @@ class Engine:
                 continue
             if position >= text.computed:
                 # A draft is accepted if it is the token that the row before has just drawn.
-                if text.tokens[position:] != [batch.input_tokens[row]]:
+                if text.tokens[position:] != [batch.input_token(row)]:
                     continue
                 text.computed += 1
                 self._accepted += 1

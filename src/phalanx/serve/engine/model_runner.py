@@ -51,7 +51,7 @@ class FarLayers(Protocol):
     """The model as the process with the most keys and values has it."""
     shares: int
     """Processes that each layer that is here is divided among."""
-    flights: int
+    max_in_flight: int
     """Steps that can be in flight at a time, each of other texts."""
     own: PageBox
     """The part of a page that this process has."""

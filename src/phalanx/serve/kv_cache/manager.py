@@ -15,9 +15,9 @@ from phalanx.serve.engine.model_runner import FarLayers
 from phalanx.serve.kv_cache.format import KVFormat
 from phalanx.serve.kv_cache.memory import PageBytes, PageMemory, TextKV
 from phalanx.serve.kv_cache.page_boxes import PageBox, PageShape
-from phalanx.traffic.batching import Course
 from phalanx.traffic.block_table import PAGE, BlockTable, next_name, page_names, root_name
 from phalanx.traffic.requests import Request
+from phalanx.traffic.scheduler import RequestProgress
 
 
 @dataclass(eq=False)
@@ -43,9 +43,9 @@ class RunningText:
     """Drafts of its next tokens, to be computed behind its last one."""
 
     @property
-    def course(self) -> Course:
+    def progress(self) -> RequestProgress:
         """Its progress, for the scheduler."""
-        return Course(self.request.id, self.computed, len(self.tokens), len(self.drafts))
+        return RequestProgress(self.request.id, self.computed, len(self.tokens), len(self.drafts))
 
     @property
     def scores_prompt(self) -> bool:

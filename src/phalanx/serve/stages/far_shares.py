@@ -61,7 +61,7 @@ class FarShare:
 class FarShares:
     """``phalanx.serve.engine.model_runner.FarLayers`` and ``Assembly`` of connected processes. Once one of them is gone, methods raise PartLostError."""
 
-    flights = 1
+    max_in_flight = 1
 
     def __init__(self, shares: Sequence[FarShare], spec: ModelSpec) -> None:
         self._far, self.shares = list(shares), len(shares) + 1

@@ -84,7 +84,7 @@ class FarStages:
     def __init__(self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int) -> None:
         """``most_layers`` of ``spec`` are the most that a process has."""
         self._far, self.shares = list(stages), 1
-        self.flights = len(stages) + 1
+        self.max_in_flight = len(stages) + 1
         self.kv_spec = replace(spec, layers=most_layers)
         heads = range(attention_kind(spec).cache_row(spec)[0])
         self.own = PageBox(range(stages[0].layers.start), heads)
