@@ -28,7 +28,7 @@ from phalanx.serve.kv_cache.memory import PageMemory, TextKV
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.workers.messages import RunJob
 from phalanx.serve.workers.page_client import Pulled
-from phalanx.serve.workers.router_port import Division
+from phalanx.serve.workers.router_client import WorkerDivision
 from phalanx.serve.workers.service import devices_of
 from phalanx.serve.workers.serving_worker import ServingWorker, _Came
 from phalanx.traffic.block_table import page_names
@@ -104,9 +104,9 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
 
 def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
-    roles: dict[Role, Division] = {"prefill": Division(tensor=2), "decode": Division()}
+    roles: dict[Role, WorkerDivision] = {"prefill": WorkerDivision(tensor=2), "decode": WorkerDivision()}
     assert list(map(str, devices_of(served(), 3, roles))) == ["cpu"]
-    whole = dict.fromkeys(roles, Division())
+    whole = dict.fromkeys(roles, WorkerDivision())
     assert list(map(str, devices_of(served(), 3, whole))) == ["cuda:0", "cuda:1"]
 
 

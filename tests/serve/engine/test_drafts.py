@@ -23,7 +23,7 @@ from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.http.served.of_run import OpenedEngine, open_engine
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.sampling import draw
-from phalanx.traffic.requests import Ended, Request, Sampling, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
 from serve.engine.test_engine import KINDS, SEQUENCE, prompt, run
 from serve.packed_runs import DENSE, make_run
 
@@ -74,15 +74,15 @@ def requests_of(courses: list[tuple[int, float, int]]) -> list[Request]:
     ]
 
 
-def ids(told: dict[str, list[Told]]) -> dict[str, list[int]]:
+def ids(told: dict[str, list[EngineOutput]]) -> dict[str, list[int]]:
     return {name: [one.id for one in every if isinstance(one, Token)] for name, every in told.items()}
 
 
-def logprobs(told: dict[str, list[Told]]) -> list[float]:
+def logprobs(told: dict[str, list[EngineOutput]]) -> list[float]:
     return [one.logprob for every in told.values() for one in every if isinstance(one, Token)]
 
 
-def texts(told: dict[str, list[Told]]) -> dict[str, list[Told]]:
+def texts(told: dict[str, list[EngineOutput]]) -> dict[str, list[EngineOutput]]:
     """What clients see: where a text's tokens lie is told in the same order, and in which step is not."""
     return {
         name: [replace(one, cached_tokens=0) if isinstance(one, Ended) else one for one in every]
@@ -121,7 +121,7 @@ def test_no_token_and_no_log_probability_depends_on_drafts(
     model = built(kind, of_one_cycle=good and kind == "dense")
     requests = requests_of(courses)
 
-    def served(drafts: int) -> dict[str, list[Told]]:
+    def served(drafts: int) -> dict[str, list[EngineOutput]]:
         engine = Engine(
             model,
             model.spec,

@@ -33,7 +33,7 @@ from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.served.of_run import open_engine, weights_digest
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.worker import EngineWorker, Swap
-from phalanx.traffic.requests import Ended, Request, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request
 from serve.packed_runs import DENSE, make_run, random_model
 
 SWAP_AT = 5
@@ -62,7 +62,7 @@ class Watched:
     def drafts(self) -> tuple[int, int]:
         return self._engine.drafts()
 
-    def step(self) -> Sequence[Told]:
+    def step(self) -> Sequence[EngineOutput]:
         self._turn += 1
         if self._turn == SWAP_AT:
             save_models(self._run_dir / "checkpoints", {self._step: random_model(DENSE, self._step)})
@@ -132,7 +132,7 @@ def test_kernels_are_tried_before_weights_take_over_and_not_while_texts_wait(
     served = ServedRun(str(run_dir), None, "float32", 64, 1 << 22, 64, "exact")
     Follower(served, opened.engine, worker, 1, "mixed", lambda _: None).look()
 
-    async def last() -> Told:
+    async def last() -> EngineOutput:
         return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
 
     try:
@@ -323,7 +323,7 @@ def test_weights_that_the_engine_refuses_leave_those_of_before_to_the_requests(r
     def refused() -> None:
         raise EngineError("the weights are of another model")
 
-    async def last() -> Told:
+    async def last() -> EngineOutput:
         return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
 
     worker.swap(Swap(7, "other", refused))

@@ -17,7 +17,7 @@ from phalanx.serve.http.access.keys import add_key, parse_limits, read_keys
 from phalanx.serve.http.app import Gateway, application
 from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.worker import Identity, WorkerLoad
-from phalanx.traffic.requests import Ended, Request, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request, Token
 
 
 class Immediate:
@@ -25,7 +25,7 @@ class Immediate:
 
     identity = Identity("weights", "numerics", 1000)
 
-    async def submit(self, request: Request) -> AsyncGenerator[Told]:
+    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
         for index in range(request.max_tokens):
             yield Token(request.id, index, 97)
         yield Ended(request.id, "length")

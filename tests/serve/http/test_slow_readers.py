@@ -11,7 +11,7 @@ from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.http.app import Gateway, application
 from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.worker import Identity, WorkerLoad
-from phalanx.traffic.requests import Request, Token, Told
+from phalanx.traffic.requests import EngineOutput, Request, Token
 
 BODY = json.dumps({"model": "run", "prompt": "a", "max_tokens": 100, "stream": True}).encode()
 
@@ -24,7 +24,7 @@ class Endless:
     def __init__(self) -> None:
         self.given_up = asyncio.Event()
 
-    async def submit(self, request: Request) -> AsyncGenerator[Told]:
+    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
         try:
             for index in range(request.max_tokens):
                 yield Token(request.id, index, 97)

@@ -28,7 +28,7 @@ from phalanx.serve.workers.page_client import pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
 from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity
-from phalanx.traffic.requests import Request, Sampling, Told
+from phalanx.traffic.requests import EngineOutput, Request, Sampling
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, shared, staged
 
@@ -47,9 +47,9 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[Told]]:
+def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[EngineOutput]]:
     """What is told of requests of which one arrives before each step."""
-    told: dict[str, list[Told]] = {one.id: [] for one in asked}
+    told: dict[str, list[EngineOutput]] = {one.id: [] for one in asked}
     waiting = list(asked)
     while waiting or engine.busy:
         if waiting:

@@ -37,7 +37,7 @@ from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.sampling import require_sampling
 from phalanx.traffic.block_table import PAGE
-from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
 from phalanx.traffic.scheduler import SchedulerOutput, schedule, youngest
 
 KeptPages = Literal["recompute", "mixed"]
@@ -135,7 +135,7 @@ class Engine:
         self._pages.made_by(weights_id, self.numerics_id)
         self._waiting: list[RunningText] = []
         self._running: list[RunningText] = []
-        self._pending: list[Told] = []
+        self._pending: list[EngineOutput] = []
         self._drafts, self._drafter = drafts, Drafter(model, drafts) if drafts else None
         self._drafted = self._accepted = 0
         self.max_in_flight, self._in_flight = 1 if far is None else far.max_in_flight, deque[InFlightBatch]()
@@ -193,7 +193,7 @@ class Engine:
             if text.request.id == request_id:
                 self._end(text, "cancelled")
 
-    def step(self) -> list[Told]:
+    def step(self) -> list[EngineOutput]:
         """Schedule and compute rows; return the outputs of this step, or of an earlier one, or ``[]``.
 
         If other processes have a part of the layers, enough steps are in flight to keep all of them busy, each of other texts. Raises

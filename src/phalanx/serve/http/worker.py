@@ -1,7 +1,7 @@
-"""The port through which the gateway talks to whatever computes, and the engine of its own process behind it.
+"""Interface of the HTTP server to workers, and its implementation by an engine in this process.
 
-An engine takes turns of milliseconds to seconds and must not hold up the event loop, so it has a thread of its own. What it tells in one
-turn crosses over to the loop at once, not token by token: with many streams, waking the loop is what costs.
+A step of an engine takes milliseconds to seconds and must not block the event loop, so the engine has a thread of its own. The outputs of one
+step cross over to the loop at once, not token by token: with many streams, waking the loop is the cost.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Protocol
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
-from phalanx.traffic.requests import Ended, Request, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """One of several workers, for those who watch."""
+    """State of one of several workers, for observers."""
 
     number: int
     role: str
@@ -38,11 +38,11 @@ class WorkerFacts:
 
 @dataclass(frozen=True)
 class Streaming:
-    """What reading weights while they are computed with has done since the start."""
+    """Counts of streamed weights since the start."""
 
     bytes_read: int
     wait_s: float
-    """Seconds that passes have stood still for it."""
+    """Seconds that passes have waited for weights."""
     experts_needed: int
     experts_held: int
     """Needed experts that were in memory already, or on their way."""
@@ -50,7 +50,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """How much a worker has to do."""
+    """Load of a worker."""
 
     running: int = 0
     waiting: int = 0
@@ -60,7 +60,7 @@ class WorkerLoad:
     workers: tuple[WorkerFacts, ...] = ()
     """Where there are several."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What happened so often among them: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
+    """Counts of their events: ``phalanx.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
     weights_step: int | None = None
     """The step whose weights compute, where other steps take over."""
     swaps: int = 0
@@ -75,7 +75,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True)
 class Identity:
-    """What the bits of a token depend on besides its request."""
+    """Facts besides its request on which a token's bits depend."""
 
     weights_sha: str
     numerics_id: str
@@ -84,39 +84,39 @@ class Identity:
 
 
 class WorkerPort(Protocol):
-    """What the gateway asks of workers, one or many."""
+    """Interface of workers, one or many, to the HTTP server."""
 
     identity: Identity
 
-    def submit(self, request: Request) -> AsyncGenerator[Told]:
-        """What is told of the request, up to ``Ended``."""
+    def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        """Yield the outputs of the request, up to ``Ended``."""
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Gives a request up; what it held is free after the step that goes on."""
+        """Cancel a request; its pages are free after the current step."""
         ...
 
     def load(self) -> WorkerLoad:
-        """How much there is to do at this moment."""
+        """Return the current load."""
         ...
 
     def trouble(self) -> str:
-        """Why nothing can be computed; empty if it can."""
+        """Return the reason why nothing can be computed; empty if it can."""
         ...
 
     def close(self) -> None:
-        """Ends the worker; requests that go on are not finished."""
+        """End the worker; running requests are not finished."""
         ...
 
 
 class Engine(Protocol):
-    """What computes: called by one thread alone."""
+    """An engine, called by one thread alone."""
 
     def submit(self, request: Request) -> None: ...
 
     def cancel(self, request_id: str) -> None: ...
 
-    def step(self) -> Sequence[Told]: ...
+    def step(self) -> Sequence[EngineOutput]: ...
 
     @property
     def busy(self) -> bool: ...
@@ -126,7 +126,7 @@ class Engine(Protocol):
         ...
 
     def drafts(self) -> tuple[int, int]:
-        """Tokens that were guessed and computed, and those of them that the model drew."""
+        """Return the number of drafted tokens that were computed, and of those that were accepted."""
         ...
 
 
@@ -151,45 +151,45 @@ class EngineWorker:
         step: int | None = None,
         trouble: Callable[[], str] | None = None,
     ) -> None:
-        """``step`` is told where those of other steps may take over; ``trouble`` tells why the engine can compute nothing any more."""
+        """``step`` is given if weights of other steps may take over; ``trouble`` returns why the engine can no longer compute."""
         self.identity, self._streaming = identity, streaming
         self._engine = engine
-        self._asked: queue.SimpleQueue[Request | str | Swap | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | str | Swap | None] = queue.SimpleQueue()
         self._step = step
         self._swaps = 0
         self._lost, self._trouble = "", trouble
-        self._told: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Told]]] = {}
+        self._readers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[EngineOutput]]] = {}
         self._first: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, request: Request) -> AsyncGenerator[Told]:
-        told: asyncio.Queue[Told] = asyncio.Queue()
-        self._told[request.id] = asyncio.get_running_loop(), told
+    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self._readers[request.id] = asyncio.get_running_loop(), outputs
         self._first.add(request.id)
-        self._asked.put(request)
+        self._inbox.put(request)
         ended = False
         try:
             while not ended:
-                one = await told.get()
+                output = await outputs.get()
                 self._first.discard(request.id)
-                ended = isinstance(one, Ended)
-                yield one
+                ended = isinstance(output, Ended)
+                yield output
         finally:
-            self._told.pop(request.id, None)
+            self._readers.pop(request.id, None)
             self._first.discard(request.id)
             if not ended:
-                self._asked.put(request.id)
+                self._inbox.put(request.id)
 
     async def cancel(self, request_id: str) -> None:
-        self._asked.put(request_id)
+        self._inbox.put(request_id)
 
     def load(self) -> WorkerLoad:
         waiting = len(self._first)
         used, pages = self._engine.pages()
         drafted, accepted = self._engine.drafts()
         return WorkerLoad(
-            len(self._told) - waiting,
+            len(self._readers) - waiting,
             waiting,
             used,
             pages,
@@ -202,7 +202,7 @@ class EngineWorker:
 
     def swap(self, swap: Swap) -> None:
         """Has other weights take over before the engine's next step; from any thread."""
-        self._asked.put(swap)
+        self._inbox.put(swap)
 
     def trouble(self) -> str:
         """See ``WorkerPort``."""
@@ -211,7 +211,7 @@ class EngineWorker:
         return self._lost or (self._trouble() if self._trouble is not None else "")
 
     def close(self) -> None:
-        self._asked.put(None)
+        self._inbox.put(None)
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
@@ -219,63 +219,63 @@ class EngineWorker:
             block = bool(self._lost) or not self._engine.busy
             while True:
                 try:
-                    asked = self._asked.get(block)
+                    message = self._inbox.get(block)
                 except queue.Empty:
                     break
-                if asked is None:
+                if message is None:
                     return
-                self._take(asked)
+                self._take(message)
                 block = bool(self._lost)
             try:
-                self._tell(self._engine.step())
-            except PartLostError as error:  # It computes nothing any more, and says so to all.
+                self._deliver(self._engine.step())
+            except PartLostError as error:  # It can no longer compute: all requests fail.
                 self._lost = str(error)
                 self._fail(error)
-            except Exception as error:  # The thread must outlive a defect, and the clients must hear of it.
+            except Exception as error:  # The thread must outlive a defect, and the clients get the error.
                 self._fail(error)
 
-    def _take(self, asked: Request | str | Swap) -> None:
+    def _take(self, message: Request | str | Swap) -> None:
         if self._lost:
-            if isinstance(asked, Request):
-                self._tell([Ended(asked.id, "error", self._lost)])
+            if isinstance(message, Request):
+                self._deliver([Ended(message.id, "error", self._lost)])
             return None
-        if isinstance(asked, str):
-            return self._engine.cancel(asked)
-        if isinstance(asked, Swap):
+        if isinstance(message, str):
+            return self._engine.cancel(message)
+        if isinstance(message, Swap):
             try:
-                asked.take_over()
+                message.take_over()
             except Exception:  # Requests go on by the weights that are there.
-                return _log.exception("the weights of step %d have not taken over", asked.step)
-            self.identity = replace(self.identity, weights_sha=asked.weights_sha)
-            self._step, self._swaps = asked.step, self._swaps + 1
+                return _log.exception("the weights of step %d have not taken over", message.step)
+            self.identity = replace(self.identity, weights_sha=message.weights_sha)
+            self._step, self._swaps = message.step, self._swaps + 1
             return None
         try:
-            self._engine.submit(asked)
+            self._engine.submit(message)
         except ValueError as error:
-            self._tell([Ended(asked.id, "error", str(error))])
+            self._deliver([Ended(message.id, "error", str(error))])
 
     def _fail(self, error: Exception) -> None:
-        for name in list(self._told):
+        for name in list(self._readers):
             self._engine.cancel(name)
-            self._tell([Ended(name, "error", explained(error))])
+            self._deliver([Ended(name, "error", explained(error))])
 
-    def _tell(self, all_told: Sequence[Told]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Told], Told]]] = {}
-        for told in all_told:
-            if (reader := self._told.get(told.request)) is not None:
-                by_loop.setdefault(reader[0], []).append((reader[1], told))
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[EngineOutput], EngineOutput]]] = {}
+        for output in outputs:
+            if (reader := self._readers.get(output.request)) is not None:
+                by_loop.setdefault(reader[0], []).append((reader[1], output))
         for loop, pairs in by_loop.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, pairs)
+                loop.call_soon_threadsafe(_put_all, pairs)
 
 
-def _deliver(pairs: Sequence[tuple[asyncio.Queue[Told], Told]]) -> None:
-    for reader, told in pairs:
-        reader.put_nowait(told)
+def _put_all(pairs: Sequence[tuple[asyncio.Queue[EngineOutput], EngineOutput]]) -> None:
+    for reader, output in pairs:
+        reader.put_nowait(output)
 
 
 def explained(error: Exception) -> str:
-    """Why a step has failed: what is wrong with the weights' file, which says what to do, or a defect."""
+    """Return the message of a failed step: the error of the weights' file with its remedy, or a defect."""
     return (
         str(error)
         if isinstance(error, CheckpointError | PartLostError | DeviceMemoryError)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from phalanx.serve.http.served.model_text import ModelText
     from phalanx.serve.http.worker import WorkerPort
     from phalanx.serve.workers.page_client import PageWay
-    from phalanx.serve.workers.router_port import Notice
+    from phalanx.serve.workers.router_client import Notice
 
 
 class Said:
@@ -190,11 +190,13 @@ def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
     """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
     from phalanx.serve.http.served.following import open_followed
     from phalanx.serve.http.served.of_run import open_run
-    from phalanx.serve.workers.router_port import Division
+    from phalanx.serve.workers.router_client import WorkerDivision
     from phalanx.serve.workers.service import devices_of, open_service
 
     if asked.workers:
-        divisions = {role: Division(asked.pipeline.of(role), asked.tensor.of(role)) for role in asked.workers}
+        divisions = {
+            role: WorkerDivision(asked.pipeline.of(role), asked.tensor.of(role)) for role in asked.workers
+        }
         places = devices_of(asked.served, len(asked.workers), divisions)
         # By their names alone: asking a GPU for more begins CUDA, and this process computes nothing.
         said.text(f"computing on {', '.join(map(str, places))}")

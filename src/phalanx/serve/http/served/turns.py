@@ -17,21 +17,21 @@ from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.errors import EngineError, PartLostError, RequestError
 from phalanx.serve.kv_cache.format import KVFormatName
 from phalanx.serve.sampling import draw, likeliest
-from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Token
 
 
 class TurnsEngine:
     """Requests that take turns of one token."""
 
     def __init__(self, model: Chain, context: int, *, kept: KVFormatName = "compute") -> None:
-        """``kept`` is what was asked for of keys and values. Raises EngineError for another format than that of the computation."""
+        """``kept`` is the requested format of keys and values. Raises EngineError for another format than that of the computation."""
         if kept != "compute":
             raise EngineError(
                 f"--kv {kept}: a model of your own (model.factory) keeps no keys and values; leave it out"
             )
         self._model, self._context = model, context
         self._device = next(model.parameters()).device
-        self._running: dict[str, Iterator[Told]] = {}
+        self._running: dict[str, Iterator[EngineOutput]] = {}
         self._cancelled: list[str] = []
 
     @property
@@ -60,24 +60,24 @@ class TurnsEngine:
         if self._running.pop(request_id, None) is not None:
             self._cancelled.append(request_id)
 
-    def step(self) -> list[Told]:
+    def step(self) -> list[EngineOutput]:
         """A token of each request. Raises PartLostError where a GPU does not answer any more."""
-        told: list[Told] = [Ended(name, "cancelled") for name in self._cancelled]
+        outputs: list[EngineOutput] = [Ended(name, "cancelled") for name in self._cancelled]
         self._cancelled.clear()
         for name, text in list(self._running.items()):
             try:
                 with computing_on(self._device, "a pass over a text"):
-                    one = next(text)
+                    output = next(text)
             except PartLostError:
                 raise
-            except Exception as error:  # One request's failure is told to its client, and ends no other.
-                one = Ended(name, "error", str(error))
-            told.append(one)
-            if isinstance(one, Ended):
+            except Exception as error:  # One request's failure is sent to its client, and ends no other.
+                output = Ended(name, "error", str(error))
+            outputs.append(output)
+            if isinstance(output, Ended):
                 del self._running[name]
-        return told
+        return outputs
 
-    def _text(self, request: Request) -> Iterator[Told]:
+    def _text(self, request: Request) -> Iterator[EngineOutput]:
         model, device = self._model, self._device
         text = list(request.prompt)
         for index in range(request.max_tokens):

@@ -1,4 +1,4 @@
-"""What the gateway is told of all workers together: what they count, and that none is left."""
+"""The client of the router: sums over all workers, and the end of the last one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.serve.http.worker import Streaming
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.processes import Happened
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
-from phalanx.serve.workers.router_port import Notice, RouterPort
+from phalanx.serve.workers.router_client import Notice, RouterClient
 
 
 @pytest.mark.parametrize("link_first", [True, False])
@@ -18,10 +18,10 @@ def test_the_end_of_the_last_worker_ends_all_requests(link_first: bool) -> None:
     failed: list[str] = []
     seat = SimpleNamespace(task=SimpleNamespace(number=0, role="both"), starts=SimpleNamespace(failed=5))
     peer = SimpleNamespace(number=0)
-    port = RouterPort.__new__(RouterPort)
+    port = RouterClient.__new__(RouterClient)
     port.__dict__.update(
         _trouble="",
-        _begun=SimpleNamespace(done=lambda: True),
+        _identity=SimpleNamespace(done=lambda: True),
         _notices=SimpleNamespace(put=lambda _: None),
         _processes=SimpleNamespace(seats=[seat], lasting=lambda: True, kill=lambda _: None),
         _router=SimpleNamespace(
@@ -48,7 +48,7 @@ def test_the_end_of_the_last_worker_ends_all_requests(link_first: bool) -> None:
 
 
 def test_a_worker_that_tries_its_kernels_is_told_with_its_number() -> None:
-    port = RouterPort.__new__(RouterPort)
+    port = RouterClient.__new__(RouterClient)
     notices: list[Notice] = []
     port.__dict__["_notices"] = SimpleNamespace(put=notices.append)
     trying = m.for_router.decode(m.encode(m.Trying("trying this machine's kernels", "/home/a/.cache")))
@@ -61,12 +61,12 @@ def test_a_worker_that_tries_its_kernels_is_told_with_its_number() -> None:
 
 
 def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_started() -> None:
-    port = RouterPort.__new__(RouterPort)
+    port = RouterClient.__new__(RouterClient)
     notices: list[Notice] = []
     seat = SimpleNamespace(task=SimpleNamespace(number=2, role="decode"))
     port.__dict__.update(
         _notices=SimpleNamespace(put=notices.append),
-        _begun=SimpleNamespace(done=lambda: True),
+        _identity=SimpleNamespace(done=lambda: True),
         _trouble="there is some already",
     )
     port._late(SimpleNamespace(number=1), "it has given no sign of life for 4 s")  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_
     router._count_past(beating(1, 100))  # type: ignore[arg-type]
     router._count_past(beating(2, 200))  # type: ignore[arg-type]
     router.peers[3] = beating(3, 4000)  # type: ignore[assignment]
-    port = RouterPort.__new__(RouterPort)
+    port = RouterClient.__new__(RouterClient)
     port.__dict__.update(
         _first=set(),
         _running=set(),

@@ -1,7 +1,8 @@
-"""Several worker processes behind the gateway's port for workers: the router and the processes' supervisor, in a thread with an event loop.
+"""Client of the router: several worker processes behind the HTTP server's ``WorkerPort``.
 
-The gateway's own loop writes to its clients and must not wait for workers; what they tell crosses over to it in batches. The service begins when
-every worker that it has started is ready, and fails to begin with the reason of the first that cannot.
+The router and the processes' supervisor run in a thread with an event loop. The HTTP server's own loop writes to its clients and must not wait for
+workers, whose outputs cross over to it in batches. The service begins when every worker that it has started is ready. If one cannot serve, the
+service fails with that worker's reason.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from phalanx.serve.workers.processes import Happened, Processes, Seat
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.events import Role
-from phalanx.traffic.requests import Ended, Request, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request
 
 _BEGIN_S = 600.0
 _END_S = 20.0
@@ -36,7 +37,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that the one who serves is told."""
+    """An event of the service, to be printed."""
 
     event: str
     text: str
@@ -44,16 +45,16 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Division:
-    """Into how many processes a worker divides its model: by layers, or each layer."""
+class WorkerDivision:
+    """Number of processes among which a worker divides its model: by layers, or within each layer."""
 
     stages: int = 1
     tensor: int = 1
 
 
 @dataclass(frozen=True)
-class Service:
-    """Which workers a service has, and what each of them opens."""
+class ServiceConfig:
+    """The workers of a service and their tasks."""
 
     roles: Sequence[Role]
     task: WorkerTask
@@ -61,27 +62,29 @@ class Service:
     environment: Mapping[str, str]
     """Variables that each worker starts with, beside this process's."""
     settings: RouterSettings
-    divisions: Mapping[Role, Division] = field(default_factory=dict)
-    """That of workers that start in a role, which they keep when they change sides; without one, the task's."""
+    divisions: Mapping[Role, WorkerDivision] = field(default_factory=dict)
+    """The division of workers that start in a role, which they keep when they change roles; by default the task's."""
 
     def task_of(self, role: Role) -> WorkerTask:
-        """The task of a worker that starts in this role."""
+        """Return the task of a worker that starts in this role."""
         served, division = self.task.served, self.divisions.get(role)
         if division is not None:
             served = structs.replace(served, stages=division.stages, tensor=division.tensor)
         return structs.replace(self.task, role=role, served=served)
 
 
-class RouterPort:
+class RouterClient:
     """A ``WorkerPort`` of many workers."""
 
-    def __init__(self, service: Service, tell: Callable[[Notice], None]) -> None:
-        """Starts the workers and waits until they are ready. Raises EngineError with the reason where one cannot serve."""
+    def __init__(self, service: ServiceConfig, report: Callable[[Notice], None]) -> None:
+        """Start the workers and wait until they are ready. Raises EngineError with the reason if one cannot serve."""
         self._service = service
         self._notices: queue.SimpleQueue[Notice | threading.Event | None] = queue.SimpleQueue()
-        self._teller = threading.Thread(target=self._tell_all, args=(tell,), name="notices", daemon=True)
-        self._teller.start()
-        self._begun: Future[Identity] = Future()
+        self._reporter = threading.Thread(
+            target=self._report_all, args=(report,), name="notices", daemon=True
+        )
+        self._reporter.start()
+        self._identity: Future[Identity] = Future()
         self._trouble = ""
         self._first: set[str] = set()
         self._running: set[str] = set()
@@ -90,25 +93,25 @@ class RouterPort:
         self._thread.start()
         try:
             self._call(self._begin())
-            self.identity = self._begun.result(_BEGIN_S)
-            told = threading.Event()
-            self._notices.put(told)
-            told.wait(1.0)  # who is ready is said before what listens
+            self.identity = self._identity.result(_BEGIN_S)
+            is_reported = threading.Event()
+            self._notices.put(is_reported)
+            is_reported.wait(1.0)  # the workers are reported before the address
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
                 raise EngineError(f"the workers are not ready after {_BEGIN_S:g} s") from error
             raise
 
-    # What the gateway asks.
+    # ``WorkerPort``.
 
-    async def submit(self, request: Request) -> AsyncGenerator[Told]:
-        mine = asyncio.get_running_loop()
-        told: asyncio.Queue[Sequence[Told]] = asyncio.Queue()
+    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        server_loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Sequence[EngineOutput]] = asyncio.Queue()
 
-        def sink(some: Sequence[Told]) -> None:
-            with suppress(RuntimeError):  # the gateway's loop has ended
-                mine.call_soon_threadsafe(told.put_nowait, some)
+        def sink(new_outputs: Sequence[EngineOutput]) -> None:
+            with suppress(RuntimeError):  # the HTTP server's loop has ended
+                server_loop.call_soon_threadsafe(outputs.put_nowait, new_outputs)
 
         if self._trouble:
             yield Ended(request.id, "error", self._trouble)
@@ -119,10 +122,10 @@ class RouterPort:
         ended = False
         try:
             while not ended:
-                for one in await told.get():
+                for output in await outputs.get():
                     self._first.discard(request.id)
-                    ended = isinstance(one, Ended)
-                    yield one
+                    ended = isinstance(output, Ended)
+                    yield output
         finally:
             self._first.discard(request.id)
             self._running.discard(request.id)
@@ -150,7 +153,7 @@ class RouterPort:
         )
 
     def trouble(self) -> str:
-        """Why nothing can be computed; empty if it can."""
+        """Return the reason why nothing can be computed; empty if it can."""
         return self._trouble
 
     def close(self) -> None:
@@ -159,7 +162,7 @@ class RouterPort:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_END_S)
         self._notices.put(None)
-        self._teller.join(1.0)
+        self._reporter.join(1.0)
 
     def _workers(self) -> tuple[WorkerFacts, ...]:
         pool, peers = self._router.traffic.pool, dict(self._router.peers)
@@ -183,7 +186,7 @@ class RouterPort:
         return tuple(facts)
 
     def _counted(self, peers: Sequence[Peer]) -> dict[str, float]:
-        """What all workers count, those that have left too."""
+        """Return the sums of all workers' counts, including workers that have left."""
         counted = dict(self._router.past)
         for peer in peers:
             for name, count in peer.beat.counts.items() if peer.beat is not None else ():
@@ -197,8 +200,8 @@ class RouterPort:
         self._loop.run_forever()
         self._loop.close()
 
-    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_END_S)
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_END_S)
 
     async def _begin(self) -> None:
         service, token = self._service, secrets.token_hex(32)
@@ -234,37 +237,40 @@ class RouterPort:
             pages=pages,
             rows_per_s=round(ready.rows_per_s, 1),
         )
-        if len(self._router.peers) >= len(self._service.roles) and not self._begun.done():
+        if len(self._router.peers) >= len(self._service.roles) and not self._identity.done():
             identity = ready.identity
             # Those that divide the model hold more, and a text may go on with any of them.
             context = min(other.ready.context for other in self._router.peers.values() if other.ready)
-            self._begun.set_result(Identity(identity.weights, identity.numerics, context))
+            self._identity.set_result(Identity(identity.weights, identity.numerics, context))
 
     def _trying(self, peer: Peer, trying: m.Trying) -> None:
         text = f"worker {peer.number}: {trying.text}"
         self._notice("numerics-trial", text, worker=peer.number, kept=trying.kept)
 
-    def _unable(self, peer: Peer, why: str) -> None:
-        if not self._begun.done():
-            self._begun.set_exception(EngineError(why))
+    def _unable(self, peer: Peer, reason: str) -> None:
+        if not self._identity.done():
+            self._identity.set_exception(EngineError(reason))
         self._notice(
-            "worker-unable", f"worker {peer.number} cannot serve: {why}", worker=peer.number, why=why
+            "worker-unable", f"worker {peer.number} cannot serve: {reason}", worker=peer.number, why=reason
         )
 
-    def _late(self, peer: Peer, why: str) -> None:
-        text = f"worker {peer.number} is late: {why}; its texts go on elsewhere, and it is taken back when it goes on"
-        self._notice("worker-late", text, worker=peer.number, why=why)
+    def _late(self, peer: Peer, reason: str) -> None:
+        text = f"worker {peer.number} is late: {reason}; its texts go on elsewhere, and it is taken back when it goes on"
+        self._notice("worker-late", text, worker=peer.number, why=reason)
 
     def _slow(self, seat: Seat, seconds: float) -> None:
         number, role = seat.task.number, seat.task.role
         text = f"worker {number} ({role}) does not serve yet, {seconds:g} s after its start; it is waited for"
         self._notice("worker-slow", text, worker=number, role=role, seconds=seconds)
 
-    def _left(self, peer: Peer, why: str) -> None:
+    def _left(self, peer: Peer, reason: str) -> None:
         if peer.number in self._router.traffic.pool.quarantined:
-            self._processes.set_aside(peer.number, why)
+            self._processes.set_aside(peer.number, reason)
             self._notice(
-                "worker-set-aside", f"worker {peer.number} is set aside: {why}", worker=peer.number, why=why
+                "worker-set-aside",
+                f"worker {peer.number} is set aside: {reason}",
+                worker=peer.number,
+                why=reason,
             )
         self._processes.kill(peer.number)
         self._end_without_workers()
@@ -272,8 +278,8 @@ class RouterPort:
     def _happened(self, happened: Happened) -> None:
         seat, again_s = happened.seat, happened.again_s
         number = seat.task.number
-        if not self._begun.done():
-            self._begun.set_exception(
+        if not self._identity.done():
+            self._identity.set_exception(
                 EngineError(f"worker {number} {happened.how} before it was ready; what it printed is above")
             )
         then = f"it is started again in {again_s:g} s" if again_s is not None else "it is not started again"
@@ -288,7 +294,7 @@ class RouterPort:
         self._end_without_workers()
 
     def _end_without_workers(self) -> None:
-        """Tells all requests, if no worker is there or will come. Link and process of the last one end in either order."""
+        """Fail all requests if no worker is left or will start. Link and process of the last one end in either order."""
         if not self._trouble and not self._processes.lasting() and not self._router.peers:
             failed = max(seat.starts.failed for seat in self._processes.seats)
             self._trouble = (
@@ -300,16 +306,18 @@ class RouterPort:
     def _notice(self, event: str, text: str, **facts: object) -> None:
         self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
 
-    def _tell_all(self, tell: Callable[[Notice], None]) -> None:
-        # In a thread of its own: whoever reads what is printed may be slow, or gone.
+    def _report_all(self, report: Callable[[Notice], None]) -> None:
+        # In a thread of its own: the reader of the printed lines may be slow, or gone.
         while (notice := self._notices.get()) is not None:
             if isinstance(notice, threading.Event):
                 notice.set()
                 continue
             with suppress(OSError):
-                tell(notice)
+                report(notice)
 
 
 def _streaming(counted: Mapping[str, float]) -> Streaming:
-    read, needed, held = (int(counted.get(n, 0)) for n in ("bytes_read", "experts_needed", "experts_held"))
-    return Streaming(read, counted.get("wait_s", 0.0), needed, held)
+    read, needed, in_memory = (
+        int(counted.get(n, 0)) for n in ("bytes_read", "experts_needed", "experts_held")
+    )
+    return Streaming(read, counted.get("wait_s", 0.0), needed, in_memory)
