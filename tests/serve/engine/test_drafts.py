@@ -17,7 +17,7 @@ from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.serve.engine.drafts import Ahead, Drafter, Progress
+from phalanx.serve.engine.drafts import Drafter, DraftInput, DraftState
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.http.served.of_run import OpenedEngine, open_engine
@@ -203,11 +203,11 @@ def test_guesses_are_those_of_the_trained_predictions_over_the_whole_text(
     text, sampling = list(prompt(seed, length)), Sampling(temperature=0.8, seed=seed)
     states = [model(torch.tensor([text]), lambda hidden, _: hidden)[0]]
     drafter, begin = Drafter(model, DEPTHS), 0
-    ahead: Ahead | None = None
+    ahead: DraftState | None = None
     found: tuple[int, ...] = ()
     for number, size in enumerate(pieces):
         known = text if number == len(pieces) - 1 or number % 2 else text[: begin + size + 1]
-        progress = Progress(known, states[0][begin : begin + size], begin + size, DEPTHS, sampling, ahead)
+        progress = DraftInput(known, states[0][begin : begin + size], begin + size, DEPTHS, sampling, ahead)
         ((ahead, found),) = drafter.guess([progress], 0)
         begin += size
 

@@ -170,7 +170,7 @@ def test_what_is_no_http_request_is_refused_as_all_others_are(name: str) -> None
         with connected(port) as one:
             assert ask(one, "/v1/completions", TEXT)[0] == 200
             assert f'status="{status}"' in ask(one, "/metrics")[1].decode()
-        assert not server.crowd.told
+        assert not server.limiter.refused
 
 
 def test_what_is_wrong_behind_an_answer_ends_the_connection_and_is_no_defect(
@@ -208,7 +208,7 @@ def test_a_connection_whose_answers_are_left_unread_ends_after_a_while(
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         one.connect(("127.0.0.1", port))
         one.sendall(asked)
-        while not server.server_state.total_requests or server.crowd.there:
+        while not server.server_state.total_requests or server.limiter.there:
             time.sleep(0.01)
 
 

@@ -23,7 +23,7 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.computing_device import computing_on, require_device
 from phalanx.serve.engine.batch import Batch, InFlightBatch, build_batch
-from phalanx.serve.engine.drafts import Drafter, Progress
+from phalanx.serve.engine.drafts import Drafter, DraftInput
 from phalanx.serve.engine.errors import EngineError, RequestError
 from phalanx.serve.engine.model_runner import FarLayers, FarSpan, ModelRunner
 from phalanx.serve.engine.sampler import SampledToken, SamplerOutput
@@ -366,7 +366,7 @@ class Engine:
     def _draft(self, drafter: Drafter, step: InFlightBatch) -> None:
         """Draft the next tokens of the running texts from the states of this step."""
         going: list[RunningText] = []
-        progress: list[Progress] = []
+        progress: list[DraftInput] = []
         start = 0
         for text, scheduled in step.batch.texts:
             text.drafts = ()
@@ -375,7 +375,7 @@ class Engine:
                 rows = step.states[start : start + text.computed - scheduled.begin]
                 going.append(text)
                 progress.append(
-                    Progress(text.tokens, rows, text.computed, most, text.request.sampling, text.ahead)
+                    DraftInput(text.tokens, rows, text.computed, most, text.request.sampling, text.ahead)
                 )
             start += scheduled.end - scheduled.begin
         if going:

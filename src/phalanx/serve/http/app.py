@@ -89,7 +89,7 @@ class Gateway:
         """Return the use of the client's key; None if no keys are needed. Raises RefusedError."""
         if self.keys is None:
             return None
-        api_key = self.keys.found(key)
+        api_key = self.keys.find(key)
         if api_key is None:
             reason = (
                 "the key that was sent is none of this server's (--key-file)"

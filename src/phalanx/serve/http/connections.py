@@ -1,8 +1,8 @@
-"""The gateway's connections: as many as the process may have descriptors for; beyond that the one that has asked for nothing for the longest time gives way.
+"""Limit on HTTP connections: as many as the process may have descriptors for. Beyond it the connection that was idle for the longest time is closed.
 
-A connection that waits costs a descriptor and nothing else, so a flood of idle ones must not keep out whoever asks for something. As nginx does with its keep-alive
+A connection that waits costs a descriptor and nothing else, so a flood of idle ones must not keep out clients with requests. As nginx does with its keep-alive
 connections (``worker_connections are not enough, reusing connections``), a new connection takes the place of an idle one: one without a request, or whose head is not whole. Where
-all have requests, a few more are let in for as long as it takes to say 503, or to tell ``/health`` and ``/ready``, which must be told at any time.
+all have requests, a few more are let in for as long as it takes to send 503, or to answer ``/health`` and ``/ready``, which are answered at any time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RESERVE = 256
-"""Descriptors for all else: files, workers, and connections that are only told that there are too many."""
+"""Descriptors for all else: files, workers, and connections that are refused."""
 MOST = 65_536
 """Each connection takes some tens of KiB of memory, so that a limit of a million descriptors is no reason to hold a million."""
-_TOLD = 64
-"""Connections beyond the limit that may be waiting to be told so."""
+_MOST_REFUSED = 64
+"""Connections beyond the limit that may wait for their refusal."""
 _ALWAYS = ("/health", "/ready")
 
 
@@ -39,14 +39,14 @@ def descriptors() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
         except (OSError, ValueError):
-            pass  # a kernel may allow less than it says
+            pass  # a kernel may allow less than it reports
     if soft == resource.RLIM_INFINITY:
         return MOST
     return max(1, min(MOST, soft - len(os.listdir("/proc/self/fd")) - RESERVE))
 
 
 @dataclass
-class Crowd:
+class ConnectionLimiter:
     """All connections of a server. Belongs to its event loop."""
 
     most: int
@@ -55,47 +55,47 @@ class Crowd:
     reader_s: float = 30.0
     """How long a connection may take nothing of an answer that waits for it."""
     misread: Callable[[str, int], bytes] | None = None
-    """The JSON that is told, with a status, of what is no HTTP request, and why."""
+    """Returns the JSON error for bytes that are no HTTP request, given the parser's reason and the status."""
     full: ASGIApp | None = None
-    """What answers those beyond ``most`` whose path is not one that must be answered at any time."""
+    """The application for connections beyond ``most``, but for paths that are always answered."""
     there: set[Connection] = field(default_factory=set)
     idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
-    """Those without a request, idle for the longest first."""
-    told: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
-    """Those beyond ``most``, the oldest first."""
+    """Connections without a request, idle for the longest first."""
+    refused: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    """Connections beyond ``most``, the oldest first."""
 
-    def came(self, one: Connection) -> bool:
-        """Takes a connection up; whether it may ask for anything."""
+    def came(self, connection: Connection) -> bool:
+        """Add a connection. Return False if it is beyond the limit and only refused."""
         room = len(self.there) < self.most
         if not room and self.idle:
             next(iter(self.idle)).give_way()
             room = True
         if room:
-            self.there.add(one)
-            self.rests(one)
+            self.there.add(connection)
+            self.rests(connection)
             return True
-        if len(self.told) >= _TOLD:
-            next(iter(self.told)).give_way()
-        self.told[one] = None
+        if len(self.refused) >= _MOST_REFUSED:
+            next(iter(self.refused)).give_way()
+        self.refused[connection] = None
         return False
 
-    def rests(self, one: Connection) -> None:
-        """Notes that a connection has no request."""
-        if one in self.there:
-            self.idle[one] = None
+    def rests(self, connection: Connection) -> None:
+        """Mark a connection as idle."""
+        if connection in self.there:
+            self.idle[connection] = None
 
-    def works(self, one: Connection) -> None:
-        """Notes that it has one."""
-        self.idle.pop(one, None)
+    def works(self, connection: Connection) -> None:
+        """Mark a connection as having a request."""
+        self.idle.pop(connection, None)
 
-    def left(self, one: Connection) -> None:
-        """Forgets a connection."""
-        self.there.discard(one)
-        self.idle.pop(one, None)
-        self.told.pop(one, None)
+    def left(self, connection: Connection) -> None:
+        """Remove a connection."""
+        self.there.discard(connection)
+        self.idle.pop(connection, None)
+        self.refused.pop(connection, None)
 
-    def only_told(self, app: ASGIApp) -> ASGIApp:
-        """What answers a connection beyond ``most``."""
+    def refusing(self, app: ASGIApp) -> ASGIApp:
+        """Return the application for a connection beyond ``most``."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             assert self.full is not None
@@ -104,31 +104,31 @@ class Crowd:
         return answer
 
 
-class CrowdConfig(uvicorn.Config):
-    """uvicorn's settings, and the crowd that its connections belong to."""
+class LimitedConfig(uvicorn.Config):
+    """uvicorn's settings, with the limiter of its connections."""
 
-    crowd: Crowd
+    limiter: ConnectionLimiter
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which knows whether it is idle."""
+    """uvicorn's connection, which reports to the limiter whether it is idle."""
 
-    def __init__(self, config: CrowdConfig, *given: Any, **named: Any) -> None:
-        super().__init__(config, *given, **named)
-        self._crowd = config.crowd
+    def __init__(self, config: LimitedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._limiter = config.limiter
         self._head: asyncio.TimerHandle | None = None
         self._reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._crowd.came(self):
-            self.app = self._crowd.only_told(self.app)
+        if not self._limiter.came(self):
+            self.app = self._limiter.refusing(self.app)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_whole()
         self._answer_is_read()
-        self._crowd.left(self)
+        self._limiter.left(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -143,28 +143,28 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_is_whole()
-            self._crowd.works(self)
+            self._limiter.works(self)
 
     def on_response_complete(self) -> None:
         self._wait_for_head()  # or, of a connection that is to end, until the rest of its answer is read
         if not self.transport.is_closing():
-            self._crowd.rests(self)
+            self._limiter.rests(self)
         super().on_response_complete()  # which may begin with a request that has come meanwhile
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP request, in the form of the application's errors, and ends the connection.
+        """Answer malformed requests with the application's JSON error, and close the connection.
 
-        uvicorn calls this where h11 has raised the reason (``handle_events``), and would say ``msg`` as plain text: no application hears of such a request.
+        uvicorn calls this where h11 has raised the reason (``handle_events``), and would send ``msg`` as plain text: no application receives such a request.
         """
         error = sys.exception()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # a request has its answer, and what is wrong comes behind it, in its body
             return
-        if self._crowd.misread is None or not isinstance(error, h11.RemoteProtocolError):
+        if self._limiter.misread is None or not isinstance(error, h11.RemoteProtocolError):
             super().send_400_response(msg)
             return
         status = error.error_status_hint
-        body = self._crowd.misread(str(error), status)
+        body = self._limiter.misread(str(error), status)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -180,8 +180,8 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def give_way(self) -> None:
-        """Ends a connection, of which nobody waits for an answer."""
-        self._crowd.left(self)
+        """End a connection that waits for no answer."""
+        self._limiter.left(self)
         if self.conn.our_state is h11.IDLE:
             self.timeout_keep_alive_handler()
             if self.transport.get_write_buffer_size():
@@ -191,7 +191,7 @@ class Connection(H11Protocol):
 
     def _wait_for_head(self) -> None:
         self._head_is_whole()
-        self._head = self.loop.call_later(self._crowd.head_s, self.give_way)
+        self._head = self.loop.call_later(self._limiter.head_s, self.give_way)
 
     def _head_is_whole(self) -> None:
         if self._head is not None:
@@ -201,7 +201,7 @@ class Connection(H11Protocol):
     def _wait_for_reader(self) -> None:
         self._answer_is_read()
         unread = self.transport.get_write_buffer_size()
-        self._reader = self.loop.call_later(self._crowd.reader_s, self._look_at_reader, unread)
+        self._reader = self.loop.call_later(self._limiter.reader_s, self._look_at_reader, unread)
 
     def _look_at_reader(self, unread: int) -> None:
         if self.transport.get_write_buffer_size() < unread:

@@ -43,7 +43,7 @@ _FIRST = (
     160,
 )
 _NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_DURATION = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 _AMONG_WORKERS = (
     ("moved", "requests_moved", "Texts that went on at another worker."),
@@ -56,7 +56,7 @@ _AMONG_WORKERS = (
     ("differences", "audit_differences", "Audits that found other bits."),
     ("quarantined", "workers_quarantined", "Workers set aside for computing other bits."),
 )
-"""What the router counts: its name there, its name here, and what it is."""
+"""Counts of the router: the name there, the name here, and the help text."""
 
 
 class Histogram:
@@ -90,10 +90,10 @@ class Counts:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self.first_token, self.next_token, self._whole = (
+        self.first_token, self.next_token, self._duration = (
             Histogram(_FIRST),
             Histogram(_NEXT),
-            Histogram(_WHOLE),
+            Histogram(_DURATION),
         )
         self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.cached_tokens = 0
         self.cancelled = 0
@@ -108,7 +108,7 @@ class Counts:
     def ended(self, finish: str, seconds: float) -> None:
         """Counts a text that has ended after ``seconds``."""
         self._finished[finish] += 1
-        self._whole.observe(seconds)
+        self._duration.observe(seconds)
 
     @property
     def finished(self) -> int:
@@ -171,7 +171,7 @@ class Counts:
         for name, about, histogram in (
             ("vllm:time_to_first_token_seconds", "From a request to its first token.", self.first_token),
             ("vllm:inter_token_latency_seconds", "Between two tokens of a text.", self.next_token),
-            ("vllm:e2e_request_latency_seconds", "From a request to its end.", self._whole),
+            ("vllm:e2e_request_latency_seconds", "From a request to its end.", self._duration),
         ):
             yield histogram.family(name, about, self._model)
         if self.keys:
@@ -196,7 +196,7 @@ class Counts:
         yield from (running, requests, tokens, limited)
 
     def _of_workers(self, load: WorkerLoad) -> Iterator[Metric]:
-        """What is told where there are several workers."""
+        """Yield the metrics of several workers."""
         if not load.workers:
             return
         states = GaugeMetricFamily(
@@ -212,7 +212,7 @@ class Counts:
             yield self._counter(name, about, {"": count}, "")
 
     def _of_streaming(self, load: WorkerLoad) -> Iterator[Metric]:
-        """What is told where weights are read as they are computed with."""
+        """Yield the metrics of streamed weights."""
         if (done := load.streaming) is None:
             return
         for name, about, value in (

@@ -16,7 +16,7 @@ import uvicorn
 
 from phalanx.observe.serving import Serving, ServingNote
 from phalanx.serve.http.app import Gateway, application, misread, too_many
-from phalanx.serve.http.connections import Connection, Crowd, CrowdConfig, descriptors
+from phalanx.serve.http.connections import Connection, ConnectionLimiter, LimitedConfig, descriptors
 from phalanx.serve.http.listening import WAITING
 
 _AT_ONCE = 16
@@ -27,12 +27,12 @@ class DrainingServer(uvicorn.Server):
     """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
 
     def __init__(self, gateway: Gateway, drain_s: float, tell: Callable[[str], None]) -> None:
-        config = CrowdConfig(
+        config = LimitedConfig(
             application(gateway),
             http=Connection,
             ws="none",
             loop="asyncio",
-            lifespan="off",  # the application has none, and one that is broken off by a second signal is told as a traceback
+            lifespan="off",  # the application has none, and one that a second signal interrupts is printed as a traceback
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -42,7 +42,7 @@ class DrainingServer(uvicorn.Server):
             timeout_graceful_shutdown=1,
         )
         most = gateway.limits.connections or descriptors()
-        config.crowd = self.crowd = Crowd(
+        config.limiter = self.limiter = ConnectionLimiter(
             most, gateway.head_s, gateway.reader_s, partial(misread, gateway), too_many(gateway, most)
         )
         super().__init__(config)
@@ -81,7 +81,7 @@ def serve(
     tell: Callable[[str], None],
     note: ServingNote | None = None,
 ) -> None:
-    """Serves until a signal, and ends the worker; meanwhile ``note`` says what goes on."""
+    """Serves until a signal, and ends the worker; ``note`` records its state meanwhile."""
     try:
         if note is not None:
             note.start()
@@ -93,7 +93,7 @@ def serve(
 
 
 def serving_of(gateway: Gateway, url: str) -> Serving:
-    """What a gateway does now, for those who watch the run that it serves."""
+    """Return the state of a server, for observers of the run that it serves."""
     load, counts = gateway.port.load(), gateway.counts
     return Serving(
         model=gateway.model.name,

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.drafts import Ahead
+from phalanx.serve.engine.drafts import DraftState
 from phalanx.serve.engine.model_runner import FarLayers
 from phalanx.serve.kv_cache.format import KVFormat
 from phalanx.serve.kv_cache.memory import PageBytes, PageMemory, TextKV
@@ -37,7 +37,7 @@ class RunningText:
     weights: str = ""
     """The weights of its keys and values, and of its next token. After a swap that kept its pages: all names, joined by ``+``."""
 
-    ahead: Ahead | None = None
+    ahead: DraftState | None = None
     """The state of its drafts."""
     drafts: tuple[int, ...] = ()
     """Drafts of its next tokens, to be computed behind its last one."""

@@ -19,13 +19,13 @@ def test_a_key_comes_back_with_its_name_and_limits(tmp_path: Path) -> None:
     limits = parse_limits("requests=60,tokens=1000,concurrent=4")
     alice, other = add_key(file, "alice", limits), add_key(file)
     keys = read_keys(file)
-    found = keys.found(alice)
+    found = keys.find(alice)
     assert found is not None
     assert (found.name, found.limits) == ("alice", KeyLimits(60, 1000, 4))
-    unnamed = keys.found(other)
+    unnamed = keys.find(other)
     assert unnamed is not None
     assert unnamed.limits == KeyLimits()
-    assert keys.found(alice[:-1]) is None
+    assert keys.find(alice[:-1]) is None
     assert alice not in file.read_text()
 
 
@@ -114,4 +114,4 @@ def test_a_key_has_a_line_of_its_own_behind_a_last_line_that_an_editor_left_open
     file.write_text(file.read_text().rstrip("\n"))
     bob = add_key(file, "bob")
     keys = read_keys(file)
-    assert [found and found.name for found in (keys.found(alice), keys.found(bob))] == ["alice", "bob"]
+    assert [found and found.name for found in (keys.find(alice), keys.find(bob))] == ["alice", "bob"]

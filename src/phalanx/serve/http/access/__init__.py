@@ -1,1 +1,1 @@
-"""Who may ask, and what is taken on: clients' keys and admission."""
+"""Access to the server: clients' keys, rate limits and admission."""

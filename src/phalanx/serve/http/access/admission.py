@@ -1,7 +1,7 @@
-"""Whether a request is taken now or sent away with a time to come back: a decision on values alone.
+"""Admission of requests: accept one now, or refuse it with a time to retry. A decision on values alone.
 
 Texts wait for two things: for pages of keys and values, where those of the texts before them do not leave enough, and for the prompts
-before them to be computed. Both are told in seconds by the pace that was measured while the server was busy.
+before them to be computed. Both are predicted in seconds from the pace that was measured while the server was busy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONGEST_S = 600
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one gateway takes on."""
+    """Limits of one server."""
 
     requests: int = 256
     """Texts that are computed or wait, at most."""
@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request asks for."""
+    """Resources that a request needs."""
 
     texts: int
     pages: int
@@ -40,7 +40,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was admitted and has not ended, and the pace at which such has ended; a pace of 0 is not known yet."""
+    """Admitted requests in flight, and their completion rates; a rate of 0 is not known yet."""
 
     texts: int = 0
     pages_needed: int = 0
@@ -65,20 +65,20 @@ def pages_of(tokens: int) -> int:
 
 
 def retry_after(limits: Limits, measured: Measured, demand: Demand) -> int:
-    """0 if the request is admitted, else the seconds after which to ask again. An idle server admits anything."""
+    """0 if the request is admitted, else the seconds after which to retry. An idle server admits anything."""
     if not measured.texts:
         return 0
     if (surplus := measured.texts + demand.texts - limits.requests) > 0:
         # So many texts must end, each with its share of what all need.
         share = measured.pages_needed / measured.texts
-        return _whole(_seconds(surplus * share, measured.pages_per_s))
+        return _whole_seconds(_seconds(surplus * share, measured.pages_per_s))
     wait = measured.wait_s(demand)
-    return _whole(wait - limits.wait_s) if wait > limits.wait_s else 0
+    return _whole_seconds(wait - limits.wait_s) if wait > limits.wait_s else 0
 
 
 def _seconds(amount: float, pace: float) -> float:
     return amount / pace if pace else 0.0
 
 
-def _whole(seconds: float) -> int:
+def _whole_seconds(seconds: float) -> int:
     return max(1, min(_LONGEST_S, math.ceil(seconds)))

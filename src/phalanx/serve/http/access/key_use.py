@@ -1,6 +1,6 @@
-"""What each key has used of its limits: buckets that fill again at the limit's pace, decided on values alone.
+"""Rate limits of keys: buckets that fill again at the limit's pace, decided on values alone.
 
-A bucket holds a minute's worth and is full at first, so that a client may ask in bursts but not for more than its limit in the long run
+A bucket holds a minute's worth and is full at first, so that a client may send bursts but not more than its limit in the long run
 (the token bucket, RFC 2697). Tokens are taken for a request's longest course when it is admitted, since nobody knows where it will end, and what was
 not made is put back.
 """
@@ -44,7 +44,7 @@ class Bucket:
 
 @dataclass
 class KeyUse:
-    """What one key has done since the start, and what is left of its limits."""
+    """Requests of one key since the start, and the rest of its limits."""
 
     key: Key
     requests: Bucket | None = None

@@ -19,17 +19,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class KeyFileError(ValueError):
-    """The file of keys cannot be used; the message says what to do."""
+    """The file of keys cannot be used; the message has the remedy."""
 
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """What one key may ask for; 0 limits nothing."""
+    """Limits of one key; 0 limits nothing."""
 
     requests: int = 0
     """In a minute."""
     tokens: int = 0
-    """In a minute: of prompts, and as many new ones as are asked for; those that were not made are given back."""
+    """In a minute: of prompts, and as many new ones as requested; those that were not generated are given back."""
     concurrent: int = 0
     """Requests at a time."""
 
@@ -45,7 +45,7 @@ class Key:
 
 
 class Keys:
-    """Whom the gateway lets in."""
+    """The keys that the server accepts."""
 
     def __init__(self, keys: list[Key]) -> None:
         self._keys = keys
@@ -55,13 +55,13 @@ class Keys:
         """The names of all keys."""
         return {key.name for key in self._keys}
 
-    def found(self, key: str) -> Key | None:
+    def find(self, key: str) -> Key | None:
         """The entry of a client's ``key``, if there is one."""
-        found = None
-        for one in self._keys:
-            if hmac.compare_digest(_hash(one.salt, key), one.digest):
-                found = one
-        return found
+        match = None
+        for entry in self._keys:  # all of them, so that the time does not depend on the key
+            if hmac.compare_digest(_hash(entry.salt, key), entry.digest):
+                match = entry
+        return match
 
 
 def read_keys(file: Path) -> Keys:
@@ -100,8 +100,8 @@ def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
     words = [f"{salt}:{_hash(salt, key)}"]
     words += [f"name={name}"] if name else []
     if limits is not None:
-        given = {field.name: getattr(limits, field.name) for field in fields(limits)}
-        words += [f"{field}={value}" for field, value in given.items() if value]
+        values = {field.name: getattr(limits, field.name) for field in fields(limits)}
+        words += [f"{field}={value}" for field, value in values.items() if value]
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(handle, "rb+") as out:
         # An editor may have left the last line without its end.
@@ -128,16 +128,16 @@ def _parsed(line: str, where: str) -> Key:
 
 
 def _limits(words: list[str], where: str) -> KeyLimits:
-    known = [field.name for field in fields(KeyLimits)]
-    given: dict[str, int] = {}
+    names = [field.name for field in fields(KeyLimits)]
+    values: dict[str, int] = {}
     for word in words:
         field, _, value = word.partition("=")
-        if field not in known or field in given:
-            raise KeyFileError(f"{where}: {word!r}: one each of {', '.join(known)}, such as requests=60")
+        if field not in names or field in values:
+            raise KeyFileError(f"{where}: {word!r}: one each of {', '.join(names)}, such as requests=60")
         if not value.isdecimal() or int(value) < 1:
             raise KeyFileError(f"{where}: {word!r}: a whole number above 0; leave {field} out for no limit")
-        given[field] = int(value)
-    return KeyLimits(**given)
+        values[field] = int(value)
+    return KeyLimits(**values)
 
 
 def _hash(salt: str, key: str) -> str:

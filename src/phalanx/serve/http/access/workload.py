@@ -1,4 +1,4 @@
-"""What a gateway has admitted and not ended, and the pace at which it ends: what admission reckons with.
+"""Admitted requests in flight, and their completion rate, which admission reads.
 
 The pace is what ended in a second in which there was anything to do, later seconds counting for more: sums that fade with a time of a minute.
 Pages are those that texts need at their longest, on both sides of the reckoning, so that texts that end early show as a higher pace.

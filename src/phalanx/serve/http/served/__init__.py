@@ -1,1 +1,1 @@
-"""What is served: a run's weights in an engine, and its words."""
+"""Served models: a run's weights in an engine, with tokenizer and chat template."""

@@ -43,7 +43,7 @@ class _Failed:
     """The look at which it is tried again; 0: at none."""
     wait: int = 1
     """Looks from one try to the next."""
-    why: str = ""
+    message: str = ""
 
 
 class Follower:
@@ -79,17 +79,17 @@ class Follower:
         """Looks again and again, in a thread that ends with the process."""
 
         def go_on() -> None:
-            wait, told = threading.Event(), ""
+            wait, reported = threading.Event(), ""
             while not wait.wait(self._look_pause_s):
                 try:
                     self.look()
-                    told = ""
+                    reported = ""
                 except Exception as error:  # Whatever happens here, the next look may find another world.
-                    trouble = f"newer steps cannot be looked for at present: {_said(error)}"
-                    if trouble != told:
+                    trouble = f"newer steps cannot be looked for at present: {_message_of(error)}"
+                    if trouble != reported:
                         with contextlib.suppress(Exception):  # Nobody listens; that is no reason to stop.
                             self._tell(trouble)
-                    told = trouble
+                    reported = trouble
 
         threading.Thread(target=go_on, name="follower", daemon=True).start()
 
@@ -120,11 +120,11 @@ class Follower:
             self._give_up(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
             return False
         except Exception as error:  # Whatever it is must not end the following of a run for days.
-            said = f"step {step} cannot be read, and step {self.step} goes on: {_said(error)}"
+            message = f"step {step} cannot be read, and step {self.step} goes on: {_message_of(error)}"
             if _is_lasting(error):
-                self._give_up(step, said)
+                self._give_up(step, message)
             else:
-                self._try_again(step, said)
+                self._try_again(step, message)
             return False
         self._worker.swap(swap)
         self.step = step
@@ -151,16 +151,16 @@ class Follower:
             prepared = self._engine.prepare(model)
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
 
-    def _give_up(self, step: int, said: str) -> None:
+    def _give_up(self, step: int, message: str) -> None:
         self._failed[step] = _Failed(0)
-        self._tell(said)
+        self._tell(message)
 
-    def _try_again(self, step: int, said: str) -> None:
+    def _try_again(self, step: int, message: str) -> None:
         before = self._failed.get(step, _Failed(0))
         wait = min(_MOST_LOOKS, 2 * before.wait)
-        self._failed[step] = _Failed(self._looks + wait, wait, said)
-        if said != before.why:
-            self._tell(f"{said}; it is tried again")
+        self._failed[step] = _Failed(self._looks + wait, wait, message)
+        if message != before.message:
+            self._tell(f"{message}; it is tried again")
 
 
 def _is_lasting(error: Exception) -> bool:
@@ -169,7 +169,7 @@ def _is_lasting(error: Exception) -> bool:
     return isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError)
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return (
         str(error)
         if isinstance(error, CheckpointError | RunDirectoryError | PartLostError | OSError)

@@ -67,7 +67,7 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         texts, pages = budget.texts, budget.texts * -(-context // PAGE)
         weights = stream_weights(model, file, budget.weights, dtype)
         kept, streaming = weights.residency, partial(_streaming, weights.statistics)
-        bodies = sum(one.kind == "block" for one in file.index.sections)
+        bodies = sum(section.kind == "block" for section in file.index.sections)
         note = f"streaming {file.path}: {budget}; {len(kept.resident_layers)} of {bodies} layers stay, {kept.expert_slots} experts are kept"
     else:
         read_weights(model, file, free_to_use() * 4 // 5, dtype)

@@ -169,8 +169,8 @@ def _over(
     model, spec, own = parts.own(served.path, step, dtype)
     ready = opened_stages(links)
     digests = dict(own)
-    for one in ready:
-        digests |= {name: TensorDigest(d.dtype, d.shape, d.sha256) for name, d in one.digests.items()}
+    for stage in ready:
+        digests |= {name: TensorDigest(d.dtype, d.shape, d.sha256) for name, d in stage.digests.items()}
     layers, far = parts.far(links, spec)
     digest, context = combine(digests)[:16], context_of(served, run, served.path)
     engine = Engine(
@@ -186,14 +186,14 @@ def _over(
         weights_id=digest,
     )
     checkpoint = checkpoint_name(served.path, step)
-    for whom, one in zip(far, ready, strict=True):
-        if one.checkpoint != checkpoint:
+    for process, stage in zip(far, ready, strict=True):
+        if stage.checkpoint != checkpoint:
             raise EngineError(
-                f"{whom} has another checkpoint of step {step} ({one.checkpoint}) than this process ({checkpoint}): give every process the same run"
+                f"{process} has another checkpoint of step {step} ({stage.checkpoint}) than this process ({checkpoint}): give every process the same run"
             )
-        if one.numerics_id != engine.numerics_id:
+        if stage.numerics_id != engine.numerics_id:
             raise EngineError(
-                f"{whom} computes by numerics {one.numerics_id}, and this process by {engine.numerics_id}: they would not give the bits of one; "
+                f"{process} computes by numerics {stage.numerics_id}, and this process by {engine.numerics_id}: they would not give the bits of one; "
                 "use machines of one kind, with the same libraries and number of threads"
             )
     return OpenedEngine(
@@ -245,4 +245,4 @@ def older_than_damaged(run_dir: Path, step: int) -> int | None:
     # One that was deleted meanwhile cannot be read either.
     if step in steps and not verify(root, step):
         return None
-    return next((one for one in steps if one < step), None)
+    return next((older for older in steps if older < step), None)

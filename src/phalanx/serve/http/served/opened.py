@@ -1,4 +1,4 @@
-"""What opening a served model gives: an engine, and what it computes."""
+"""An opened model: its engine, with identity, spec and device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class OpenedEngine:
     step: int | None = None
     """The step whose weights compute; ``None`` for those of a pack."""
     note: str = ""
-    """What whoever started the server is told."""
+    """A note for the person who started the server."""
     streaming: Callable[[], Streaming] | None = None
-    """What streaming has done so far, where weights are streamed."""
+    """Counts of streaming so far, if weights are streamed."""
     trouble: Callable[[], str] | None = None
     """Why nothing can be computed any more, empty if it can, where that depends on other processes; from any thread."""
     device: torch.device = _CPU

@@ -1,4 +1,4 @@
-"""What of a run is served, and how it is computed: one value for the command, the engine in its process, and every worker's."""
+"""Description of a served run and of its computation: one value for the command, the engine in its process, and every worker's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServedRun(Struct, frozen=True):
     kept: Literal["compute", "int8", "fp8"] = "compute"
     """The format of keys and values."""
     stream: bool = False
-    """Whether weights are read as they are computed with."""
+    """True if weights are streamed while they compute."""
     stages: int = 1
     """Processes that have a part of the layers each."""
     tensor: int = 1
@@ -44,7 +44,7 @@ class ServedRun(Struct, frozen=True):
     texts: int = 256
     """The most texts that are computed at a time where weights are streamed."""
     device: str = "cpu"
-    """What computes: "cpu", "cuda", "cuda:1", or "auto" (a GPU if there is one, and if it can compute what is asked for)."""
+    """The device: "cpu", "cuda", "cuda:1", or "auto" (a GPU if there is one, and if it can compute what is asked for)."""
 
     @property
     def path(self) -> Path:
@@ -61,6 +61,6 @@ class ServedRun(Struct, frozen=True):
         return NOT_EXACT if self.numerics == "exact" else ""
 
     def text_name(self, name: str | None) -> str:
-        """What clients call the model: ``name``, else the directory's, or the pack's without its ending."""
+        """Return the model's name for clients: ``name``, else the directory's, or the pack's without its ending."""
         path = self.path.resolve()
         return name or (path.stem if path.is_file() else path.name)
