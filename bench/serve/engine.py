@@ -123,7 +123,7 @@ def over_modules(dim: int, layers: int, turns: int) -> None:
     for dtype, kind in itertools.product((torch.float32, torch.bfloat16), numerics):
         model = random_model(dim, layers, dtype)
         in_one_call, by_modules = engine(model, kind), engine(model, kind)
-        by_modules._part.few = None
+        by_modules._runner.few = None
         for batch in (1, 16):
             rows = [
                 [decode_s(served, batch, clock=time.process_time) for served in (in_one_call, by_modules)]

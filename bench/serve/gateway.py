@@ -32,11 +32,11 @@ BODY = {"model": "free", "prompt": [1], "max_tokens": TOKENS, "stream": True, "s
 def gateway() -> ASGIApp:
     """The gateway over an engine that costs nothing."""
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-    from phalanx.serve.gateway.access.admission import Limits
-    from phalanx.serve.gateway.app import Gateway, application
-    from phalanx.serve.gateway.served.model_text import ModelText
-    from phalanx.serve.gateway.worker import EngineWorker, Identity
-    from phalanx.traffic.requests import Ended, Request, Token, Told
+    from phalanx.serve.http.access.admission import Limits
+    from phalanx.serve.http.app import Gateway, application
+    from phalanx.serve.http.served.model_text import ModelText
+    from phalanx.serve.http.worker import EngineWorker, Identity
+    from phalanx.traffic.requests import Ended, EngineOutput, Request, Token
 
     class Free:
         def __init__(self) -> None:
@@ -58,10 +58,10 @@ def gateway() -> ASGIApp:
         def cancel(self, request_id: str) -> None:
             self.left.pop(request_id, None)
 
-        def step(self) -> Sequence[Told]:
+        def step(self) -> Sequence[EngineOutput]:
             # A turn of a real engine takes time too; without any, one text would be told at once.
             time.sleep(0.002)
-            told: list[Told] = []
+            told: list[EngineOutput] = []
             for name, (index, most) in list(self.left.items()):
                 if index == most:
                     told.append(Ended(name, "length"))

@@ -26,8 +26,8 @@ from bench.running import record, run_bench
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.gateway.served.of_run import open_engine
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.of_run import open_engine
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.requests import Request, Sampling, Token
 
 _PROMPT = 64
@@ -60,9 +60,9 @@ def decode(engine: Engine, texts: int, tokens: int, name: str) -> tuple[float, S
     return (len(said) - before) / (time.perf_counter() - begun), sorted(said)
 
 
-def with_flights(engine: Engine, flights: int) -> Engine:
+def with_in_flight(engine: Engine, steps: int) -> Engine:
     """The engine, with so many steps under way at a time."""
-    engine.flights = flights
+    engine.max_in_flight = steps
     return engine
 
 
@@ -88,8 +88,8 @@ def main() -> None:
         one, staged, shared = opened(run), opened(run, stages=2), opened(run, tensor=2)
         ways: dict[str, Callable[[], Engine]] = {
             "one process": lambda: one,
-            "stages in turns": lambda: with_flights(staged, 1),
-            "stages": lambda: with_flights(staged, 2),
+            "stages in turns": lambda: with_in_flight(staged, 1),
+            "stages": lambda: with_in_flight(staged, 2),
             "shares": lambda: shared,
         }
         print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")

@@ -19,20 +19,20 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.computing_device import computing_on, device_named, shown_device
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
-from phalanx.serve.engine.pages.memory import PageMemory, Piece
-from phalanx.serve.gateway.served.of_run import open_engine
-from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.gateway.served.turns import TurnsEngine
-from phalanx.serve.gateway.worker import explained
 from phalanx.serve.generate import generate
+from phalanx.serve.http.served.of_run import open_engine
+from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.http.served.turns import TurnsEngine
+from phalanx.serve.http.worker import explained
+from phalanx.serve.kv_cache.memory import PageMemory, TextKV
 from phalanx.serve.numerics.identity import numerics_id
 from phalanx.serve.workers.messages import RunJob
 from phalanx.serve.workers.page_client import Pulled
-from phalanx.serve.workers.router_port import Division
+from phalanx.serve.workers.router_client import WorkerDivision
 from phalanx.serve.workers.service import devices_of
 from phalanx.serve.workers.serving_worker import ServingWorker, _Came
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity, Role
-from phalanx.traffic.pages import page_names
 from phalanx.traffic.requests import Ended, Request, Sampling
 from serve.engine.test_engine import built, run
 from serve.packed_runs import DENSE, make_run
@@ -93,7 +93,7 @@ def served(**options: object) -> ServedRun:
 def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object], expected: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
     assert str(devices_of(served(**options), 1)[0]) == expected
     if expected == "cpu":
         with pytest.raises(EngineError, match="--device cuda: "):
@@ -103,10 +103,10 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
 
 
 def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 2)
-    roles: dict[Role, Division] = {"prefill": Division(tensor=2), "decode": Division()}
+    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
+    roles: dict[Role, WorkerDivision] = {"prefill": WorkerDivision(tensor=2), "decode": WorkerDivision()}
     assert list(map(str, devices_of(served(), 3, roles))) == ["cpu"]
-    whole = dict.fromkeys(roles, Division())
+    whole = dict.fromkeys(roles, WorkerDivision())
     assert list(map(str, devices_of(served(), 3, whole))) == ["cuda:0", "cuda:1"]
 
 
@@ -124,7 +124,7 @@ def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.
 def test_serve_says_why_a_gpu_cannot_compute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.gateway.served.opened.gpus", lambda: 0)
+    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 0)
     assert message in flat(CliRunner().invoke(serve_command.command, [str(tmp_path), "--port", "0", *words]))
 
 
@@ -246,7 +246,7 @@ def test_models_of_ones_own_say_what_would_help_and_end_with_their_gpu(
         except torch.OutOfMemoryError:
             raise lost[0] from None
 
-    for place in ("generate", "gateway.served.turns"):
+    for place in ("generate", "http.served.turns"):
         monkeypatch.setattr(f"phalanx.serve.{place}.computing_on", on_a_gpu)
     engine, request = TurnsEngine(NoMemory(), 64), Request("r", (1, 2, 3), 4)
     lost.append(DeviceMemoryError("no memory: compute on the CPU"))
@@ -335,7 +335,7 @@ def test_memory_that_gives_out_is_told_with_what_would_help_and_a_dead_gpu_as_lo
 def test_a_text_whose_growth_failed_on_the_way_grows_again_and_keeps_its_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    piece = Piece(built("dense").spec, torch.float32)
+    piece = TextKV(built("dense").spec, torch.float32)
     piece.grow(10)
     for tensor in (one for tensors in piece.layers.values() for one in tensors):
         tensor.normal_()

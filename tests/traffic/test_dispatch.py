@@ -47,9 +47,9 @@ def test_any_events_keep_the_invariants_and_tell_tokens_in_order(pairs: list[tup
         state, commands = step(state, event, now_s)
         check(state)
         for command in commands:
-            if isinstance(command, e.Tell) and isinstance(command.told, Token):
-                assert command.told.index == heard[command.told.request]
-                heard[command.told.request] += 1
+            if isinstance(command, e.Tell) and isinstance(command.output, Token):
+                assert command.output.index == heard[command.output.request]
+                heard[command.output.request] += 1
 
 
 def joined(*roles: e.Role) -> Traffic:
@@ -105,6 +105,6 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
         if any(isinstance(command, e.Tell) for command in last):
             break
         state, _ = step(state, e.Joined(0, life + 1, SAME), float(life))
-    (told,) = [c.told for c in last if isinstance(c, e.Tell)]
+    (told,) = [c.output for c in last if isinstance(c, e.Tell)]
     assert isinstance(told, Ended)
     assert told.outcome == "error"

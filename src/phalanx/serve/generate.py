@@ -21,7 +21,7 @@ from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.supported import require_computable
 from phalanx.serve.numerics.identity import Numerics
 from phalanx.serve.sampling import draw, require_sampling
-from phalanx.traffic.pages import PAGE
+from phalanx.traffic.block_table import PAGE
 from phalanx.traffic.requests import Ended, Request, Sampling, Token
 from phalanx.train.score.restored import restored_model
 

@@ -14,6 +14,7 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import SampleSpec
 from phalanx.serve.computing_device import device_named
 from phalanx.serve.generate import generate, load_model
+from phalanx.serve.http.detokenizer import IncrementalDetokenizer
 from phalanx.serve.prompt import (
     encode_chat,
     encode_prompt,
@@ -22,7 +23,6 @@ from phalanx.serve.prompt import (
     stop_tokens,
     template_folder,
 )
-from phalanx.serve.text_stream import TextStream
 
 
 def continued(
@@ -67,13 +67,13 @@ def continued(
         seed=seed,
         stop=stop_tokens(published, tokenizer, templates),
     )
-    return _text(ids, TextStream(tokenizer, at_start=not prompt and not chat))
+    return _text(ids, IncrementalDetokenizer(tokenizer, at_start=not prompt and not chat))
 
 
-def _text(ids: Iterator[int], stream: TextStream) -> Iterator[str]:
+def _text(ids: Iterator[int], detokenizer: IncrementalDetokenizer) -> Iterator[str]:
     for token in ids:
-        yield stream.feed(token)
-    yield stream.flush()
+        yield detokenizer.feed(token)
+    yield detokenizer.flush()
 
 
 def sample_text(run_dir: Path, sample: SampleSpec) -> str:

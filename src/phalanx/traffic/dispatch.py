@@ -142,8 +142,10 @@ def _place(
         _close(state, entry, Ended(request_id, "length"), commands)
         return
     if entry.losses >= state.settings.most_losses:
-        why = f"{entry.losses} workers in a row were lost or failed with this request before its next token"
-        _close(state, entry, Ended(request_id, "error", why), commands)
+        message = (
+            f"{entry.losses} workers in a row were lost or failed with this request before its next token"
+        )
+        _close(state, entry, Ended(request_id, "error", message), commands)
         return
     request = journal.rest(entry)
     text = request.prompt + request.told
@@ -180,8 +182,8 @@ def _start(
     source_job: int = 0,
 ) -> None:
     worker = state.pool.workers[route.worker]
-    held = worker.holds(names)
-    rows = max(len(request.prompt) + len(request.told) - routing.PAGE_ROWS * held, 1)
+    cached_pages = worker.holds(names)
+    rows = max(len(request.prompt) + len(request.told) - routing.PAGE_ROWS * cached_pages, 1)
     number = _number(state)
     state.jobs[number] = Job(
         worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s
@@ -191,7 +193,7 @@ def _start(
     entry.job = number
     if route.prefill:
         request = replace(request, max_tokens=len(request.told) + 1)
-    pull = names[held:] if route.source != NOBODY else ()
+    pull = names[cached_pages:] if route.source != NOBODY else ()
     if pull:
         entry.pages_from.add(route.source)
     commands.append(Run(worker.number, number, request, route.source, source_job, pull, route.prefill))
@@ -216,11 +218,11 @@ def _drop(state: Traffic, number: int, commands: list[Command], *, gone: bool = 
     return job
 
 
-def _close(state: Traffic, entry: Entry, told: Ended, commands: list[Command]) -> None:
+def _close(state: Traffic, entry: Entry, output: Ended, commands: list[Command]) -> None:
     del state.entries[entry.request.id]
     state.waiting.pop(entry.request.id, None)
-    commands.append(Tell(journal.ended(entry, told)))
-    state.counts[told.outcome] += 1
+    commands.append(Tell(journal.ended(entry, output)))
+    state.counts[output.outcome] += 1
 
 
 def _move(
@@ -289,26 +291,26 @@ def _hear(state: Traffic, event: Heard, now_s: float, commands: list[Command]) -
         return
     worker.hint(job.names)
     entry = state.entries[job.request]
-    if isinstance(event.told, Ended):
-        _end_job(state, event.job, event.told, entry, now_s, commands)
+    if isinstance(event.output, Ended):
+        _end_job(state, event.job, event.output, entry, now_s, commands)
         return
     try:
-        commands += [Tell(told) for told in journal.take(entry, event.told, event.worker)]
+        commands += [Tell(output) for output in journal.take(entry, event.output, event.worker)]
     except GapError:
         state.counts["gaps"] += 1
         _move(state, event.job, now_s, commands, gone=False, loss=True)
 
 
 def _end_job(
-    state: Traffic, number: int, told: Ended, entry: Entry, now_s: float, commands: list[Command]
+    state: Traffic, number: int, output: Ended, entry: Entry, now_s: float, commands: list[Command]
 ) -> None:
-    if told.outcome == "cancelled" or (
-        told.outcome == "length" and not entry.complete and not state.jobs[number].prefill
+    if output.outcome == "cancelled" or (
+        output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
     ):
         # Nobody asked for that: it goes on elsewhere.
         _move(state, number, now_s, commands, gone=True, loss=True)
         return
-    if told.outcome == "error":
+    if output.outcome == "error":
         state.counts["failed"] += 1
         entry.losses += 1
         if entry.losses < min(2, state.settings.most_losses):
@@ -316,12 +318,12 @@ def _end_job(
             return
     job = _drop(state, number, commands, gone=True)
     assert job is not None
-    if told.outcome == "length" and not entry.complete:
-        entry.cached = told.cached_tokens if entry.moves == 0 else entry.cached
+    if output.outcome == "length" and not entry.complete:
+        entry.cached = output.cached_tokens if entry.moves == 0 else entry.cached
         _go_to_decode(state, entry, job, number, now_s, commands)
         return
-    audit = entry.audited and told.outcome in ("stop", "length") and bool(entry.tokens)
-    _close(state, entry, told, commands)
+    audit = entry.audited and output.outcome in ("stop", "length") and bool(entry.tokens)
+    _close(state, entry, output, commands)
     if audit:
         _begin_audit(state, entry, now_s, commands)
 
@@ -375,10 +377,10 @@ def _ask(state: Traffic, number: int, worker_number: int, now_s: float, commands
 
 def _hear_score(state: Traffic, event: Heard, job: Job, now_s: float, commands: list[Command]) -> None:
     audit = state.audits[job.audit]
-    if isinstance(event.told, PromptScored):
-        audit.scores[job.worker] = bits(event.told.logprobs[len(event.told.logprobs) - audit.text :])
+    if isinstance(event.output, PromptScored):
+        audit.scores[job.worker] = bits(event.output.logprobs[len(event.output.logprobs) - audit.text :])
         _drop(state, event.job, commands)
-    elif isinstance(event.told, Token):
+    elif isinstance(event.output, Token):
         return
     else:
         _drop(state, event.job, commands, gone=True)
@@ -411,7 +413,7 @@ def _go_on(state: Traffic, number: int, now_s: float, commands: list[Command]) -
         _condemn(state, worker, evidence(audit, worker, verdict.right), now_s, commands)
 
 
-def _condemn(state: Traffic, number: int, why: str, now_s: float, commands: list[Command]) -> None:
+def _condemn(state: Traffic, number: int, reason: str, now_s: float, commands: list[Command]) -> None:
     """Takes a worker that miscomputes out of service, with all that may have come from it.
 
     Its pages went to others, and others computed pages from them, whose names do not tell. So all workers drop all pages, and all
@@ -420,7 +422,7 @@ def _condemn(state: Traffic, number: int, why: str, now_s: float, commands: list
     if number in state.pool.quarantined:
         return
     state.counts["quarantined"] += 1
-    orders = pools.quarantine(state.pool, number, why)
+    orders = pools.quarantine(state.pool, number, reason)
     running = [job for job, each in sorted(state.jobs.items()) if not each.audit and each.worker != number]
     requests = [job.request for job in (_drop(state, each, commands) for each in running) if job is not None]
     for other, worker in sorted(state.pool.workers.items()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.traffic.requests import Request, Told
+from phalanx.traffic.requests import EngineOutput, Request
 
 Role = Literal["prefill", "decode", "both"]
 NOBODY = -1
@@ -76,12 +76,12 @@ class Abandoned:
 
 @dataclass(frozen=True)
 class Heard:
-    """A worker tells something of a job; ``told.request`` is not read, the job says whose it is."""
+    """A worker has sent an output of a job. ``output.request`` is ignored; the job identifies the request."""
 
     worker: int
     life: int
     job: int
-    told: Told
+    output: EngineOutput
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class Forget:
 
 @dataclass(frozen=True)
 class Tell:
-    """Tells the client."""
+    """Sends an output to the client."""
 
-    told: Told
+    output: EngineOutput
 
 
 @dataclass(frozen=True)

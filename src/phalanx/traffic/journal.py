@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from phalanx.traffic.requests import Ended, PromptScored, Request, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Token
 
 
 @dataclass
@@ -37,21 +37,26 @@ class Entry:
 
     @property
     def complete(self) -> bool:
-        """Whether the text is as long as was asked for."""
+        """True if the text has as many tokens as requested."""
         return len(self.tokens) >= self.request.max_tokens
 
 
 def open_entry(request: Request, seen: int, *, audited: bool) -> Entry:
-    """The entry of a request that has just come; tokens told before are part of the text already."""
-    told = list(request.told)
+    """Return the entry of a new request; tokens that its client has are part of the text already."""
+    tokens = list(request.told)
     # Tokens of an earlier worker have no log-probability here: such a text cannot be audited.
     return Entry(
-        request, max(seen, len(told)), audited and not told, told, [0.0] * len(told), [-1] * len(told)
+        request,
+        max(seen, len(tokens)),
+        audited and not tokens,
+        tokens,
+        [0.0] * len(tokens),
+        [-1] * len(tokens),
     )
 
 
 def rest(entry: Entry) -> Request:
-    """The request as another worker is to be asked: with all that was told."""
+    """Return the request for another worker, with all tokens so far."""
     request = entry.request
     return replace(
         request,
@@ -62,33 +67,33 @@ def rest(entry: Entry) -> Request:
 
 
 class GapError(ValueError):
-    """A worker tells a token that is not the next one."""
+    """A worker has sent a token that is not the next one."""
 
 
-def take(entry: Entry, told: Token | PromptScored, worker: int) -> list[Told]:
-    """Takes what the current job tells, and returns what leaves for the client. Raises GapError for a token out of its place."""
+def take(entry: Entry, output: Token | PromptScored, worker: int) -> list[EngineOutput]:
+    """Record an output of the current job and return the outputs for the client. Raises GapError for a token out of order."""
     request = entry.request
-    if isinstance(told, PromptScored):
+    if isinstance(output, PromptScored):
         if entry.scored or not request.prompt_logprobs:
             return []
         entry.scored = True
-        return [replace(told, request=request.id)]
-    if told.index != len(entry.tokens) or entry.complete:
+        return [replace(output, request=request.id)]
+    if output.index != len(entry.tokens) or entry.complete:
         raise GapError(
-            f"request {request.id}: token {told.index} where {len(entry.tokens)} of {request.max_tokens} are told"
+            f"request {request.id}: token {output.index} where {len(entry.tokens)} of {request.max_tokens} are told"
         )
-    entry.tokens.append(told.id)
-    entry.logprobs.append(told.logprob)
+    entry.tokens.append(output.id)
+    entry.logprobs.append(output.logprob)
     entry.makers.append(worker)
     entry.losses = 0
-    if told.index < entry.seen:
+    if output.index < entry.seen:
         return []
-    if request.top_logprobs < 0:  # an audit asked for them, the client did not
-        told = replace(told, logprob=0.0, top=())
-    return [replace(told, request=request.id)]
+    if request.top_logprobs < 0:  # an audit requested them, the client did not
+        output = replace(output, logprob=0.0, top=())
+    return [replace(output, request=request.id)]
 
 
-def ended(entry: Entry, told: Ended) -> Ended:
-    """The last word to the client."""
-    cached = told.cached_tokens if entry.cached < 0 else entry.cached
-    return replace(told, request=entry.request.id, cached_tokens=min(cached, len(entry.request.prompt)))
+def ended(entry: Entry, output: Ended) -> Ended:
+    """Return the last output for the client."""
+    cached = output.cached_tokens if entry.cached < 0 else entry.cached
+    return replace(output, request=entry.request.id, cached_tokens=min(cached, len(entry.request.prompt)))

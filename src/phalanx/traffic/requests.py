@@ -1,8 +1,8 @@
-"""A request for text and what its client is told: the values that engine, gateway, router and simulator exchange.
+"""Requests for text and engine outputs: the values that engine, HTTP server, router and simulator exchange.
 
-A token's bits belong to its request: nothing here says which worker computes it, beside which others, or how its prompt is cut. A request
-that goes on elsewhere is the same request with the tokens that its client was told, and by the counter-based sampling
-(``phalanx.serve.sampling``) the next token is the same one.
+A token's bits belong to its request: no value here depends on the worker, on the other requests of a batch, or on the chunks of a prompt. A
+request that moves to another worker is the same request with the tokens that its client has. By the counter-based sampling
+(``phalanx.serve.sampling``) its next token is the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["stop", "length", "cancelled", "error"]
-"""Why a request ended: at a stop token, at ``max_tokens``, because its client asked or left, or by a defect that ``Ended.text`` names."""
+"""Why a request ended: at a stop token, at ``max_tokens``, because its client cancelled or left, or by the error in ``Ended.text``."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sampling:
     """Keeps of these those at least so likely as this share of the likeliest."""
     seed: int = 0
     choice: int = 0
-    """The number of this text among those asked for at once; each draws other numbers."""
+    """The index of this text among the ``n`` of a request; each draws other numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Request:
     """Unique among those that a worker holds."""
     prompt: tuple[int, ...]
     max_tokens: int
-    """Tokens to generate at most, those in ``told`` among them."""
+    """Tokens to generate at most, including those in ``told``."""
     sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()
-    """Ids that end the text; the one that does is not told."""
+    """Ids that end the text; the one that does is not returned."""
     top_logprobs: int = -1
-    """Other tokens whose log-probabilities are told with each; -1 tells no log-probabilities."""
+    """Number of top log-probabilities of each token; -1 for no log-probabilities."""
     prompt_logprobs: bool = False
-    """Whether log-probabilities of the prompt's tokens are told (``PromptScored``)."""
+    """True if log-probabilities of the prompt's tokens are returned (``PromptScored``)."""
     told: tuple[int, ...] = ()
     """Tokens that were generated before the request came to this worker."""
 
@@ -76,14 +76,14 @@ class PromptScored:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last thing that is told of a request."""
+    """The last output of a request."""
 
     request: str
     outcome: Outcome
     text: str = ""
     cached_tokens: int = 0
-    """Prompt tokens whose pages were held already."""
+    """Prompt tokens whose pages were cached already."""
 
 
-Told = Token | PromptScored | Ended
-"""What a worker says about its requests."""
+EngineOutput = Token | PromptScored | Ended
+"""An output of an engine for one of its requests."""

@@ -14,8 +14,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError
-from phalanx.traffic.pages import page_names
-from phalanx.traffic.requests import PromptScored, Request, Sampling, Token, Told
+from phalanx.traffic.block_table import page_names
+from phalanx.traffic.requests import EngineOutput, PromptScored, Request, Sampling, Token
 from serve.engine.test_engine import KINDS, prompt, run
 
 pytestmark = [
@@ -50,11 +50,11 @@ def texts(count: int = 6) -> list[Request]:
     ]
 
 
-def tokens(told: list[Told]) -> list[Token]:
+def tokens(told: list[EngineOutput]) -> list[Token]:
     return [one for one in told if isinstance(one, Token)]
 
 
-def require_alike(found: list[Told], expected: list[Told], tolerance: float) -> None:
+def require_alike(found: list[EngineOutput], expected: list[EngineOutput], tolerance: float) -> None:
     """The same tokens with log-probabilities within ``tolerance`` nats, up to a first choice between two that are as near to each other."""
     scored = [[one for one in told if isinstance(one, PromptScored)] for told in (found, expected)]
     for mine, theirs in zip(*scored, strict=True):

@@ -27,10 +27,10 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.pages.memory import Piece
-from phalanx.serve.engine.readings import Ask, Distributions, TogetherRead, readings_of
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
-from phalanx.traffic.pages import page_names
+from phalanx.serve.engine.sampler import BatchedSamplerOutput, LazySamplerOutput, SamplingRequest, sample_rows
+from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx.serve.kv_cache.memory import TextKV
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.requests import Request, Sampling, Token
 from phalanx.train.score.score import Scorer
 from serve.engine.test_engine import DENSE, KINDS, MLA, prompt, run
@@ -110,7 +110,7 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        for place in ("serve.sampling", "serve.engine.readings", "serve.engine.pages.memory"):
+        for place in ("serve.sampling", "serve.engine.sampler", "serve.kv_cache.memory"):
             patch.setattr(f"phalanx.{place}.fetched", seen.fetch)
         patch.setattr("phalanx.serve.computing_device.make_current", lambda _: None)
         patch.setattr("phalanx.serve.numerics.facts.device_name", lambda _: "made up")
@@ -215,9 +215,9 @@ def test_a_mixture_of_devices_is_noticed(other: tuple[torch.device, Seen]) -> No
     device, _ = other
     model = model_on(device, DENSE)
     assert model.embedding is not None
-    piece = Piece(model.spec, torch.float32)  # left in the host's memory
+    piece = TextKV(model.spec, torch.float32)  # left in the host's memory
     piece.grow(8)
-    rows = LayerRows(0, [Span(piece, 0, 4)], Rule(False, 0), {})
+    rows = LayerKVCache(0, [Span(piece, 0, 4)], Rule(False, 0), {})
     of_heads = [torch.zeros(1, heads, 4, 16, device=device) for heads in (4, 2, 2)]
     block = model.blocks["0"]
     with pytest.raises((MixedDevicesError, RuntimeError)):
@@ -249,14 +249,19 @@ def test_rows_read_together_are_those_read_one_by_one() -> None:
     scores[3, 7] = torch.nan
     log_probs = scores.log_softmax(-1)
     asks = [
-        Ask(
+        SamplingRequest(
             row, row + 5, row if row % 4 == 1 else -1, (GREEDY, PLAIN, CUT)[row % 3], (-1, 0, 3, 500)[row % 4]
         )
         for row in range(12)
     ]
-    together, alone = TogetherRead(asks, scores, log_probs), Distributions(asks, scores, log_probs)
+    together, alone = (
+        BatchedSamplerOutput(asks, scores, log_probs),
+        LazySamplerOutput(asks, scores, log_probs),
+    )
     assert [together[i] for i in range(12)] == [alone[i] for i in range(12)]
-    assert isinstance(readings_of(asks, scores, log_probs), Distributions), "a CPU reads what is asked for"
+    assert isinstance(sample_rows(asks, scores, log_probs), LazySamplerOutput), (
+        "a CPU reads what is asked for"
+    )
 
 
 @pytest.mark.parametrize("kind", ["dense", "window", "sinks", "latent", "tied and capped"])
@@ -268,8 +273,8 @@ def test_attention_without_a_mask_sees_what_attention_with_one_does(
     text = [Request("r", prompt(1, 70), 6, GREEDY, prompt_logprobs=True)]
     options = {"numerics": "fast", "rows": 64, "pages": 4, "weights_id": "w"}
     expected = run(Engine(model, model.spec, **options), text)["r"]  # type: ignore[arg-type]
-    monkeypatch.setattr("phalanx.serve.engine.part.few_rows_of", lambda *_: None)
-    monkeypatch.setattr("phalanx.serve.engine.rows.masks_are_dear", lambda _: True)
+    monkeypatch.setattr("phalanx.serve.engine.model_runner.few_rows_of", lambda *_: None)
+    monkeypatch.setattr("phalanx.serve.kv_cache.layer_cache.masks_are_dear", lambda _: True)
     found = run(Engine(model, model.spec, **options), text)["r"]  # type: ignore[arg-type]
     assert [getattr(one, "id", None) for one in found] == [getattr(one, "id", None) for one in expected]
     for one, other_one in zip(found, expected, strict=True):

@@ -17,13 +17,13 @@ from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.serve.engine.drafts import Ahead, Drafter, Progress
+from phalanx.serve.engine.drafts import Drafter, DraftInput, DraftState
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served.of_run import OpenedEngine, open_engine
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.of_run import OpenedEngine, open_engine
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.sampling import draw
-from phalanx.traffic.requests import Ended, Request, Sampling, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
 from serve.engine.test_engine import KINDS, SEQUENCE, prompt, run
 from serve.packed_runs import DENSE, make_run
 
@@ -74,15 +74,15 @@ def requests_of(courses: list[tuple[int, float, int]]) -> list[Request]:
     ]
 
 
-def ids(told: dict[str, list[Told]]) -> dict[str, list[int]]:
+def ids(told: dict[str, list[EngineOutput]]) -> dict[str, list[int]]:
     return {name: [one.id for one in every if isinstance(one, Token)] for name, every in told.items()}
 
 
-def logprobs(told: dict[str, list[Told]]) -> list[float]:
+def logprobs(told: dict[str, list[EngineOutput]]) -> list[float]:
     return [one.logprob for every in told.values() for one in every if isinstance(one, Token)]
 
 
-def texts(told: dict[str, list[Told]]) -> dict[str, list[Told]]:
+def texts(told: dict[str, list[EngineOutput]]) -> dict[str, list[EngineOutput]]:
     """What clients see: where a text's tokens lie is told in the same order, and in which step is not."""
     return {
         name: [replace(one, cached_tokens=0) if isinstance(one, Ended) else one for one in every]
@@ -121,7 +121,7 @@ def test_no_token_and_no_log_probability_depends_on_drafts(
     model = built(kind, of_one_cycle=good and kind == "dense")
     requests = requests_of(courses)
 
-    def served(drafts: int) -> dict[str, list[Told]]:
+    def served(drafts: int) -> dict[str, list[EngineOutput]]:
         engine = Engine(
             model,
             model.spec,
@@ -203,11 +203,11 @@ def test_guesses_are_those_of_the_trained_predictions_over_the_whole_text(
     text, sampling = list(prompt(seed, length)), Sampling(temperature=0.8, seed=seed)
     states = [model(torch.tensor([text]), lambda hidden, _: hidden)[0]]
     drafter, begin = Drafter(model, DEPTHS), 0
-    ahead: Ahead | None = None
+    ahead: DraftState | None = None
     found: tuple[int, ...] = ()
     for number, size in enumerate(pieces):
         known = text if number == len(pieces) - 1 or number % 2 else text[: begin + size + 1]
-        progress = Progress(known, states[0][begin : begin + size], begin + size, DEPTHS, sampling, ahead)
+        progress = DraftInput(known, states[0][begin : begin + size], begin + size, DEPTHS, sampling, ahead)
         ((ahead, found),) = drafter.guess([progress], 0)
         begin += size
 

@@ -18,8 +18,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.traffic.pages import page_names
-from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Token, Told
+from phalanx.traffic.block_table import page_names
+from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling, Token
 from phalanx.train.step.loss import log_probabilities
 
 SEQUENCE = 192
@@ -73,9 +73,9 @@ def run(
     requests: Sequence[Request],
     arrivals: Sequence[int] = (),
     before: Mapping[int, Callable[[], None]] | None = None,
-) -> dict[str, list[Told]]:
+) -> dict[str, list[EngineOutput]]:
     """All that is told of requests that arrive before the steps of these numbers; ``before`` has what else is done before a step."""
-    told: dict[str, list[Told]] = {request.id: [] for request in requests}
+    told: dict[str, list[EngineOutput]] = {request.id: [] for request in requests}
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     turn = 0
     while waiting or served.busy or turn <= max(before or (), default=0):
@@ -90,7 +90,7 @@ def run(
     return told
 
 
-def logprobs_of(told: Sequence[Told]) -> list[float]:
+def logprobs_of(told: Sequence[EngineOutput]) -> list[float]:
     """The log-probabilities of a text's tokens."""
     return [one.logprob for one in told if isinstance(one, Token)]
 
@@ -110,7 +110,7 @@ def trained(model: Transformer, text: Sequence[int]) -> torch.Tensor:
     return found[0]
 
 
-def differing(model: Transformer, requests: Sequence[Request], told: dict[str, list[Told]]) -> int:
+def differing(model: Transformer, requests: Sequence[Request], told: dict[str, list[EngineOutput]]) -> int:
     """Log-probabilities that are not the trainer's."""
     count = 0
     for request in requests:
@@ -254,7 +254,7 @@ def test_decoding_with_fast_numerics_expands_no_latent_of_the_text_and_tells_the
             lambda _module, given: rows.append(given[0].shape[1])
         )
     served = engine(model, numerics="fast", prefix_cache=False)
-    fast: dict[str, list[Told]] = {request.id: [] for request in requests}
+    fast: dict[str, list[EngineOutput]] = {request.id: [] for request in requests}
     for request in requests:
         served.submit(request)
     while served.busy:

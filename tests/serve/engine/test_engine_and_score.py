@@ -12,7 +12,7 @@ from model.initialized import initialized
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.traffic.requests import PromptScored, Request, Sampling, Token, Told
+from phalanx.traffic.requests import EngineOutput, PromptScored, Request, Sampling, Token
 from phalanx.train.score.score import Scorer
 
 SEQUENCE = 128
@@ -37,9 +37,9 @@ KINDS = {
 }
 
 
-def told_by(served: Engine, requests: list[Request], arrivals: list[int]) -> dict[str, list[Told]]:
+def told_by(served: Engine, requests: list[Request], arrivals: list[int]) -> dict[str, list[EngineOutput]]:
     """All that is told of the requests, each submitted before the step of its arrival."""
-    told: dict[str, list[Told]] = {request.id: [] for request in requests}
+    told: dict[str, list[EngineOutput]] = {request.id: [] for request in requests}
     waiting = sorted(zip(arrivals, requests, strict=True), key=lambda pair: pair[0])
     turn = 0
     while waiting or served.busy:

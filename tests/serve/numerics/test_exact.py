@@ -21,8 +21,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules.portable import ENVIRONMENT
 from phalanx.run.spec import MlaSpec, ModelSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.pages.memory import Piece
-from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
+from phalanx.serve.kv_cache.layer_cache import TOGETHER, LayerKVCache, Rule, Span
+from phalanx.serve.kv_cache.memory import TextKV
 from phalanx.serve.numerics import attention, exact, facts, head_products, widths
 from phalanx.serve.numerics.attention import dependent_attention
 from phalanx.serve.numerics.exact import exact_numerics
@@ -60,16 +60,16 @@ def test_the_engines_attention_holds_or_is_refused(kind: str, dtype: torch.dtype
 
 def test_as_many_heads_are_tried_together_as_a_share_of_a_layer_has(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: set[int] = set()
-    mix = LayerRows.mix
+    mix = LayerKVCache.mix
 
-    def noted(self: LayerRows, *given: Tensor) -> Tensor:
+    def noted(self: LayerKVCache, *given: Tensor) -> Tensor:
         _, query, *_ = given
         tried.add(query.shape[1])
         # What a kernel takes apart by heads needs no more of them, which would take as much memory as a model's step.
         assert (query.shape[1] - 1) * query.shape[2] < TOGETHER
         return mix(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LayerRows, "mix", noted)
+    monkeypatch.setattr(LayerKVCache, "mix", noted)
     model = built("absorbed")
     for block in model.blocks.values():
         attended = block.attention
@@ -86,9 +86,9 @@ def test_as_many_heads_are_tried_together_as_a_share_of_a_layer_has(monkeypatch:
 def test_a_step_keeps_no_mask_of_every_head() -> None:
     # Of all its texts, they would take more than their latents.
     model, masks = built("absorbed"), dict[tuple[int, ...], Tensor]()
-    piece = Piece(model.spec, torch.float32)
+    piece = TextKV(model.spec, torch.float32)
     piece.grow(64)
-    rows = LayerRows(0, [Span(piece, 40, 43)], Rule(True, 64), masks)
+    rows = LayerKVCache(0, [Span(piece, 40, 43)], Rule(True, 64), masks)
     latent, shared = torch.zeros(1, 1, 3, 32), torch.zeros(1, 1, 3, 8)
     mixed = rows.mix(CausalCore(1.0), torch.zeros(1, 4, 3, 40), latent, shared, None, latents_as_keys)
     assert mixed.shape == (1, 4, 3, 40)
@@ -107,10 +107,10 @@ def test_fast_numerics_make_no_mask_of_every_head_for_many_queries(monkeypatch: 
     mla = MlaSpec(kv_rank=512, nope_head_dim=64, rope_head_dim=8, value_head_dim=64)
     form = LatentExpansion(Linear(512, 16 * 128, bias=False).requires_grad_(False), mla, 1.0)
     model = resolve(replace(DENSE, heads=16, kv_heads=0, head_dim=0, mla=mla))
-    piece = Piece(model, torch.float32)
+    piece = TextKV(model, torch.float32)
     piece.grow(512)
     for begin in (464, 511):
-        rows = LayerRows(0, [Span(piece, begin, 512)], Rule(False, 0), {})
+        rows = LayerKVCache(0, [Span(piece, begin, 512)], Rule(False, 0), {})
         count = 512 - begin
         rows.mix(
             CausalCore(1.0),
@@ -170,8 +170,8 @@ def test_what_holds_is_tried_in_a_few_places_by_the_next_process(
         patched.setattr(widths, "_search", lambda *_: pytest.fail("a width was searched again"))
         assert found() == before == ([], before[1])
         # What is kept does not hide what no longer holds.
-        mix = LayerRows.mix
-        patched.setattr(LayerRows, "mix", lambda *given: mix(*given) + (given[2].shape[2] == 1))
+        mix = LayerKVCache.mix
+        patched.setattr(LayerKVCache, "mix", lambda *given: mix(*given) + (given[2].shape[2] == 1))
         with pytest.raises(pytest.fail.Exception, match="attention was searched again"):
             found()
     attention._first_difference.cache_clear()
@@ -179,13 +179,13 @@ def test_what_holds_is_tried_in_a_few_places_by_the_next_process(
 
 def test_attention_that_depends_on_its_place_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     attention._first_difference.cache_clear()
-    mix = LayerRows.mix
+    mix = LayerKVCache.mix
 
-    def wrong(self: LayerRows, *given: Tensor) -> Tensor:
+    def wrong(self: LayerKVCache, *given: Tensor) -> Tensor:
         mixed = mix(self, *given)  # type: ignore[arg-type]
         return mixed + (mixed.shape[2] == 1)
 
-    monkeypatch.setattr(LayerRows, "mix", wrong)
+    monkeypatch.setattr(LayerKVCache, "mix", wrong)
     # Nothing else is refused before, on any processor.
     monkeypatch.setattr(exact, "product_facts", lambda _: Facts(1, 1))
     monkeypatch.setattr(exact, "width_facts", lambda *_: [])

@@ -21,9 +21,9 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine import few_rows as ways
 from phalanx.serve.engine.few_rows import MOST_TURNS, FewRows, few_rows
-from phalanx.serve.engine.pages.memory import Piece
-from phalanx.serve.engine.part import ModelPart, few_rows_of
-from phalanx.serve.engine.rows import Rule, Span
+from phalanx.serve.engine.model_runner import ModelRunner, few_rows_of
+from phalanx.serve.kv_cache.layer_cache import Rule, Span
+from phalanx.serve.kv_cache.memory import TextKV
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.layers import ANY_CHAINS, Attended, TriedAttention, attention_chains
 from phalanx.serve.numerics.products import fast_products, use_fast_products
@@ -104,7 +104,7 @@ def test_texts_of_any_length_have_the_bits_of_the_modules(
 ) -> None:
     model = built(KINDS[kind], dtype)
     rule = Rule(True, 704)
-    part = ModelPart(model, rule, exact_numerics(model, model.spec, 704))
+    runner = ModelRunner(model, rule, exact_numerics(model, model.spec, 704))
     generator = torch.Generator().manual_seed(len(begins))
     counts = range(1, len(begins) + 1)
     kept = [torch.randn(2, 2, 2, begin, 16, generator=generator).to(dtype) for begin in begins]
@@ -113,17 +113,17 @@ def test_texts_of_any_length_have_the_bits_of_the_modules(
     def states() -> torch.Tensor:
         spans = []
         for begin, count, held in zip(begins, counts, kept, strict=True):
-            piece = Piece(model.spec, dtype)
+            piece = TextKV(model.spec, dtype)
             piece.grow(begin + count)
             for layer, parts in piece.layers.items():
                 for tensor, rows in zip(parts, held[layer], strict=True):
                     tensor[:, :begin] = rows
             spans.append(Span(piece, begin, begin + count))
-        return part.compute(tokens, spans, 0, []).states
+        return runner.compute(tokens, spans, 0, []).states
 
     by_the_kernel = states()
-    skip_modules(part.few)
-    part.few = None
+    skip_modules(runner.few)
+    runner.few = None
     assert torch.equal(states(), by_the_kernel)
 
 
@@ -142,17 +142,17 @@ def test_layers_of_several_formats_go_through_their_modules() -> None:
 @pytest.mark.skipif(torch.bfloat16 not in FORMATS, reason="PyTorch has a library for bf16 here")
 def test_fast_numerics_take_few_bf16_rows_in_one_call_a_layer_again_with_the_same_bits() -> None:
     model = built(DENSE, torch.bfloat16)
-    part, tokens = ModelPart(model, Rule(False, 0), None), torch.arange(5)
+    runner, tokens = ModelRunner(model, Rule(False, 0), None), torch.arange(5)
 
     def states() -> torch.Tensor:
-        piece = Piece(model.spec, torch.bfloat16)
+        piece = TextKV(model.spec, torch.bfloat16)
         piece.grow(5)
-        return part.compute(tokens, [Span(piece, 0, 5)], 0, []).states
+        return runner.compute(tokens, [Span(piece, 0, 5)], 0, []).states
 
     by_the_kernel = states()
-    assert part.few is not None
+    assert runner.few is not None
     assert torch.equal(states(), by_the_kernel)
-    part.few = None
+    runner.few = None
     torch.testing.assert_close(by_the_kernel, states(), rtol=0.05, atol=0.05)
 
 

@@ -14,8 +14,8 @@ from phalanx.cli.weights.serve_command import command as serve_command
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served import of_processes
-from phalanx.serve.gateway.served.of_run import open_engine
+from phalanx.serve.http.served import of_processes
+from phalanx.serve.http.served.of_run import open_engine
 from phalanx.serve.numerics.facts import machine
 from phalanx.serve.stages import far_part
 from phalanx.serve.stages.door import read_token

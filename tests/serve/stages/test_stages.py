@@ -17,18 +17,18 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.engine.pages.kept import KeptFormat
-from phalanx.serve.engine.pages.memory import PageMemory
-from phalanx.serve.gateway.served.of_run import open_engine
-from phalanx.serve.gateway.served.opened import OpenedEngine
+from phalanx.serve.http.served.of_run import open_engine
+from phalanx.serve.http.served.opened import OpenedEngine
+from phalanx.serve.kv_cache.format import KVFormat
+from phalanx.serve.kv_cache.memory import PageMemory
 from phalanx.serve.stages import far_part
 from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
 from phalanx.serve.stages.shares import Share
 from phalanx.serve.workers.page_client import pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity
-from phalanx.traffic.pages import page_names
-from phalanx.traffic.requests import Request, Sampling, Told
+from phalanx.traffic.requests import EngineOutput, Request, Sampling
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, shared, staged
 
@@ -47,9 +47,9 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[Told]]:
+def run_all(engine: Engine, asked: Sequence[Request]) -> dict[str, list[EngineOutput]]:
     """What is told of requests of which one arrives before each step."""
-    told: dict[str, list[Told]] = {one.id: [] for one in asked}
+    told: dict[str, list[EngineOutput]] = {one.id: [] for one in asked}
     waiting = list(asked)
     while waiting or engine.busy:
         if waiting:
@@ -287,13 +287,13 @@ def test_steps_of_other_texts_are_computed_while_one_is_with_a_later_stage(
         engine.submit(one)
     assert engine.step() == []  # the first text is with the other stage, and stays there
     assert entered.wait(60)
-    here = engine._part.compute
+    here = engine._runner.compute
 
     def computed(*given: object) -> object:
         gate.set()  # the other stage goes on once the second text is computed here
         return here(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine._part, "compute", computed)
+    monkeypatch.setattr(engine._runner, "compute", computed)
     assert {one.request for one in engine.step()} == {asked[0].id}
     assert gate.is_set()
 
@@ -303,7 +303,7 @@ def test_a_stage_that_has_no_room_for_the_pages_is_refused_at_the_start(
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"])
 
-    def refusing(layers: int, pages: int, kept: KeptFormat) -> PageMemory:
+    def refusing(layers: int, pages: int, kept: KVFormat) -> PageMemory:
         if pages:
             raise MemoryError("no room")
         return PageMemory(layers, pages, kept)

@@ -23,17 +23,17 @@ from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.counts import Counts
-from phalanx.serve.gateway.served import of_pack
-from phalanx.serve.gateway.served.of_run import open_engine
-from phalanx.serve.gateway.served.opened import OpenedEngine
-from phalanx.serve.gateway.served.served_run import ServedRun
-from phalanx.serve.gateway.worker import EngineWorker, WorkerLoad
 from phalanx.serve.generate import generate, load_model
+from phalanx.serve.http.counts import Counts
+from phalanx.serve.http.served import of_pack
+from phalanx.serve.http.served.of_run import open_engine
+from phalanx.serve.http.served.opened import OpenedEngine
+from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.http.worker import EngineWorker, WorkerLoad
 from phalanx.serve.weights.budget import LIBRARIES, Computing, divide_budget, text_bytes
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
-from phalanx.traffic.requests import Ended, Request, Sampling, Told
-from serve.gateway.served import server
+from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling
+from serve.http.served import server
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
 
 ROWS, CONTEXT = 32, 64
@@ -75,10 +75,10 @@ def tight(monkeypatch: pytest.MonkeyPatch, path: Path, spec: ModelSpec) -> int:
     return LIBRARIES + computing + of_text + least_bytes(open_pack(path).index, "float32")
 
 
-def told(opened: OpenedEngine) -> dict[str, list[Told]]:
+def told(opened: OpenedEngine) -> dict[str, list[EngineOutput]]:
     """What is told of the requests, the last two of which are asked for in the middle of the others."""
     engine = opened.engine
-    found: dict[str, list[Told]] = {request.id: [] for request in REQUESTS}
+    found: dict[str, list[EngineOutput]] = {request.id: [] for request in REQUESTS}
     for request in REQUESTS[:3]:
         engine.submit(request)
     for one in engine.step():
@@ -179,7 +179,7 @@ def test_damage_that_comes_while_it_serves_ends_requests_with_its_name_and_those
     opened = served(path, stream=True, memory=tight(monkeypatch, path, DENSE))
     port = EngineWorker(opened.engine, opened.identity)
 
-    async def last(name: str) -> Told:
+    async def last(name: str) -> EngineOutput:
         return [one async for one in port.submit(Request(name, (1, 2), 3))][-1]
 
     def write(byte: bytes) -> None:

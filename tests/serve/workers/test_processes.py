@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.workers.processes import Happened, Processes
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.restarts import RestartRule

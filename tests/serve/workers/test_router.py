@@ -25,8 +25,8 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.pages.kept import kept_as
-from phalanx.serve.engine.pages.memory import page_bytes
+from phalanx.serve.kv_cache.format import kv_format
+from phalanx.serve.kv_cache.memory import page_bytes
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers import page_client, serving_worker
 from phalanx.serve.workers.page_client import PageWay, Way, pull
@@ -38,11 +38,11 @@ from phalanx.serve.workers.serving_worker import ServingWorker
 from phalanx.traffic import events as e
 from phalanx.traffic import pools
 from phalanx.traffic.events import Identity, Role
-from phalanx.traffic.requests import Ended, PromptScored, Request, Sampling, Told
+from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling
 
 TOKEN = "the service's token"
 SPEC = resolve(ModelSpec(layers=1, dim=32, heads=2, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3))
-PAGE_BYTES = page_bytes(SPEC, kept_as("compute", SPEC, torch.float32))
+PAGE_BYTES = page_bytes(SPEC, kv_format("compute", SPEC, torch.float32))
 
 
 def built() -> Transformer:
@@ -54,7 +54,7 @@ def engine(model: Transformer) -> Engine:
     return Engine(model, SPEC, pages=64, sequence=256, rows=64, weights_id="w")
 
 
-def put_all(told: queue.SimpleQueue[Told], some: Sequence[Told]) -> None:
+def put_all(told: queue.SimpleQueue[EngineOutput], some: Sequence[EngineOutput]) -> None:
     for one in some:
         told.put(one)
 
@@ -110,18 +110,18 @@ class Fleet:
         self.workers[number] = running
         running.thread.start()
 
-    def submit(self, request: Request) -> queue.SimpleQueue[Told]:
+    def submit(self, request: Request) -> queue.SimpleQueue[EngineOutput]:
         """Asks; what is told comes in the queue."""
-        told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        told: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         sink = partial(put_all, told)
         self.loop.call_soon_threadsafe(self.router.submit, request, sink)
         return told
 
-    def submit_at_once(self, asked: Sequence[Request]) -> dict[str, queue.SimpleQueue[Told]]:
+    def submit_at_once(self, asked: Sequence[Request]) -> dict[str, queue.SimpleQueue[EngineOutput]]:
         """Asks all before any worker can answer, and lets the router look at its queues then."""
 
-        async def held() -> dict[str, queue.SimpleQueue[Told]]:
-            told: dict[str, queue.SimpleQueue[Told]] = {one.id: queue.SimpleQueue() for one in asked}
+        async def held() -> dict[str, queue.SimpleQueue[EngineOutput]]:
+            told: dict[str, queue.SimpleQueue[EngineOutput]] = {one.id: queue.SimpleQueue() for one in asked}
             for one in asked:
                 self.router.submit(one, partial(put_all, told[one.id]))
             self.router._hear(e.Tick())
@@ -195,10 +195,10 @@ def requests() -> list[Request]:
     ]
 
 
-def alone(model: Transformer, asked: Sequence[Request]) -> dict[str, list[Told]]:
+def alone(model: Transformer, asked: Sequence[Request]) -> dict[str, list[EngineOutput]]:
     """What one engine tells."""
     served = engine(model)
-    told: dict[str, list[Told]] = {request.id: [] for request in asked}
+    told: dict[str, list[EngineOutput]] = {request.id: [] for request in asked}
     for request in asked:
         served.submit(request)
     while served.busy:
@@ -207,7 +207,7 @@ def alone(model: Transformer, asked: Sequence[Request]) -> dict[str, list[Told]]
     return told
 
 
-def heard(told: queue.SimpleQueue[Told]) -> list[Told]:
+def heard(told: queue.SimpleQueue[EngineOutput]) -> list[EngineOutput]:
     """All that a client hears, up to the end."""
     found = [told.get(timeout=120)]
     while not isinstance(found[-1], Ended):
@@ -215,7 +215,7 @@ def heard(told: queue.SimpleQueue[Told]) -> list[Told]:
     return found
 
 
-def words(told: list[Told]) -> list[object]:
+def words(told: list[EngineOutput]) -> list[object]:
     """The same without what may differ: how many tokens were found in pages."""
     return [(one.outcome, one.text) if isinstance(one, Ended) else one for one in told]
 
@@ -371,8 +371,8 @@ def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
 
 
 def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> None:
-    async def asked() -> list[Told]:
-        told: list[Told] = []
+    async def asked() -> list[EngineOutput]:
+        told: list[EngineOutput] = []
         nobody = Watcher(*([lambda *_: None] * 6))
         router = Router(TOKEN, RouterSettings(64), nobody)
         router.submit(Request("before", (1, 2), 3), told.extend)

@@ -10,11 +10,11 @@ import pytest
 from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.workers import service
 from phalanx.serve.workers.over_nixl import agent_process
 from phalanx.serve.workers.page_client import PageWay
-from phalanx.serve.workers.router_port import Division, Service
+from phalanx.serve.workers.router_client import ServiceConfig, WorkerDivision
 from phalanx.traffic.events import Role
 from serve.packed_runs import DENSE, make_run, random_model
 
@@ -24,12 +24,12 @@ def started(
     monkeypatch: pytest.MonkeyPatch,
     roles: Sequence[Role],
     pages: PageWay = "auto",
-    **divisions: Division,
-) -> Service:
+    **divisions: WorkerDivision,
+) -> ServiceConfig:
     """What workers are to open, without starting any."""
-    found: list[Service] = []
+    found: list[ServiceConfig] = []
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
-    monkeypatch.setattr(service, "RouterPort", lambda asked, _: found.append(asked))
+    monkeypatch.setattr(service, "RouterClient", lambda asked, _: found.append(asked))
     service.open_service(
         served,
         None,
@@ -119,7 +119,12 @@ def test_workers_divide_the_model_as_their_role_does(tmp_path: Path, monkeypatch
     served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     found = started(
-        served, monkeypatch, roles, prefill=Division(tensor=2), decode=Division(stages=3), both=Division()
+        served,
+        monkeypatch,
+        roles,
+        prefill=WorkerDivision(tensor=2),
+        decode=WorkerDivision(stages=3),
+        both=WorkerDivision(),
     )
     opened = [found.task_of(role).served for role in roles]
     assert [(one.stages, one.tensor) for one in opened] == [(1, 2), (3, 1), (1, 1)]
@@ -129,12 +134,12 @@ def test_workers_divide_the_model_as_their_role_does(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("division", "said"),
     [
-        (Division(tensor=3), "--tensor 3: .* give --tensor 2"),
-        (Division(stages=6), "--pipeline 6: the model has 5 layers"),
+        (WorkerDivision(tensor=3), "--tensor 3: .* give --tensor 2"),
+        (WorkerDivision(stages=6), "--pipeline 6: the model has 5 layers"),
     ],
 )
 def test_a_division_that_a_role_cannot_have_is_refused_before_any_worker_starts(
-    division: Division, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    division: WorkerDivision, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path / "run", DENSE)
     served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
@@ -155,13 +160,13 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is
     begun: list[int | None] = []
     told: list[str] = []
 
-    def begin(asked: Service, _tell: object) -> None:
+    def begin(asked: ServiceConfig, _tell: object) -> None:
         begun.append(asked.task.served.step)
         if begun[-1] == 3:
             raise EngineError("what a worker said")
 
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
-    monkeypatch.setattr(service, "RouterPort", begin)
+    monkeypatch.setattr(service, "RouterClient", begin)
 
     def opened(step: int | None) -> None:
         served = ServedRun(str(run_dir), step, "float32", None, 1 << 20, 64, "exact")

@@ -14,12 +14,12 @@ from phalanx.cli.weights.service.options import another_machine, require_consist
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
 from phalanx.cli.weights.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
 from phalanx.run.directory.paths import is_published
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
-    from phalanx.serve.engine.pages.kept import KeptName
+    from phalanx.serve.kv_cache.format import KVFormatName
     from phalanx.serve.workers.page_client import PageWay
 
 _PAGES_BYTES = 1 << 30
@@ -202,7 +202,7 @@ def command(
     rows: int,
     numerics: Literal["exact", "fast"],
     device: str,
-    kv: KeptName,
+    kv: KVFormatName,
     drafts: int | None,
     follow: KeptPages | None,
     workers: tuple[Role, ...] | None,

@@ -20,7 +20,7 @@ _HEAD_BYTES = 512
 
 
 @dataclass(frozen=True)
-class Batch:
+class LineBatch:
     """Lines that were not read before and are not blank, without their ends, each with its offset in the file."""
 
     lines: tuple[tuple[int, bytes], ...]
@@ -115,7 +115,7 @@ class FileTail:
             self._file, self._head = (found.st_dev, found.st_ino), os.pread(file.fileno(), _HEAD_BYTES, 0)
             self.read_bytes, self.size_bytes, self._rest = offset, found.st_size, b""
 
-    def next_batch(self) -> Batch:
+    def next_batch(self) -> LineBatch:
         """Reads the next block of the file; of a file that is not there, nothing.
 
         Raises ``OSError`` if it is there and cannot be read, or is no file.
@@ -135,13 +135,15 @@ class FileTail:
             if len(self._head) < _HEAD_BYTES:
                 self._head = os.pread(descriptor, _HEAD_BYTES, 0)
             block = os.pread(descriptor, self._block_bytes, self.read_bytes)
-        return Batch(tuple(self._lines(block)), restarted, self.read_bytes < self.size_bytes and bool(block))
+        return LineBatch(
+            tuple(self._lines(block)), restarted, self.read_bytes < self.size_bytes and bool(block)
+        )
 
-    def _gone(self) -> Batch:
+    def _gone(self) -> LineBatch:
         known = self._file is not None
         self._forget()
         self.size_bytes = 0
-        return Batch((), known, False)
+        return LineBatch((), known, False)
 
     def _is_another(self, descriptor: int, found: os.stat_result) -> bool:
         if self._file is None:

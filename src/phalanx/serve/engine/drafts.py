@@ -24,20 +24,20 @@ from phalanx.model.layers.attention.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.grouped_attention import window_of
-from phalanx.serve.engine.pages.memory import Piece
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx.serve.kv_cache.memory import TextKV
 from phalanx.serve.sampling import LogitsError, draw_rows
 from phalanx.traffic.requests import Sampling
 
 _RULE = Rule(exact=False, sequence=0)
-"""A guess may have any bits: what is told are those of the model."""
+"""A draft may have any bits: the tokens that are returned have those of the model."""
 
 
 @dataclass(eq=False)
-class Ahead:
-    """What the depths hold of a text from its token ``begin`` on."""
+class DraftState:
+    """State of the depths for a text, from its token ``begin`` on."""
 
-    piece: Piece
+    kv: TextKV
     """Keys and values of each depth."""
     begin: int
     done: list[int]
@@ -47,22 +47,22 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Progress:
+class DraftInput:
     """A text of which a step has computed some rows."""
 
-    text: Sequence[int]
+    tokens: Sequence[int]
     hidden: Tensor
     """``(n, dim)``, of the tokens before ``computed``, behind the model's last norm."""
     computed: int
-    wanted: int
-    """Tokens to guess, as far as it goes on."""
+    count: int
+    """Tokens to draft."""
     sampling: Sampling
-    ahead: Ahead | None
+    ahead: DraftState | None
 
     @property
     def guesses(self) -> bool:
-        """Whether all but the last token is computed, which a guess goes on from."""
-        return self.computed == len(self.text) - 1
+        """True if all but the last token is computed, from which a draft continues."""
+        return self.computed == len(self.tokens) - 1
 
 
 class Drafter:
@@ -73,16 +73,16 @@ class Drafter:
         self._kept = replace(model.spec, layers=depths)
 
     @torch.no_grad()
-    def guess(self, texts: Sequence[Progress], length: int) -> list[tuple[Ahead, tuple[int, ...]]]:
-        """What is held of each text now, and guesses of its next tokens; ``length`` as ``Transformer`` takes it."""
-        aheads = [self._begun(one) for one in texts]
+    def guess(self, texts: Sequence[DraftInput], length: int) -> list[tuple[DraftState, tuple[int, ...]]]:
+        """Return each text's state and the drafts of its next tokens; ``length`` is that of ``Transformer``."""
+        aheads = [self._state_of(text) for text in texts]
         guesses: list[list[int]] = [[] for _ in texts]
-        states = [one.hidden for one in texts]
+        states = [text.hidden for text in texts]
         for depth in range(1, self._depths + 1):
-            members = [i for i, one in enumerate(texts) if one.wanted >= depth]
+            members = [i for i, text in enumerate(texts) if text.count >= depth]
             if not members:
                 break
-            found = self._depth(
+            new_states = self._depth(
                 depth,
                 [texts[i] for i in members],
                 [aheads[i] for i in members],
@@ -90,73 +90,75 @@ class Drafter:
                 [guesses[i] for i in members],
                 length,
             )
-            for i, state in zip(members, found, strict=True):
+            for i, state in zip(members, new_states, strict=True):
                 states[i] = state
-            asked = [i for i in members if texts[i].guesses and len(guesses[i]) == depth - 1]
+            drafting = [i for i in members if texts[i].guesses and len(guesses[i]) == depth - 1]
             for i, token in zip(
-                asked, self._drawn(depth, [(texts[i], states[i]) for i in asked]), strict=False
+                drafting, self._drawn(depth, [(texts[i], states[i]) for i in drafting]), strict=False
             ):
                 guesses[i].append(token)
         return [(ahead, tuple(tokens)) for ahead, tokens in zip(aheads, guesses, strict=True)]
 
-    def _begun(self, one: Progress) -> Ahead:
-        begin = one.computed - len(one.hidden)
-        if one.ahead is not None and one.ahead.done[0] == begin:
-            return one.ahead
-        nothing = [one.hidden[:0] for _ in range(self._depths)]
-        piece = Piece(self._kept, one.hidden.dtype, device=one.hidden.device)
-        return Ahead(piece, begin, [begin] * self._depths, nothing)
+    def _state_of(self, text: DraftInput) -> DraftState:
+        begin = text.computed - len(text.hidden)
+        if text.ahead is not None and text.ahead.done[0] == begin:
+            return text.ahead
+        nothing = [text.hidden[:0] for _ in range(self._depths)]
+        kv = TextKV(self._kept, text.hidden.dtype, device=text.hidden.device)
+        return DraftState(kv, begin, [begin] * self._depths, nothing)
 
     def _depth(
         self,
         depth: int,
-        texts: Sequence[Progress],
-        aheads: Sequence[Ahead],
+        texts: Sequence[DraftInput],
+        aheads: Sequence[DraftState],
         before: Sequence[Tensor],
         guesses: Sequence[Sequence[int]],
         length: int,
     ) -> list[Tensor]:
-        """The hidden states ``(n, dim)`` of a depth for each text, of all rows that it can read now."""
+        """Return a depth's hidden states ``(n, dim)`` for each text, of all rows that it can compute now."""
         spans: list[Span] = []
         positions: list[int] = []
         tokens: list[int] = []
         hidden: list[Tensor] = []
-        for one, ahead, computed, guessed in zip(texts, aheads, before, guesses, strict=True):
+        for text, ahead, computed, guessed in zip(texts, aheads, before, guesses, strict=True):
             begin = ahead.done[depth - 1]
-            known = [*one.text, *guessed]
-            end = max(begin, min(one.computed, len(known) - depth))
+            sequence = [*text.tokens, *guessed]
+            end = max(begin, min(text.computed, len(sequence) - depth))
             states = torch.cat((ahead.tails[depth - 1], computed))
             hidden.append(states[: end - begin])
             positions += range(begin, end)
-            tokens += known[begin + depth : end + depth]
+            tokens += sequence[begin + depth : end + depth]
             if end > begin:
-                ahead.piece.grow(end - ahead.begin)
-                spans.append(Span(ahead.piece, begin - ahead.begin, end - ahead.begin))
+                ahead.kv.grow(end - ahead.begin)
+                spans.append(Span(ahead.kv, begin - ahead.begin, end - ahead.begin))
             # Rows that have read a guess are computed again, from the same states where those have read none.
-            done = max(begin, min(end, len(one.text) - depth))
-            known_before = ahead.done[depth - 2] if depth > 1 else one.computed
+            done = max(begin, min(end, len(text.tokens) - depth))
+            known_before = ahead.done[depth - 2] if depth > 1 else text.computed
             ahead.done[depth - 1] = done
             ahead.tails[depth - 1] = states[done - begin : known_before - begin]
         if not spans:
             return hidden
         module = self._model.mtp[depth - 1]
         assert isinstance(module, PredictionAhead), "the predictions ahead"
-        cache = LayerRows(depth - 1, spans, _RULE, {})
+        cache = LayerKVCache(depth - 1, spans, _RULE, {})
         rows = torch.cat(hidden)
         embedded = self._model.embedded(brought(torch.tensor(tokens, dtype=torch.int64), rows.device))
         cos, sin = self._rotation(brought(torch.tensor(positions), rows.device), rows.dtype, length)
-        found = module(rows[None], embedded[None], cos, sin, cache=cache)[0]
-        return list(torch.split(found, [len(states) for states in hidden]))
+        outputs = module(rows[None], embedded[None], cos, sin, cache=cache)[0]
+        return list(torch.split(outputs, [len(states) for states in hidden]))
 
-    def _drawn(self, depth: int, asked: Sequence[tuple[Progress, Tensor]]) -> list[int]:
-        """A token for each text by its last state; none if the logits are not finite, which the model's own may still be."""
-        if not asked:
+    def _drawn(self, depth: int, inputs: Sequence[tuple[DraftInput, Tensor]]) -> list[int]:
+        """Draw a token for each text from its last state; none if the logits are not finite."""
+        if not inputs:
             return []
         cap, weight = self._model.spec.logit_cap, self._model.projection()
-        scores = soft_capped(F.linear(torch.stack([states[-1] for _, states in asked]), weight), cap)
+        scores = soft_capped(F.linear(torch.stack([states[-1] for _, states in inputs]), weight), cap)
         try:
             return draw_rows(
-                scores, [one.sampling for one, _ in asked], [len(one.text) + depth - 1 for one, _ in asked]
+                scores,
+                [text.sampling for text, _ in inputs],
+                [len(text.tokens) + depth - 1 for text, _ in inputs],
             )
         except LogitsError:
             return []

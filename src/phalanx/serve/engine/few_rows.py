@@ -23,7 +23,7 @@ from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import window_of
-from phalanx.serve.engine.rows import LayerRows, Rule, Span
+from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
 
 _LANES = 8
 _FORMATS = (torch.float32, torch.bfloat16)
@@ -79,7 +79,7 @@ class FewRows:
         """Tokens ``(rows,)`` or states ``(rows, dim)``, those of ``spans`` in turn, to the states after the layers; ``length`` as ``Transformer.forward`` takes it."""
         model = self.model
         places = [
-            RowPlace(position, rule.keys(span.end, span.piece.capacity))
+            RowPlace(position, rule.keys(span.end, span.kv.capacity))
             for span in spans
             for position in range(span.begin, span.end)
         ]
@@ -92,12 +92,12 @@ class FewRows:
             table = windowed if window_of(model.spec, layer) else full
             self.steps.go(number - 1, states, mixed, *table)
             if rows is not None:
-                texts = [(span.piece.layers[layer], span.end - span.begin) for span in spans]
+                texts = [(span.kv.layers[layer], span.end - span.begin) for span in spans]
                 rows.point([(keys, values, count) for (keys, values), count in texts])
                 mixed = rows
             else:
                 query, key, value = self.steps.projected(len(states))
-                cache = LayerRows(layer, spans, rule, masks)
+                cache = LayerKVCache(layer, spans, rule, masks)
                 found = cache.mix(attention.core, query, key, value, attention.sinks)
                 mixed = found[0].transpose(0, 1).reshape(len(states), -1)
         self.steps.go(len(self._attentions) - 1, states, mixed, *full)

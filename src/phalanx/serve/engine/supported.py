@@ -6,11 +6,11 @@ from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.serve.engine.pages.kept import KeptName
+from phalanx.serve.kv_cache.format import KVFormatName
 from phalanx.traffic.requests import Request
 
 
-def require_supported(model: Transformer, *, exact: bool, drafts: int, kept: KeptName) -> None:
+def require_supported(model: Transformer, *, exact: bool, drafts: int, kept: KVFormatName) -> None:
     """Raises EngineError for a model that cannot be served, exactly if asked; the message says why and what to do."""
     if drafts > len(model.mtp):
         raise EngineError(

@@ -1,6 +1,6 @@
 """Probes of attention: whether a query computed by itself over pages has the bits that it has in a whole training sequence.
 
-The engine's own rule is tried (``phalanx.serve.engine.rows``): keys on to the end of their block or sequence under a mask, queries in multiples of
+The engine's own rule is tried (``phalanx.serve.kv_cache.layer_cache``): keys on to the end of their block or sequence under a mask, queries in multiples of
 four. Random queries and keys of one kind of layer go through the trainer's whole sequence, and then in pieces through the engine's; single queries at
 the edges of vectors, tiles and blocks, and pieces that leave some over.
 """
@@ -22,8 +22,8 @@ from phalanx.model.layers.attention.cache import Expand
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.pages.memory import BLOCK, Piece
-from phalanx.serve.engine.rows import TOGETHER, LayerRows, Rule, Span
+from phalanx.serve.kv_cache.layer_cache import TOGETHER, LayerKVCache, Rule, Span
+from phalanx.serve.kv_cache.memory import BLOCK, TextKV
 from phalanx.serve.numerics.facts import Facts, recalled
 from phalanx.serve.numerics.head_products import heads_of
 from phalanx.serve.numerics.trials import begin_part
@@ -122,7 +122,7 @@ def _first_difference(case: _Case, threads: int) -> str:  # noqa: ARG001  what i
 @torch.no_grad()
 def _difference(case: _Case, tried: Iterable[tuple[int, int]]) -> str:
     """The first of the ``tried`` queries whose bits differ from those of the whole sequence, in words; empty if none do."""
-    piece = Piece(case.spec, case.dtype)
+    piece = TextKV(case.spec, case.dtype)
     piece.grow(case.length)
     whole = (_asked_of_latents if case.absorbed else _asked_of_keys)(case, piece.capacity)
     core = CausalCore(case.scale, case.window)
@@ -132,7 +132,7 @@ def _difference(case: _Case, tried: Iterable[tuple[int, int]]) -> str:
     for begin, end in tried:
         span = slice(begin, end)
         first, second = (held[:, :, span] for held in whole.held)
-        rows = LayerRows(0, [Span(piece, begin, end)], Rule(exact=True, sequence=case.length), {})
+        rows = LayerKVCache(0, [Span(piece, begin, end)], Rule(exact=True, sequence=case.length), {})
         query, wanted = whole.query[:1, :, span], expected[:, :, span]
         if case.absorbed:
             # As many heads as are asked together, or just too many for that; some of them alike.

@@ -18,11 +18,11 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.pages.kept import kept_as
-from phalanx.serve.engine.pages.memory import PageMemory, Piece
-from phalanx.serve.engine.part import ModelPart, Passed
-from phalanx.serve.engine.rows import Rule, Span
+from phalanx.serve.engine.model_runner import ModelRunner, RunnerOutput
 from phalanx.serve.engine.supported import require_supported
+from phalanx.serve.kv_cache.format import kv_format
+from phalanx.serve.kv_cache.layer_cache import Rule, Span
+from phalanx.serve.kv_cache.memory import PageMemory, TextKV
 from phalanx.serve.numerics.exact import exact_numerics
 from phalanx.serve.numerics.facts import machine
 from phalanx.serve.numerics.identity import numerics_id
@@ -32,7 +32,7 @@ from phalanx.serve.stages.far_stages import bytes_of, tensor_of
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import checkpoint_name, restored_part, restored_share
 from phalanx.serve.stages.shares import Share, assemble, held_share
-from phalanx.traffic.pages import PAGE
+from phalanx.traffic.block_table import PAGE
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +56,15 @@ class FarPart:
         exact = served.numerics == "exact"
         require_supported(model, exact=exact, drafts=0, kept=served.kept)
         self._held = held_share(self._spec, opened.shares)
-        self._kept = kept_as(served.kept, self._held, self._dtype)
+        self._kept = kv_format(served.kept, self._held, self._dtype)
         rule = Rule(exact, sequence, self._kept if served.kept != "compute" else None)
         found = exact_numerics(model, self._spec, sequence, opened.shares) if exact else None
         projection: Affine | None = found.products if found is not None else None
         if self._shares:
             projection = assemble(model, share, NearShare(link), found)
-        self._part = ModelPart(model, rule, found, projection)
+        self._runner = ModelRunner(model, rule, found, projection)
         self._memory = PageMemory(len(self._layers), 0, self._kept)
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, TextKV] = {}
         self.ready = m.Ready(
             {name: m.Digest(one.dtype, tuple(one.shape), one.sha256) for name, one in digests.items()},
             checkpoint_name(run_dir, opened.step),
@@ -139,19 +139,21 @@ class FarPart:
             _log.exception("a step has failed")
             raise EngineError(f"a step has failed: {error!r}"[:8000]) from error
 
-    def _passed(self, step: m.Compute, body: bytearray) -> Passed:
+    def _passed(self, step: m.Compute, body: bytearray) -> RunnerOutput:
         spans = []
         for one in step.spans:
             piece = self._piece(one.piece)
             piece.grow(one.end)
             spans.append(Span(piece, one.begin, one.end))
         states = tensor_of(body, self._dtype, self._spec.dim)
-        return self._part.compute(states, spans, step.length, step.asks)
+        return self._runner.compute(states, spans, step.length, step.asks)
 
     def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
         passed = self._passed(step, body)
-        if passed.readings is not None:
-            return m.Passed(0, tuple(passed.readings[n] for n in range(len(step.asks)))), memoryview(b"")
+        if passed.sampler_output is not None:
+            return m.Passed(0, tuple(passed.sampler_output[n] for n in range(len(step.asks)))), memoryview(
+                b""
+            )
         sent = bytes_of(passed.states)
         return m.Passed(len(sent)), sent
 
@@ -167,9 +169,9 @@ class FarPart:
                 case m.CopyOut(piece, number, place):
                     self._memory.copy_out(self._piece(piece), number, place)
 
-    def _piece(self, number: int) -> Piece:
+    def _piece(self, number: int) -> TextKV:
         if number not in self._pieces:
-            self._pieces[number] = Piece(self._held, self._dtype, self._layers, number)
+            self._pieces[number] = TextKV(self._held, self._dtype, self._layers, number)
         return self._pieces[number]
 
 

@@ -21,10 +21,10 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.engine.pages.boxes import PageBox
-from phalanx.serve.engine.pages.memory import PageBytes
-from phalanx.serve.engine.part import FarSpan
-from phalanx.serve.engine.readings import Ask, Readings
+from phalanx.serve.engine.model_runner import FarSpan
+from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest
+from phalanx.serve.kv_cache.memory import PageBytes
+from phalanx.serve.kv_cache.page_boxes import PageBox
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.far_stages import bytes_of
@@ -59,13 +59,13 @@ class FarShare:
 
 
 class FarShares:
-    """``phalanx.serve.engine.part.FarLayers`` and ``Assembly`` of connected processes. Once one of them is gone, methods raise PartLostError."""
+    """``phalanx.serve.engine.model_runner.FarLayers`` and ``Assembly`` of connected processes. Once one of them is gone, methods raise PartLostError."""
 
-    flights = 1
+    max_in_flight = 1
 
     def __init__(self, shares: Sequence[FarShare], spec: ModelSpec) -> None:
         self._far, self.shares = list(shares), len(shares) + 1
-        self.held = held_share(spec, self.shares)
+        self.kv_spec = held_share(spec, self.shares)
         heads = attention_kind(spec).cache_row(spec)[0]
         # All keep the latents, which are of no head.
         parts = [
@@ -94,7 +94,7 @@ class FarShares:
 
     @contextmanager
     def step(
-        self, tokens: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]
+        self, tokens: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> Iterator[Tensor]:
         """See ``FarLayers``: all compute the same rows within it."""
         assert self._model is not None, "the engine attaches it first"
@@ -102,7 +102,7 @@ class FarShares:
         body = bytes_of(states)
         with self._all() as far:
             for one in far:
-                one.talk.say(m.Compute(one.due(), tuple(spans), length, tuple(asks), len(body)), body)
+                one.talk.say(m.Compute(one.due(), tuple(spans), length, tuple(requests), len(body)), body)
             yield states
 
     def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
@@ -129,8 +129,8 @@ class FarShares:
         states: Tensor,  # noqa: ARG002
         spans: Sequence[FarSpan],  # noqa: ARG002
         length: int,  # noqa: ARG002
-        asks: Sequence[Ask],  # noqa: ARG002
-    ) -> Future[Readings]:
+        requests: Sequence[SamplingRequest],  # noqa: ARG002
+    ) -> Future[SamplerOutput]:
         """See ``FarLayers``: there are no layers behind these."""
         raise AssertionError("the last layer is here")
 

@@ -24,10 +24,10 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import PartLostError
-from phalanx.serve.engine.pages.boxes import PageBox
-from phalanx.serve.engine.pages.memory import PageBytes
-from phalanx.serve.engine.part import FarSpan
-from phalanx.serve.engine.readings import Ask, Readings
+from phalanx.serve.engine.model_runner import FarSpan
+from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest
+from phalanx.serve.kv_cache.memory import PageBytes
+from phalanx.serve.kv_cache.page_boxes import PageBox
 from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import StageLink
@@ -75,17 +75,17 @@ class _Rows:
     """The states of a step's rows on their way, and what the last stage reads of them."""
 
     states: Tensor
-    readings: Readings = ()
+    readings: SamplerOutput = ()
 
 
 class FarStages:
-    """``phalanx.serve.engine.part.FarLayers`` of connected processes. Once one of them is gone, methods and futures raise PartLostError."""
+    """``phalanx.serve.engine.model_runner.FarLayers`` of connected processes. Once one of them is gone, methods and futures raise PartLostError."""
 
     def __init__(self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int) -> None:
         """``most_layers`` of ``spec`` are the most that a process has."""
         self._far, self.shares = list(stages), 1
-        self.flights = len(stages) + 1
-        self.held = replace(spec, layers=most_layers)
+        self.max_in_flight = len(stages) + 1
+        self.kv_spec = replace(spec, layers=most_layers)
         heads = range(attention_kind(spec).cache_row(spec)[0])
         self.own = PageBox(range(stages[0].layers.start), heads)
         self.boxes: Sequence[PageBox] = [PageBox(one.layers, heads) for one in stages]
@@ -112,21 +112,21 @@ class FarStages:
         tokens: Tensor,
         spans: Sequence[FarSpan],  # noqa: ARG002  these layers come behind those that are here
         length: int,  # noqa: ARG002
-        asks: Sequence[Ask],  # noqa: ARG002
+        requests: Sequence[SamplingRequest],  # noqa: ARG002
     ) -> Iterator[Tensor]:
         """See ``FarLayers``."""
         yield tokens
 
     def compute(
-        self, states: Tensor, spans: Sequence[FarSpan], length: int, asks: Sequence[Ask]
-    ) -> Future[Readings]:
+        self, states: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
+    ) -> Future[SamplerOutput]:
         """See ``FarLayers``."""
         rows = _Rows(states)
         number = self._number + 1
 
         def at(stage: FarStage, talk: Talk) -> None:
             body = bytes_of(rows.states)
-            wanted = tuple(asks) if stage is self._far[-1] else ()
+            wanted = tuple(requests) if stage is self._far[-1] else ()
             passed = talk.ask(
                 m.Compute(stage.due(number), tuple(spans), length, wanted, len(body)), m.Passed, body
             )

@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx.serve.engine.part import FarSpan
-from phalanx.serve.engine.readings import Ask, Reading
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.engine.model_runner import FarSpan
+from phalanx.serve.engine.sampler import SampledToken, SamplingRequest
+from phalanx.serve.http.served.served_run import ServedRun
 
 PURPOSE = "phalanx serving stage, version 3"
 
@@ -72,7 +72,7 @@ class Passed(_Message, frozen=True):
     """The step's rows are through a stage; their states follow, or of the last stage what was asked for."""
 
     nbytes: Count
-    readings: tuple[Reading, ...] = ()
+    readings: tuple[SampledToken, ...] = ()
 
 
 class Piece(_Message, frozen=True):
@@ -149,7 +149,7 @@ class Compute(_Message, frozen=True):
     errands: tuple[Errand, ...]
     spans: tuple[FarSpan, ...]
     length: Count
-    asks: tuple[Ask, ...]
+    asks: tuple[SamplingRequest, ...]
     nbytes: Count
 
 

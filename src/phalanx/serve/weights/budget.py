@@ -13,8 +13,8 @@ from phalanx.checkpoint.format.boxes import ITEMSIZE
 from phalanx.checkpoint.pack.index import PackIndex
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.pages.memory import BLOCK
-from phalanx.serve.engine.rows import TOGETHER
+from phalanx.serve.kv_cache.layer_cache import TOGETHER
+from phalanx.serve.kv_cache.memory import BLOCK
 from phalanx.serve.numerics.head_products import MANY
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
 

@@ -1,7 +1,7 @@
-"""What a worker and the router say to each other: msgpack of tagged structs, sealed (``sealed_wire``).
+"""Messages between a worker and the router: msgpack of tagged structs, sealed (``sealed_wire``).
 
-The worker connects, proves that it knows the service's token, and says that it is ``Opening`` the model; then ``Ready`` with all that the router
-has to know of it, or ``Unable`` with the reason. Numbers of log-probabilities travel as 64-bit floats, so no bit is lost on the way.
+The worker connects, proves that it knows the service's token, and sends ``Opening``; then ``Ready`` with its facts for the router,
+or ``Unable`` with the reason. Log-probabilities are sent as 64-bit floats, so no bit is lost.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx.serve.gateway.worker import Streaming
+from phalanx.serve.http.worker import Streaming
 from phalanx.traffic import events as e
-from phalanx.traffic.requests import Ended, Outcome, PromptScored, Request, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
 
 PURPOSE = "phalanx serving worker, version 2"
 
@@ -59,7 +59,7 @@ class Ready(_Message, frozen=True):
     identity: e.Identity
     role: e.Role
     root: bytes
-    """What its pages' names are rooted in."""
+    """Root of the names of its pages."""
     context: Count
     """The most tokens of a request."""
     pages: Count
@@ -95,13 +95,13 @@ class EndSaid(_Message, frozen=True):
     cached_tokens: Count
 
 
-Said = TokenSaid | PromptSaid | EndSaid
+JobOutput = TokenSaid | PromptSaid | EndSaid
 
 
 class Speech(_Message, frozen=True):
-    """What came of one step of the engine, in its order."""
+    """Outputs of one step of the engine, in their order."""
 
-    said: tuple[Said, ...]
+    said: tuple[JobOutput, ...]
 
 
 class WorkerBeat(_Message, frozen=True):
@@ -127,8 +127,8 @@ class WorkerBeat(_Message, frozen=True):
     def counts(self) -> dict[str, float]:
         """All that is counted of it, by name."""
         names = ("pulled", "shared", "over_nixl", "not_pulled", "drafted", "accepted")
-        found: dict[str, float] = {name: getattr(self, name) for name in names}
-        return found | (asdict(self.streaming) if self.streaming is not None else {})
+        counts: dict[str, float] = {name: getattr(self, name) for name in names}
+        return counts | (asdict(self.streaming) if self.streaming is not None else {})
 
 
 class Leaving(_Message, frozen=True):
@@ -171,19 +171,19 @@ for_router: msgspec.msgpack.Decoder[ToRouter] = msgspec.msgpack.Decoder(ToRouter
 for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
 
-def said_of(job: int, told: Told) -> Said:
-    """What an engine tells of a job, as it travels."""
-    if isinstance(told, Token):
-        return TokenSaid(job, told.index, told.id, told.logprob, told.top, told.weights)
-    if isinstance(told, PromptScored):
-        return PromptSaid(job, told.logprobs)
-    return EndSaid(job, told.outcome, told.text, told.cached_tokens)
+def encode_output(job: int, output: EngineOutput) -> JobOutput:
+    """Return the message of an engine output."""
+    if isinstance(output, Token):
+        return TokenSaid(job, output.index, output.id, output.logprob, output.top, output.weights)
+    if isinstance(output, PromptScored):
+        return PromptSaid(job, output.logprobs)
+    return EndSaid(job, output.outcome, output.text, output.cached_tokens)
 
 
-def told_of(said: Said) -> Told:
-    """The same as the router takes it; the job says whose it is."""
-    if isinstance(said, TokenSaid):
-        return Token("", said.index, said.id, said.logprob, said.top, said.weights)
-    if isinstance(said, PromptSaid):
-        return PromptScored("", said.logprobs)
-    return Ended("", said.outcome, said.text, said.cached_tokens)
+def decode_output(message: JobOutput) -> EngineOutput:
+    """Return the engine output of a message, without the request, which the job identifies."""
+    if isinstance(message, TokenSaid):
+        return Token("", message.index, message.id, message.logprob, message.top, message.weights)
+    if isinstance(message, PromptSaid):
+        return PromptScored("", message.logprobs)
+    return Ended("", message.outcome, message.text, message.cached_tokens)

@@ -1,7 +1,7 @@
 """The live shell of the router: workers' connections and clients' requests become events, and its commands become messages.
 
 Every decision is ``phalanx.traffic.dispatch.step``, the function that ``phalanx simulate traffic`` runs. All of this belongs to one event loop
-in a thread of its own (``router_port``).
+in a thread of its own (``router_client``).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.peer import Peer, PeerError, proven
 from phalanx.traffic import dispatch
 from phalanx.traffic import events as e
-from phalanx.traffic.pages import page_names
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.pools import Pool, PoolSettings
-from phalanx.traffic.requests import Ended, Request, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request
 from phalanx.traffic.routing import Link
 
 _PROOF_S = 5.0
 _NEWCOMERS = 64
 """Connections that may be proving themselves at once; a stranger is shut out before a worker is."""
 
-Sink = Callable[[Sequence[Told]], None]
-"""Takes what is told of a request, in its order."""
+Sink = Callable[[Sequence[EngineOutput]], None]
+"""Takes the outputs of a request, in their order."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RouterSettings:
 
 @dataclass(frozen=True)
 class Watcher:
-    """Who hears of workers' lives: the supervisor of their processes, and whoever waits for the service to begin."""
+    """Callbacks on workers' lives, for the supervisor of their processes and the start of the service."""
 
     opening: Callable[[Peer], None]
     trying: Callable[[Peer, m.Trying], None]
@@ -65,14 +65,14 @@ class Router:
     peers: dict[int, Peer] = field(default_factory=dict)
     """Those that are ready, by number."""
     past: dict[str, float] = field(default_factory=dict)
-    """What was counted of workers that have left (``WorkerBeat.counts``)."""
+    """Sums of the counts of workers that have left (``WorkerBeat.counts``)."""
 
     def __post_init__(self) -> None:
         self._root, self._failed, self._ending = b"", "", False
         self._lives = self._newcomers = 0
         self._sinks: dict[str, Sink] = {}
-        self._refusals: dict[int, str] = {}  # life -> why
-        self._late: set[int] = set()  # lives of which it has been told
+        self._refusals: dict[int, str] = {}  # life -> reason
+        self._late: set[int] = set()  # lives that were reported as late
         self._joined = -1  # the highest number of a worker
         self._tasks: set[asyncio.Task[None]] = set()
         pool = PoolSettings(late_s=self.settings.late_s, step_rows=self.settings.rows)
@@ -87,7 +87,7 @@ class Router:
     # Clients.
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request on; what is told of it goes to ``sink``."""
+        """Submit a request; its outputs go to ``sink``."""
         if self._failed:
             sink([Ended(request.id, "error", self._failed)])
             return
@@ -95,15 +95,15 @@ class Router:
         self._hear(e.Submitted(request))
 
     def abandon(self, request_id: str) -> None:
-        """Gives a request up."""
+        """Cancel a request."""
         if self._sinks.pop(request_id, None):
             self._hear(e.Abandoned(request_id))
 
-    def fail_all(self, why: str) -> None:
-        """Ends all requests with an error, those that come later too: one may be on its way from another thread."""
-        self._failed = why
+    def fail_all(self, reason: str) -> None:
+        """End all requests with an error, later ones too: another thread may be about to submit one."""
+        self._failed = reason
         for name, sink in list(self._sinks.items()):
-            sink([Ended(name, "error", why)])
+            sink([Ended(name, "error", reason)])
             self.abandon(name)
 
     def drain(self, number: int) -> None:
@@ -134,24 +134,24 @@ class Router:
             return
         finally:
             self._newcomers -= 1
-        why = "its connection ended"
+        reason = "its connection ended"
         try:
             await self._converse(peer)
         except PeerError as error:
-            why = str(error)
+            reason = str(error)
         finally:
-            self._part(peer, why)
+            self._disconnect(peer, reason)
 
-    def _part(self, peer: Peer, why: str) -> None:
+    def _disconnect(self, peer: Peer, reason: str) -> None:
         if self._ending:
             return  # it was sent away and is no loss: whoever hears of one ends the process at once
-        why = self._refusals.pop(peer.life, why)
+        reason = self._refusals.pop(peer.life, reason)
         self._late.discard(peer.life)
         if self.peers.get(peer.number) is peer:
             del self.peers[peer.number]
             self._count_past(peer)
-            self._hear(e.Left(peer.number, peer.life, why))
-        self.watcher.left(peer, why)
+            self._hear(e.Left(peer.number, peer.life, reason))
+        self.watcher.left(peer, reason)
 
     async def _converse(self, peer: Peer) -> None:
         while True:
@@ -167,11 +167,11 @@ class Router:
                     self.watcher.trying(peer, trying)
                 case m.Ready() as ready:
                     self._admit(peer, ready)
-                case m.Unable(why):
-                    self.watcher.unable(peer, why)
-                case m.Speech(said):
-                    for one in said:
-                        self._hear(e.Heard(peer.number, peer.life, one.job, m.told_of(one)))
+                case m.Unable(reason):
+                    self.watcher.unable(peer, reason)
+                case m.Speech(outputs):
+                    for output in outputs:
+                        self._hear(e.Heard(peer.number, peer.life, output.job, m.decode_output(output)))
                 case m.WorkerBeat() as beat:
                     peer.beat = beat
                     self._hear(e.Beat(peer.number, peer.life, beat.steps, beat.jobs))
@@ -211,21 +211,21 @@ class Router:
         while True:
             await asyncio.sleep(self.settings.tick_s)
             self._hear(e.Tick())
-            self._tell_late(time.monotonic())
+            self._report_late(time.monotonic())
 
-    def _tell_late(self, now_s: float) -> None:
+    def _report_late(self, now_s: float) -> None:
         for number, worker in self.traffic.pool.workers.items():
             peer = self.peers.get(number)
             if not worker.late or worker.life in self._late or peer is None:
                 continue
             self._late.add(worker.life)
             silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
-            why = (
+            reason = (
                 f"it has given no sign of life for {silent_s:.0f} s"
                 if silent_s > self.settings.late_s
                 else f"its engine has made no step for {still_s:.0f} s"
             )
-            self.watcher.late(peer, why)
+            self.watcher.late(peer, reason)
 
     def _hear(self, event: e.Event) -> None:
         self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
@@ -234,12 +234,12 @@ class Router:
 
     def _carry_out(self, command: e.Command) -> None:
         match command:
-            case e.Tell(told):
-                sink = self._sinks.get(told.request)
+            case e.Tell(output):
+                sink = self._sinks.get(output.request)
                 if sink is not None:
-                    sink([told])
-                if isinstance(told, Ended):
-                    self._sinks.pop(told.request, None)
+                    sink([output])
+                if isinstance(output, Ended):
+                    self._sinks.pop(output.request, None)
             case e.Run():
                 self._send(command.worker, self._job(command))
             case e.Stop(worker, job):
@@ -248,11 +248,11 @@ class Router:
                 self._send(worker, m.ForgetPages())
             case e.Dismiss(worker):
                 self._send(worker, m.Go())
-            case e.Refuse(worker, life, why):
+            case e.Refuse(worker, life, reason):
                 peer = self.peers.get(worker)
                 if peer is not None and peer.life == life:
-                    self._refusals[life] = why
-                    peer.say(m.Go(why))
+                    self._refusals[life] = reason
+                    peer.say(m.Go(reason))
                     peer.writer.close()
 
     def _job(self, run: e.Run) -> m.RunJob:
@@ -266,7 +266,7 @@ class Router:
             peer.say(message)
 
     async def end(self) -> None:
-        """Sends all workers away. Each ends after its step, and nobody is told that it has left."""
+        """Send all workers away. Each ends after its step; ``Watcher.left`` is not called."""
         self._ending = True
         for peer in self.peers.values():
             peer.say(m.Go())

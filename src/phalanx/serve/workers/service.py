@@ -13,16 +13,16 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import RunSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.gateway.served.model_text import ModelText, read_model_text
-from phalanx.serve.gateway.served.of_processes import newest_step, older_than_damaged, require_divisible
-from phalanx.serve.gateway.served.of_run import require_drafts, served_folder
-from phalanx.serve.gateway.served.opened import device_of
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.model_text import ModelText, read_model_text
+from phalanx.serve.http.served.of_processes import newest_step, older_than_damaged, require_divisible
+from phalanx.serve.http.served.of_run import require_drafts, served_folder
+from phalanx.serve.http.served.opened import device_of
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.weights.open_model import free_to_use, packed
 from phalanx.serve.workers.over_nixl.agent_process import require_installed
 from phalanx.serve.workers.page_client import PageWay
 from phalanx.serve.workers.router import RouterSettings
-from phalanx.serve.workers.router_port import Division, Notice, RouterPort, Service
+from phalanx.serve.workers.router_client import Notice, RouterClient, ServiceConfig, WorkerDivision
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.events import Role
 
@@ -32,12 +32,12 @@ def open_service(
     name: str | None,
     roles: Sequence[Role],
     *,
-    divisions: Mapping[Role, Division] | None = None,
+    divisions: Mapping[Role, WorkerDivision] | None = None,
     threads: int,
     audit_share: float,
     tell: Callable[[Notice], None],
     pages: PageWay = "auto",
-) -> tuple[ModelText, RouterPort]:
+) -> tuple[ModelText, RouterClient]:
     """The words of a run's model and the workers that compute it, ready to be asked.
 
     ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory and ``threads`` are each worker's;
@@ -60,13 +60,15 @@ def open_service(
     environment = _environment(spec, threads, len(roles))
     while True:
         task = WorkerTask("", 0, "", 0, "both", served, pages=pages)
-        service = Service(roles, task, environment, RouterSettings(served.rows, audit_share), divisions or {})
+        service = ServiceConfig(
+            roles, task, environment, RouterSettings(served.rows, audit_share), divisions or {}
+        )
         for role in roles:  # refused here rather than by each worker
             asked = service.task_of(role).served
             device_of(asked)
             require_divisible(asked)
         try:
-            return words, RouterPort(service, tell)
+            return words, RouterClient(service, tell)
         except EngineError as error:
             older = _older_than_damaged(served) if any_step else None
             if older is None:
@@ -82,7 +84,7 @@ def _environment(spec: RunSpec, threads: int, workers: int) -> dict[str, str]:
 
 
 def devices_of(
-    served: ServedRun, workers: int, divisions: Mapping[Role, Division] | None = None
+    served: ServedRun, workers: int, divisions: Mapping[Role, WorkerDivision] | None = None
 ) -> list[torch.device]:
     """The devices of so many workers of ``open_service``, each once: they are dealt round. Raises EngineError."""
     served = _of_one_kind(served, divisions or {})
@@ -96,10 +98,10 @@ def _older_than_damaged(served: ServedRun) -> int | None:
     return older_than_damaged(served.path, served.step)
 
 
-def _of_one_kind(served: ServedRun, divisions: Mapping[Role, Division]) -> ServedRun:
+def _of_one_kind(served: ServedRun, divisions: Mapping[Role, WorkerDivision]) -> ServedRun:
     """The same with a device that workers of all roles can have: "auto" is the CPU where those of one role divide the model. Else
     the others would compute on GPUs, and the router would refuse one or the other for its numerics."""
-    divided = any(division != Division() for division in divisions.values())
+    divided = any(division != WorkerDivision() for division in divisions.values())
     return replace(served, device="cpu") if divided and served.device == "auto" else served
 
 

@@ -21,15 +21,15 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
-from phalanx.serve.gateway.worker import Streaming, explained
+from phalanx.serve.http.worker import Streaming, explained
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx.serve.workers.page_client import PageWay, Pulled, Way, pull
 from phalanx.serve.workers.page_server import OfferedPages
 from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity
-from phalanx.traffic.pages import page_names
-from phalanx.traffic.requests import Ended, Request, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request
 
 _log = logging.getLogger(__name__)
 BEAT_S = 0.5
@@ -89,7 +89,7 @@ class ServingWorker:
         self._inbox: queue.SimpleQueue[m.ToWorker | m.Leaving | _Came | _Asked | _Over] = queue.SimpleQueue()
         self._orders: dict[int, m.RunJob] = {}
         self._steps = self._pulled = self._not_pulled = self._shared = self._over_nixl = 0
-        self._told_unreached = False
+        self._is_unreached_reported = False
         self._over = threading.Event()
 
     def leave(self) -> None:
@@ -98,8 +98,8 @@ class ServingWorker:
 
     def run(self) -> str:
         """Works until the end, and returns why it came; empty if nothing is wrong."""
-        for work in (self._listen, self._beat):
-            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+        for target in (self._listen, self._beat):
+            threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
         try:
             while True:
                 self._take_all()
@@ -117,16 +117,16 @@ class ServingWorker:
         block = not self._engine.busy
         while True:
             try:
-                one = self._inbox.get(block)
+                message = self._inbox.get(block)
             except queue.Empty:
                 return
-            self._take(one)
+            self._take(message)
             block = block and not self._engine.busy
 
-    def _take(self, one: m.ToWorker | m.Leaving | _Came | _Asked | _Over) -> None:
-        match one:
+    def _take(self, message: m.ToWorker | m.Leaving | _Came | _Asked | _Over) -> None:
+        match message:
             case m.RunJob():
-                self._begin(one)
+                self._begin(message)
             case m.StopJob(job):
                 if self._orders.pop(job, None):
                     self._engine.cancel(str(job))
@@ -134,18 +134,18 @@ class ServingWorker:
                 self._engine.forget_pages()
                 self.offered.forget()
             case _Came():
-                self._keep(one)
+                self._keep(message)
             case _Asked(names, answer):
-                answer.put(self._held(names))
+                answer.put(self._read_pages(names))
             case m.Leaving():
-                self._link.send(m.encode(one))
-            case m.Go(why) | _Over(why):
-                raise _OverError(why)
+                self._link.send(m.encode(message))
+            case m.Go(reason) | _Over(reason):
+                raise _OverError(reason)
 
     def _begin(self, order: m.RunJob) -> None:
         self._orders[order.job] = order
-        held = set(self._engine.held_pages(order.pages))
-        missing = [name for name in order.pages if name not in held]
+        cached = set(self._engine.held_pages(order.pages))
+        missing = [name for name in order.pages if name not in cached]
         if order.door is None or not missing:
             self._submit(order)
             return
@@ -188,66 +188,66 @@ class ServingWorker:
         self._not_pulled += came.asked - kept
         if came.pulled.failure:
             _log.info("job %d: %s; the rest is computed", came.job, came.pulled.failure)
-        self._tell_unreached(came.pulled.unreached)
+        self._report_unreached(came.pulled.unreached)
         self._submit(order)
 
-    def _tell_unreached(self, why: str) -> None:
-        """Says, once, that pages do not come as they were to."""
-        if not why or self._told_unreached:
+    def _report_unreached(self, reason: str) -> None:
+        """Log once that pages do not come by the intended transport."""
+        if not reason or self._is_unreached_reported:
             return
-        self._told_unreached = True
+        self._is_unreached_reported = True
         if self._nixl is not None:
-            _log.warning("pages come through sockets, not over NIXL: %s", why)
+            _log.warning("pages come through sockets, not over NIXL: %s", reason)
             return
         _log.warning(
             "pages come through sockets, which is slower: the memory of a worker of this machine cannot be read (%s)",
-            why,
+            reason,
         )
 
     def _submit(self, order: m.RunJob) -> None:
         try:
             self._engine.submit(replace(order.request, id=str(order.job)))
         except ValueError as error:
-            self._speak([Ended(str(order.job), "error", str(error))])
+            self._send_outputs([Ended(str(order.job), "error", str(error))])
 
     def _step(self) -> None:
         try:
-            told = self._engine.step()
+            outputs = self._engine.step()
         except PartLostError:
             raise
         except Exception as error:  # The worker must outlive a defect, and the clients must hear of it.
             _log.exception("a step of the engine has failed")
-            told = [Ended(str(job), "error", explained(error)) for job in self._orders]
-            for one in told:
-                self._engine.cancel(one.request)
+            outputs = [Ended(str(job), "error", explained(error)) for job in self._orders]
+            for output in outputs:
+                self._engine.cancel(output.request)
         self._steps += 1
-        self._speak(told)
+        self._send_outputs(outputs)
 
-    def _speak(self, told: Sequence[Told]) -> None:
-        said = []
-        for one in told:
-            job = int(one.request)
+    def _send_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        messages = []
+        for output in outputs:
+            job = int(output.request)
             order = self._orders.get(job)
             if order is None:  # it was stopped
                 continue
-            if isinstance(one, Ended):
-                if order.offer and one.outcome == "length":
-                    self.offered.offer(job, self._held(self._names(order.request)))
+            if isinstance(output, Ended):
+                if order.offer and output.outcome == "length":
+                    self.offered.offer(job, self._read_pages(self._names(order.request)))
                 del self._orders[job]
-            said.append(m.said_of(job, one))
-        if said:
-            self._link.send(m.encode(m.Speech(tuple(said))))
+            messages.append(m.encode_output(job, output))
+        if messages:
+            self._link.send(m.encode(m.Speech(tuple(messages))))
 
     def _names(self, request: Request) -> list[bytes]:
         return page_names(request.prompt + request.told, self._engine.root)
 
-    def _held(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
-        """The pages of ``names`` that are here, from the first on without a gap."""
-        held = set(self._engine.held_pages(names))
+    def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the pages of ``names`` that are here, from the first one up to a gap."""
+        cached = set(self._engine.held_pages(names))
         pages = {}
-        with suppress(DeviceMemoryError):  # whoever asks computes the rest
+        with suppress(DeviceMemoryError):  # the other worker computes the rest
             for name in names:
-                if name not in held:
+                if name not in cached:
                     break
                 pages[name] = self._engine.read_page(name)
         return pages
@@ -259,7 +259,7 @@ class ServingWorker:
         self._inbox.put(_Asked(names, answer))
         try:
             return answer.get(timeout=_LOOK_UP_S)
-        except queue.Empty:  # a long step: whoever asks computes them
+        except queue.Empty:  # a long step: the other worker computes them
             return {}
 
     def _listen(self) -> None:
@@ -272,8 +272,8 @@ class ServingWorker:
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
             self.offered.expire()
-            if self._trouble is not None and (why := self._trouble()):
-                self._inbox.put(_Over(why))
+            if self._trouble is not None and (reason := self._trouble()):
+                self._inbox.put(_Over(reason))
                 return
             used, _ = self._engine.pages()
             beat = m.WorkerBeat(

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.wire import Wire, secured_client
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import PageWay
 from phalanx.serve.workers.sealed_wire import SealedWire
@@ -100,8 +100,8 @@ def _reason(error: Exception) -> str:
 def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.engine.engine import Engine
     from phalanx.serve.engine.errors import EngineError
-    from phalanx.serve.gateway.served.of_run import open_engine
-    from phalanx.serve.gateway.served.opened import device_of
+    from phalanx.serve.http.served.of_run import open_engine
+    from phalanx.serve.http.served.opened import device_of
     from phalanx.serve.numerics.trials import first_told, trials_told
     from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
     from phalanx.serve.workers.page_server import PageServer

@@ -12,7 +12,7 @@ from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.traffic.text import logprob, page_names, token
 from phalanx.traffic import events as e
 from phalanx.traffic.leases import Leases
-from phalanx.traffic.requests import Ended, Outcome, PromptScored, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Token
 
 BEAT_S = 0.5
 
@@ -243,8 +243,8 @@ class SimulatedWorker:
         self._tell(order.job, Ended("", outcome))
         self._end(order.job)
 
-    def _tell(self, job: int, told: Told) -> None:
-        self.world.to_router(self, e.Heard(self.number, self.life, job, told))
+    def _tell(self, job: int, output: EngineOutput) -> None:
+        self.world.to_router(self, e.Heard(self.number, self.life, job, output))
 
     # --- pages
 

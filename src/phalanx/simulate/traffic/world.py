@@ -19,7 +19,7 @@ from phalanx.traffic import dispatch
 from phalanx.traffic import events as e
 from phalanx.traffic.invariants import BrokenInvariant, check
 from phalanx.traffic.pools import Pool, PoolSettings
-from phalanx.traffic.requests import Ended, Request, Sampling, Token, Told
+from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
 from phalanx.traffic.routing import Link
 
 Step = Callable[[dispatch.Traffic, e.Event, float], tuple[dispatch.Traffic, list[e.Command]]]
@@ -107,7 +107,7 @@ class World:
             check(self.router)
         for command in commands:
             if isinstance(command, e.Tell):
-                self._receive(command.told)
+                self._receive(command.output)
             else:
                 worker = self.workers[command.worker]
                 life = command.life if isinstance(command, e.Refuse) else worker.life
@@ -176,28 +176,28 @@ class World:
         client.left = True
         self.hear(e.Abandoned(client.request.id), self.reign)
 
-    def _receive(self, told: Told) -> None:
-        client = self.clients[told.request]
+    def _receive(self, output: EngineOutput) -> None:
+        client = self.clients[output.request]
         if client.left:
             return
         request = client.request
         if client.done:
-            raise BrokenInvariant(f"{request.id} was told {told} after its end")
+            raise BrokenInvariant(f"{request.id} was told {output} after its end")
         index = len(client.got)
-        if isinstance(told, Token):
-            if told.index != index:
-                raise BrokenInvariant(f"{request.id} was told token {told.index} where it has {index}")
-            if told.id != token(request.prompt, request.sampling.seed, index):
+        if isinstance(output, Token):
+            if output.index != index:
+                raise BrokenInvariant(f"{request.id} was told token {output.index} where it has {index}")
+            if output.id != token(request.prompt, request.sampling.seed, index):
                 raise BrokenInvariant(f"{request.id}: token {index} was changed")
-            client.got.append(told.id)
+            client.got.append(output.id)
             client.times_s.append(self.clock.now_s)
-        elif isinstance(told, Ended):
+        elif isinstance(output, Ended):
             client.done = True
             due = token(request.prompt, request.sampling.seed, index)
             right = (
                 "length" if index == request.max_tokens else "stop" if due in request.stop_tokens else "none"
             )
-            if told.outcome != right:
+            if output.outcome != right:
                 raise BrokenInvariant(
-                    f"{request.id} ended by {told.outcome} after {index} tokens: {told.text}"
+                    f"{request.id} ended by {output.outcome} after {index} tokens: {output.text}"
                 )

@@ -24,7 +24,7 @@ from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.index import HELD_OUT
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens, tokenizer_from_file
-from phalanx.serve.text_stream import TextStream
+from phalanx.serve.http.detokenizer import IncrementalDetokenizer
 
 WORDS = [
     "the",
@@ -135,7 +135,7 @@ def test_streamed_text_is_what_decoding_at_once_gives_after_a_prompt_and_from_th
     ours, _ = pair
     ids = ours.encode(text)
     for first, at_start in ((0, True), (min(cut, len(ids)), cut == 0)):
-        stream = TextStream(ours, at_start=at_start)
+        stream = IncrementalDetokenizer(ours, at_start=at_start)
         shown = "".join([*map(stream.feed, ids[first:]), stream.flush()])
         assert shown == ours.decode(ids[first:], at_start=at_start)
     if (before := ours.decode(ids[: min(cut, len(ids))])) and "\ufffd" not in before:

@@ -20,15 +20,15 @@ from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.weights.service.trial_lines import TrialLines
 from phalanx.cli.weights.service.worker_roles import Degrees
 from phalanx.run.directory.paths import is_published
-from phalanx.serve.gateway.served.served_run import ServedRun
+from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
-    from phalanx.serve.gateway.served.model_text import ModelText
-    from phalanx.serve.gateway.worker import WorkerPort
+    from phalanx.serve.http.served.model_text import ModelText
+    from phalanx.serve.http.worker import WorkerPort
     from phalanx.serve.workers.page_client import PageWay
-    from phalanx.serve.workers.router_port import Notice
+    from phalanx.serve.workers.router_client import Notice
 
 
 class Said:
@@ -104,7 +104,7 @@ class Start:
 
 def make_key(file: Path, name: str, limits: str) -> None:
     """Adds a new key's hash to ``file``, and prints the key."""
-    from phalanx.serve.gateway.access.keys import KeyFileError, add_key, parse_limits
+    from phalanx.serve.http.access.keys import KeyFileError, add_key, parse_limits
 
     with explained(KeyFileError):
         click.echo(add_key(file, name, parse_limits(limits)))
@@ -137,7 +137,7 @@ def start(asked: Start, said: Said) -> None:
     path = asked.served.path
     if not path.exists():
         demand_folder(path)
-    from phalanx.serve.gateway.listening import ServerError, listen
+    from phalanx.serve.http.listening import ServerError, listen
 
     with explained(ServerError):
         # Before PyTorch is imported: a port that is taken is told at once.
@@ -162,10 +162,10 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
     from phalanx.observe.serving import ServingNote
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.serve.engine.errors import EngineError
-    from phalanx.serve.gateway.access.admission import Limits
-    from phalanx.serve.gateway.access.keys import KeyFileError, read_keys
-    from phalanx.serve.gateway.app import Gateway
-    from phalanx.serve.gateway.server import serve, serving_of
+    from phalanx.serve.http.access.admission import Limits
+    from phalanx.serve.http.access.keys import KeyFileError, read_keys
+    from phalanx.serve.http.app import Gateway
+    from phalanx.serve.http.server import serve, serving_of
 
     directory = RunDirectory(asked.served.path)
     with explained(CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError):
@@ -188,13 +188,15 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
 
 def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
     """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
-    from phalanx.serve.gateway.served.following import open_followed
-    from phalanx.serve.gateway.served.of_run import open_run
-    from phalanx.serve.workers.router_port import Division
+    from phalanx.serve.http.served.following import open_followed
+    from phalanx.serve.http.served.of_run import open_run
+    from phalanx.serve.workers.router_client import WorkerDivision
     from phalanx.serve.workers.service import devices_of, open_service
 
     if asked.workers:
-        divisions = {role: Division(asked.pipeline.of(role), asked.tensor.of(role)) for role in asked.workers}
+        divisions = {
+            role: WorkerDivision(asked.pipeline.of(role), asked.tensor.of(role)) for role in asked.workers
+        }
         places = devices_of(asked.served, len(asked.workers), divisions)
         # By their names alone: asking a GPU for more begins CUDA, and this process computes nothing.
         said.text(f"computing on {', '.join(map(str, places))}")

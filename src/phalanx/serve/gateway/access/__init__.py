@@ -1,1 +1,0 @@
-"""Who may ask, and what is taken on: clients' keys and admission."""

@@ -1,1 +1,0 @@
-"""Admitted requests on their way to their clients: tokens become text, events and whole answers."""

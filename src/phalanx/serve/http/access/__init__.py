@@ -1,0 +1,1 @@
+"""Access to the server: clients' keys, rate limits and admission."""

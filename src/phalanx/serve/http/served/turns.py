@@ -1,0 +1,116 @@
+"""An engine for users' own models, whose blocks keep no keys and values: requests take turns of one token.
+
+Each token costs a pass over its whole text, by the arithmetic of ``phalanx generate``, and nothing is batched: this is for a handful of
+clients. A text does not depend on what is computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from phalanx.model.custom import Chain
+from phalanx.model.transformer import logits
+from phalanx.serve.computing_device import computing_on
+from phalanx.serve.engine.errors import EngineError, PartLostError, RequestError
+from phalanx.serve.kv_cache.format import KVFormatName
+from phalanx.serve.sampling import draw, likeliest
+from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Token
+
+
+class TurnsEngine:
+    """Requests that take turns of one token."""
+
+    def __init__(self, model: Chain, context: int, *, kept: KVFormatName = "compute") -> None:
+        """``kept`` is the requested format of keys and values. Raises EngineError for another format than that of the computation."""
+        if kept != "compute":
+            raise EngineError(
+                f"--kv {kept}: a model of your own (model.factory) keeps no keys and values; leave it out"
+            )
+        self._model, self._context = model, context
+        self._device = next(model.parameters()).device
+        self._running: dict[str, Iterator[EngineOutput]] = {}
+        self._cancelled: list[str] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._cancelled)
+
+    def pages(self) -> tuple[int, int]:
+        """None: nothing is kept of a text but its ids."""
+        return 0, 0
+
+    def drafts(self) -> tuple[int, int]:
+        """None: a model of one's own predicts one token."""
+        return 0, 0
+
+    def submit(self, request: Request) -> None:
+        """Takes a request. Raises RequestError for what the model cannot do."""
+        if len(request.prompt) + request.max_tokens > self._context:
+            raise RequestError(
+                f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "
+                f"context of {self._context}",
+                "max_tokens",
+            )
+        self._running[request.id] = self._text(request)
+
+    def cancel(self, request_id: str) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self._cancelled.append(request_id)
+
+    def step(self) -> list[EngineOutput]:
+        """A token of each request. Raises PartLostError where a GPU does not answer any more."""
+        outputs: list[EngineOutput] = [Ended(name, "cancelled") for name in self._cancelled]
+        self._cancelled.clear()
+        for name, text in list(self._running.items()):
+            try:
+                with computing_on(self._device, "a pass over a text"):
+                    output = next(text)
+            except PartLostError:
+                raise
+            except Exception as error:  # One request's failure is sent to its client, and ends no other.
+                output = Ended(name, "error", str(error))
+            outputs.append(output)
+            if isinstance(output, Ended):
+                del self._running[name]
+        return outputs
+
+    def _text(self, request: Request) -> Iterator[EngineOutput]:
+        model, device = self._model, self._device
+        text = list(request.prompt)
+        for index in range(request.max_tokens):
+            last_alone = index > 0 or not request.prompt_logprobs
+            readout = partial(
+                _scores, rows=slice(-1, None) if last_alone else slice(None), cap=model.spec.logit_cap
+            )
+            with torch.no_grad():
+                scores = model(torch.tensor([text], device=device), readout=readout)[0]
+            if not last_alone:
+                yield _scored(request, scores)
+            token = draw(scores[-1], request.sampling, len(text))
+            if token in request.stop_tokens:
+                yield Ended(request.id, "stop")
+                return
+            yield _token(request, index, token, scores[-1])
+            text.append(token)
+        yield Ended(request.id, "length")
+
+
+def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: float) -> torch.Tensor:
+    return logits(hidden[:, rows], weight, cap)
+
+
+def _scored(request: Request, scores: torch.Tensor) -> PromptScored:
+    logprobs = scores[:-1].float().log_softmax(-1)
+    of = torch.tensor(request.prompt[1:], device=scores.device)
+    return PromptScored(request.id, tuple(logprobs.gather(1, of[:, None])[:, 0].tolist()))
+
+
+def _token(request: Request, index: int, token: int, scores: torch.Tensor) -> Token:
+    if request.top_logprobs < 0:
+        return Token(request.id, index, token)
+    logprobs = scores.float().log_softmax(-1)
+    top = likeliest(logprobs, request.top_logprobs)
+    return Token(request.id, index, token, float(logprobs[token]), top)

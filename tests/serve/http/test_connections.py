@@ -1,0 +1,260 @@
+"""More connections than the gateway may hold: idle ones give way, and where all ask for something the others are told so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.serve.http.access.admission import Limits
+from phalanx.serve.http.app import Gateway
+from phalanx.serve.http.listening import listen
+from phalanx.serve.http.served.model_text import ModelText
+from phalanx.serve.http.server import DrainingServer
+from serve.http.test_limits import Immediate
+
+MOST = 4
+UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
+
+
+@contextmanager
+def served(head_s: float = 60.0) -> Iterator[int]:
+    """The port of a gateway that holds four connections."""
+    with running(head_s) as (_, port):
+        yield port
+
+
+@contextmanager
+def running(
+    head_s: float = 60.0, tell: Callable[[str], None] = print, reader_s: float = 30.0
+) -> Iterator[tuple[DrainingServer, int]]:
+    """The server, and its port."""
+    tokenizer = BytesTokenizer()
+    text = ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size)
+    gateway = Gateway(text, Immediate(), limits=Limits(connections=MOST), head_s=head_s, reader_s=reader_s)
+    server = DrainingServer(gateway, 0.0, tell)
+    with closing(listen("127.0.0.1", 0)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what is not read waits in the server
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            yield server, sock.getsockname()[1]
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+
+def connected(port: int, said: bytes = b"") -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", port), timeout=60)
+    one.sendall(said)
+    return one
+
+
+def ask(one: socket.socket, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    """Status and body of an answer."""
+    kind = b"POST" if body else b"GET"
+    head = b"%b %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    one.sendall(head % (kind, path.encode(), len(body)) + body)
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += one.recv(4096)
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    length = next(
+        int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+    )
+    while len(rest) < length:
+        rest += one.recv(4096)
+    return int(head.split()[1]), rest
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the server has ended the connection."""
+    one.settimeout(0.2)
+    try:
+        return one.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        one.settimeout(60)
+
+
+TEXT = json.dumps({"model": "run", "prompt": "a", "max_tokens": 1}).encode()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHo"], ids=["silent", "half a head"])
+def test_a_connection_that_has_asked_for_nothing_for_the_longest_time_gives_way(begun: bytes) -> None:
+    with served() as port, ExitStack() as stack:
+        idle = [stack.enter_context(connected(port, begun)) for _ in range(MOST)]
+        used = stack.enter_context(connected(port))
+        assert ask(used, "/v1/completions", TEXT)[0] == 200
+        assert [ended(one) for one in idle] == [True, False, False, False]
+        for _ in range(10 * MOST):  # a flood ends the other idle ones, and each time the one that came first
+            stack.enter_context(connected(port))
+        late = stack.enter_context(connected(port))
+        assert ask(late, "/v1/completions", TEXT)[0] == 200
+        assert ended(used)
+
+
+def test_where_all_connections_have_requests_others_hear_that_and_health_is_told() -> None:
+    with served() as port, ExitStack() as stack:
+        for _ in range(MOST):
+            one = stack.enter_context(connected(port, UNFINISHED))
+            assert one.recv(100).startswith(b"HTTP/1.1 100")  # the gateway waits for the body
+        for _ in range(200):  # silent ones beyond the limit keep nobody from being told
+            stack.enter_context(connected(port))
+        for path, status in (("/health", 200), ("/ready", 200)):
+            with connected(port) as one:
+                assert ask(one, path)[0] == status
+        with connected(port) as one:
+            status, said = ask(one, "/v1/completions", TEXT)
+            assert (status, json.loads(said)["error"]["code"]) == (503, "overloaded")
+            assert f"all {MOST} connections" in json.loads(said)["error"]["message"]
+            assert one.recv(1) == b""
+
+
+def test_a_body_that_is_too_long_is_refused_in_words_however_much_of_it_still_comes() -> None:
+    with served() as port, connected(port) as one:
+        status, said = ask(one, "/v1/completions", b" " * (24 << 20))
+        assert (status, json.loads(said)["error"]["message"]) == (
+            413,
+            "the body is longer than 8388608 bytes",
+        )
+        assert ask(one, "/v1/completions", TEXT)[0] == 200
+
+
+MALFORMED = {
+    "no HTTP": (b"\0\xff\r\n\r\n", 400, "illegal request line"),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "Missing mandatory Host: header"),
+    "lengths": (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n", 400, "bad Content-Length"),
+    "a long head": (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 100_000, 431, "Receive buffer too long"),
+    "another coding": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n",
+        501,
+        "Only Transfer-Encoding: chunked is supported",
+    ),
+    "a body": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n",
+        400,
+        "illegal chunk header",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_http_request_is_refused_as_all_others_are(name: str) -> None:
+    sent, status, why = MALFORMED[name]
+    with running() as (server, port):
+        with connected(port, sent) as one:
+            answer = b""
+            while more := one.recv(4096):
+                answer += more
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % status)
+        assert b"\r\ncontent-type: application/json\r\n" in head.lower()
+        error = json.loads(body)["error"]
+        assert error["message"].startswith(f"what was sent is no HTTP request: {why}")
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+        with connected(port) as one:
+            assert ask(one, "/v1/completions", TEXT)[0] == 200
+            assert f'status="{status}"' in ask(one, "/metrics")[1].decode()
+        assert not server.limiter.refused
+
+
+def test_what_is_wrong_behind_an_answer_ends_the_connection_and_is_no_defect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with running() as (_, port), connected(port, head) as one:
+        assert one.recv(4096).startswith(b"HTTP/1.1 404 ")
+        one.sendall(b"no length\r\n")
+        while one.recv(4096):
+            pass
+        with connected(port) as other:
+            assert ask(other, "/health")[0] == 200
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_connection_without_a_whole_head_ends_after_a_while() -> None:
+    with served(head_s=0.3) as port, connected(port) as silent, connected(port, b"GET /hea") as slow:
+        for one in (silent, slow):
+            assert one.recv(1) == b""
+
+
+ASKED = b"GET /metrics HTTP/1.1\r\nHost: a\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "times"),
+    [((ASKED + b"\r\n") * 40, {"reader_s": 0.2}), (ASKED + b"Connection: close\r\n\r\n", {"head_s": 0.2})],
+    ids=["while more are to come", "the last one"],
+)
+def test_a_connection_whose_answers_are_left_unread_ends_after_a_while(
+    asked: bytes, times: dict[str, float]
+) -> None:
+    with running(**times) as (server, port), socket.socket() as one:  # type: ignore[arg-type]
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        one.connect(("127.0.0.1", port))
+        one.sendall(asked)
+        while not server.server_state.total_requests or server.limiter.there:
+            time.sleep(0.01)
+
+
+def test_a_request_whose_body_has_not_come_when_the_server_ends_is_told_so_and_is_no_defect() -> None:
+    with running() as (server, port), connected(port, UNFINISHED) as one:
+        assert one.recv(100).startswith(b"HTTP/1.1 100")
+        server.handle_exit(signal.SIGTERM, None)
+        answer = one.recv(4096)
+        while more := one.recv(4096):
+            answer += more
+    assert b" 503 " in answer
+    assert b"about to end" in answer
+
+
+def test_a_server_whose_words_nobody_takes_ends_all_the_same() -> None:
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with running(tell=full) as (server, port):
+        with connected(port) as one:
+            assert ask(one, "/health")[0] == 200
+        server.handle_exit(signal.SIGTERM, None)
+        while not server.should_exit:
+            time.sleep(0.01)
+
+
+def test_a_second_signal_ends_the_server_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as (server, port):
+        with connected(port) as one:
+            assert ask(one, "/health")[0] == 200
+        server.handle_exit(signal.SIGINT, None)
+        server.handle_exit(signal.SIGINT, None)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("allowed", "held"), [(600, range(300, 345)), (100, range(1, 2))])
+def test_as_many_connections_are_held_as_files_may_be_open_beside_those_that_are_kept_back(
+    allowed: int, held: range
+) -> None:
+    program = (
+        "import resource\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {allowed}))\n"
+        "from phalanx.serve.http.connections import descriptors\n"
+        "print(descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    connections, limit = map(int, said.split())
+    assert connections in held
+    assert limit == allowed

@@ -1,0 +1,151 @@
+"""Limits over HTTP: what does not fit into pages, and keys that ask for more than they may, by the application itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from click.testing import CliRunner
+
+from phalanx.cli.weights.serve_command import command
+from phalanx.data.chat.template import ChatTemplate
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer, train_bpe
+from phalanx.serve.http.access.keys import add_key, parse_limits, read_keys
+from phalanx.serve.http.app import Gateway, application
+from phalanx.serve.http.served.model_text import ModelText
+from phalanx.serve.http.worker import Identity, WorkerLoad
+from phalanx.traffic.requests import Ended, EngineOutput, Request, Token
+
+
+class Immediate:
+    """A port with two pages that answers at once."""
+
+    identity = Identity("weights", "numerics", 1000)
+
+    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        for index in range(request.max_tokens):
+            yield Token(request.id, index, 97)
+        yield Ended(request.id, "length")
+
+    async def cancel(self, request_id: str) -> None: ...
+
+    def trouble(self) -> str:
+        return ""
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(pages=2)
+
+    def close(self) -> None: ...
+
+
+def gateway(keys: Path | None = None, text: ModelText | None = None) -> Gateway:
+    tokenizer = BytesTokenizer()
+    text = text or ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size)
+    return Gateway(text, Immediate(), None if keys is None else read_keys(keys))
+
+
+def ask(
+    server: Gateway, *bodies: dict[str, Any], key: str = "", path: str = "completions"
+) -> list[httpx.Response]:
+    async def all_of_them() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application(server))
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://run", headers=headers) as client:
+            return [await client.post(f"/v1/{path}", json={"model": "run"} | body) for body in bodies]
+
+    return asyncio.run(all_of_them())
+
+
+def test_the_numerics_id_is_told_to_whoever_watches_and_with_the_weights_to_whoever_asks_for_models() -> None:
+    async def told() -> tuple[Any, Any]:
+        transport = httpx.ASGITransport(application(gateway()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
+            return (await client.get("/health")).json(), (await client.get("/v1/models")).json()["data"][0]
+
+    health, model = asyncio.run(told())
+    assert health == {"status": "ok", "numerics_id": "numerics"}
+    assert (model["weights_sha"], model["numerics_id"]) == ("weights", "numerics")
+
+
+def test_a_path_or_a_method_that_is_not_there_is_refused_with_those_that_are() -> None:
+    async def asked() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(application(gateway()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
+            return await client.post("/completions", json={}), await client.get("/v1/completions")
+
+    path, method = asyncio.run(asked())
+    assert (path.status_code, method.status_code, method.headers["allow"]) == (404, 405, "POST")
+    assert "no path /completions: this server has /v1/models, " in path.json()["error"]["message"]
+    assert method.json()["error"]["message"] == "/v1/completions does not take GET: it takes POST"
+
+
+def test_a_text_with_a_token_that_the_model_does_not_have_is_refused_as_the_tokenizers_fault() -> None:
+    tokenizer = train_bpe(["a text"], vocab_size=257)
+    known, unknown = "a", "z"
+    vocab = tokenizer.encode(unknown)[0]
+    text = ModelText("run", tokenizer, frozenset(), vocab, ChatTemplate("{{ messages[0].content }}", {}))
+    server, by_id = gateway(text=text), {"prompt": [vocab], "max_tokens": 1}
+    answers = [
+        *ask(server, *({"prompt": one, "max_tokens": 1} for one in (known, unknown)), by_id),
+        *ask(
+            server,
+            *({"messages": [{"role": "user", "content": one}], "max_tokens": 1} for one in (known, unknown)),
+            path="chat/completions",
+        ),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 200, 400]
+    for answer, field in ((answers[1], "prompt"), (answers[2], "prompt"), (answers[4], "messages")):
+        error = answer.json()["error"]
+        assert error["param"] == field
+        assert error["message"].startswith(
+            f"{field}: token id {vocab} is outside the vocabulary of {vocab}; "
+        )
+        assert f"the tokenizer has 257 tokens and the model {vocab}" in error["message"]
+    assert ModelText("run", tokenizer, frozenset(), 257).note == ""
+
+
+def test_a_text_that_all_pages_do_not_hold_is_refused_with_the_numbers() -> None:
+    fits, too_long = ask(
+        gateway(), {"prompt": "a" * 28, "max_tokens": 100}, {"prompt": "a" * 29, "max_tokens": 100}
+    )
+    assert fits.status_code == 200
+    assert too_long.status_code == 400
+    error = too_long.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "3 pages of 64 tokens, and this server has 2" in error["message"]
+    assert "--memory" in error["message"]
+
+
+def test_a_key_beyond_its_limit_is_told_which_and_when_and_metrics_name_it_without_telling_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys"
+    key = add_key(file, "alice", parse_limits("requests=2,tokens=60"))
+    server = gateway(file)
+    small: dict[str, Any] = {"prompt": "aaaa", "max_tokens": 6}
+    (unknown,), (none,) = (ask(server, small, key=one) for one in ("sk-other", ""))
+    assert [unknown.status_code, none.status_code] == [401, 401]
+    assert "the key that was sent is none of this server's" in unknown.json()["error"]["message"]
+    assert "a key is needed" in none.json()["error"]["message"]
+    first, never, second, third = ask(server, small, {"prompt": "a", "max_tokens": 90}, small, small, key=key)
+    assert [first.status_code, second.status_code] == [200, 200]
+    assert never.json()["error"]["code"] == "request_exceeds_rate_limit"
+    assert third.status_code == 429
+    assert "'alice' has 2 requests in a minute" in third.json()["error"]["message"]
+    assert 25 <= int(third.headers["retry-after"]) <= 30
+    metrics = server.counts.render(WorkerLoad()).decode()
+    assert 'phalanx_key_requests_total{key="alice"} 2.0' in metrics
+    assert 'phalanx_key_tokens_total{key="alice",kind="generated"} 12.0' in metrics
+    assert 'phalanx_key_limited_total{key="alice",limit="requests"} 1.0' in metrics
+    assert key not in metrics
+
+
+def test_a_file_that_is_no_pack_is_refused_with_what_makes_one(tmp_path: Path) -> None:
+    pack = tmp_path / "step.pack"
+    pack.write_bytes(b"pack")
+    refused = CliRunner().invoke(command, [str(pack), "--port", "0"])
+    assert refused.exit_code == 1
+    assert "is not a pack; give a file that `phalanx pack` has written" in " ".join(refused.output.split())
