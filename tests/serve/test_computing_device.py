@@ -218,8 +218,8 @@ def test_pages_that_a_gpu_has_no_memory_for_are_computed_and_take_no_place(
         while engine.busy:
             engine.step()
         patch.setattr(PageMemory, "read", failing)
-        assert worker._held([name]) == {}
-    assert len(worker._held([name])[name]) == engine.page_bytes
+        assert worker._read_pages([name]) == {}
+    assert len(worker._read_pages([name])[name]) == engine.page_bytes
 
 
 class NoMemory(Chain):

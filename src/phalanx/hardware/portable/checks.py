@@ -9,7 +9,7 @@ refused until its digests are added.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -93,12 +93,16 @@ def release() -> str:
     return ".".join(torch.__version__.split(".")[:2])
 
 
-def expected() -> dict[str, str]:
-    """The digests that this process must have; an unknown release must have those of the newest known one."""
-    return {**DIGESTS, **EXCEPTIONS.get(release(), {})}
+def expected(release: str, exceptions: Mapping[str, Mapping[str, str]] = EXCEPTIONS) -> dict[str, str]:
+    """Return the digests that a release of PyTorch must have; an unknown release must have those of the newest known one."""
+    return {**DIGESTS, **exceptions.get(release, {})}
 
 
 def wrong() -> list[str]:
-    """The computations whose digest is not the expected one."""
-    computed = digests()
-    return [name for name, digest in expected().items() if computed[name] != digest]
+    """Return the computations of this process whose digest is not the expected one."""
+    return differences(digests(), expected(release()))
+
+
+def differences(computed: Mapping[str, str], digests: Mapping[str, str]) -> list[str]:
+    """Return the names of the computations whose digest differs."""
+    return [name for name, digest in digests.items() if computed[name] != digest]
