@@ -66,8 +66,13 @@ LONGEST = (
 
 
 def pytest_configure() -> None:
-    """Lower the priority of the workers that compute."""
+    """Lower the priority of the workers that compute, and accept SIGINT.
+
+    A shell starts background jobs with SIGINT ignored. All programs that tests start would inherit that.
+    """
     lanes.yield_to_the_waiting_lane()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:
