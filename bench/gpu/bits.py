@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.setting import Tell, attempt, run_of, sizes_for, weights_after
-from bench.step import build_stepper
+from bench.train.step import build_stepper
 from phalanx.checkpoint.save.staging import Staging
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE

@@ -12,7 +12,7 @@ from torch import nn
 
 from bench.gpu.setting import Tell, attempt, sizes_for, speed_run
 from bench.gpu.trace import profiled, summary
-from bench.step import build_stepper, seconds_of
+from bench.train.step import build_stepper, seconds_of
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
 from phalanx.hardware.local.device import on_gpu

@@ -17,8 +17,8 @@ from torch import nn
 from bench.gpu.rows import rows
 from bench.gpu.setting import Tell, attempt
 from bench.gpu.speed import not_deterministic
-from bench.serve_engine import decode_s, prefill_s
-from bench.step import seconds_of
+from bench.serve.engine import decode_s, prefill_s
+from bench.train.step import seconds_of
 from phalanx.hardware.local.device import on_gpu, wait_for_device
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer

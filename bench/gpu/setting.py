@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.step import build_stepper
+from bench.train.step import build_stepper
 from phalanx.hardware.local.device import give_back_memory, wait_for_device
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve

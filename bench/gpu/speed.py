@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu.setting import Sizes, Tell, attempt, sizes_for, speed_run
-from bench.step import Step, build_stepper, random_samples, seconds_of
+from bench.train.step import Step, build_stepper, random_samples, seconds_of
 from phalanx.hardware.local.device import on_gpu
 from phalanx.hardware.local.device_peak import accelerator_named
 from phalanx.hardware.local.matmul_peak import measure_matmul_flops

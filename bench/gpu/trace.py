@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bench.gpu.setting import Tell, attempt, sizes_for, speed_run
 from bench.gpu.speed import ours
-from bench.step import Step
+from bench.train.step import Step
 from phalanx.hardware.local.device import on_gpu, wait_for_device
 
 Event = Mapping[str, Any]

@@ -144,8 +144,8 @@ def exchange_rank(rank: int, folder: str, pipe: Any) -> None:
     """(c), on one rank."""
     import torch
     import torch.distributed as dist
-    from step import build_stepper, spec_for
 
+    from bench.train.step import build_stepper, spec_for
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
     from phalanx.train.assembly.assemble import make_deterministic
     from phalanx.train.step.rank_times import RankTimes

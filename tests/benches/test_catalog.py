@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -52,6 +53,22 @@ def test_every_module_with_a_main_states_its_needs_and_runs_under_supervision() 
 def test_every_bench_has_help() -> None:
     code, out, errors = run(str(Path(__file__).with_name("show_help.py")), *BENCHES)
     assert (code, out) == (0, ""), errors
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Return the modules of ``bench`` that a file imports, wherever in it."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {node.module for node in nodes if (node.module or "").split(".")[0] == "bench"}  # type: ignore[misc]
+
+
+def test_every_bench_imports_modules_that_exist() -> None:
+    missing = {
+        (module_name(file), module)
+        for file in (ROOT / "bench").rglob("*.py")
+        for module in imported_modules(file)
+        if not (place := ROOT / module.replace(".", "/")).with_suffix(".py").exists() and not place.is_dir()
+    }
+    assert missing == set()
 
 
 def test_no_folder_of_benches_holds_more_than_fourteen_files() -> None:
