@@ -112,7 +112,7 @@ def run_tests(
     tests: tuple[str, ...], threads: int, environment: dict[str, str]
 ) -> tuple[dict[str, int], str]:
     """Return the counts of pytest's outcomes, and its output if a test failed."""
-    arguments = ("-q", "-m", "not slow", "-p", "no:cacheprovider", *tests)
+    arguments = ("-m", "not slow", "-p", "no:cacheprovider", *tests)
     done = subprocess.run(
         [sys.executable, "tests/processors/cell.py", str(threads), *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
