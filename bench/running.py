@@ -43,7 +43,7 @@ _INSIDE = "PHALANX_BENCH"
 _OUT = "PHALANX_BENCH_OUT"
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _GIB = 1 << 30
-_POLL_S = 0.1
+_POLL_S = 0.2
 _UNREAPED_S = 1.0
 """A child that was killed on purpose is waited for sooner than this."""
 _GRACE_S = 10.0
@@ -60,7 +60,6 @@ class Needs:
         minutes: Wall time at the default sizes on two cores.
         small: The arguments that ``--small`` stands for.
         smaller: Options that lower the memory; a run that gives one of them is not held to ``memory_gib``.
-        has_small: False if it needs files that only the user has.
         slow: The small run takes more than three seconds, so only ``make test-all`` does it.
         peers: Distributions or programs that are not among the development requirements, with the command that installs each.
     """
@@ -73,7 +72,6 @@ class Needs:
     slow: bool = False
     peers: tuple[tuple[str, str], ...] = ()
     small_gib: float = 1.0
-    has_small: bool = True
 
 
 class MissingPeerError(Exception):
@@ -339,9 +337,7 @@ def _reap(bench: int) -> int | None:
 def _killed_child(bench: int, unreaped: dict[int, float], commands: dict[int, str]) -> str:
     """Return what happened to a child of ``bench`` that a signal has killed and that has stayed a zombie, or nothing."""
     now_s = time.monotonic()
-    for pid, fields in _processes().items():
-        if int(fields[1]) != bench:
-            continue
+    for pid, fields in _children(bench).items():
         if fields[0] != "Z":
             if pid not in commands:
                 commands[pid] = _command(pid)
@@ -353,6 +349,17 @@ def _killed_child(bench: int, unreaped: dict[int, float], commands: dict[int, st
             )
             return f"child {pid} ({commands.get(pid, 'python')}) was killed by {signal.Signals(number).name}{advice}"
     return ""
+
+
+def _children(parent: int) -> dict[int, list[str]]:
+    """Return the same as ``_processes`` of the children alone, by the lists that the kernel keeps of them (proc_pid_task(5))."""
+    children = {}
+    for task in Path(f"/proc/{parent}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            for pid in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    children[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return children
 
 
 def _processes() -> dict[int, list[str]]:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from bench.running import run_bench
+from bench.running import require_catalog_peer, run_bench
 from phalanx.hardware.catalog import accelerator, system
 from phalanx.hardware.cluster import Accelerator, Domain
 from phalanx.hardware.profiles import CollectiveFit, MatmulFit, Profile, Provenance, profile_of
@@ -48,9 +48,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("accelerator", choices=sorted(_FILES))
+    parser.add_argument("folder", type=Path, nargs="?", help="its parquet files")
+    parser.add_argument("accelerator", choices=sorted(_FILES), nargs="?", default="h100")
     arguments = parser.parse_args()
+    is_there = arguments.folder is not None and arguments.folder.is_dir()
+    require_catalog_peer("tables" if is_there else None, "plan.fit_kernels")
     key, folder = arguments.accelerator, arguments.folder
     for format_name, dtype in _GEMM.items():
         fit_gemm(key, folder, format_name, dtype)

@@ -141,7 +141,7 @@ def main() -> None:
 
     def tell(line: str) -> None:
         lines.append(line)
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr if given.json else sys.stdout, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder) / "run")

@@ -13,15 +13,18 @@ import argparse
 import json
 import math
 import statistics
+import subprocess
 import tempfile
 from pathlib import Path
 
+from bench.common.small_run import SmallRun
 from bench.running import run_bench
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.cli.weights.verify_export import held_out_prompts
 from phalanx.serve.weights.scorer import scorer_of
 from phalanx.train.score.score import Compute
+from tiny_runs import make_dataset
 
 _FORMATS: tuple[tuple[PackFormat, Compute], ...] = (
     ("bf16", "bf16"),
@@ -35,19 +38,31 @@ _LONGEST = 1 << 30
 """Tokens of a sequence: all."""
 
 
+def trained(folder: Path) -> Path:
+    """Train a tiny model in ``folder``, and return its run directory."""
+    run = SmallRun(
+        "formats", str(make_dataset(folder / "data")), steps=4, seq_len=64, layers=2, dim=64, ffn_dim=128
+    )
+    subprocess.run(run.command(folder), check=True, stdout=subprocess.DEVNULL)
+    return folder / "run"
+
+
 def main() -> None:
     """Parses, measures, prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run_dir", type=Path, help="a finished run")
+    parser.add_argument(
+        "run_dir", type=Path, nargs="?", help="a finished run; by default a tiny one is trained first"
+    )
     parser.add_argument("--sequences", type=int, default=64)
     arguments = parser.parse_args()
-    texts = held_out_prompts(arguments.run_dir, arguments.sequences, _LONGEST)
     base: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
+        run_dir = arguments.run_dir or trained(Path(folder))
+        texts = held_out_prompts(run_dir, arguments.sequences, _LONGEST)
         for form, compute in _FORMATS:
-            path, index = pack(arguments.run_dir, None, Path(folder) / f"{form}.pack", form)
+            path, index = pack(run_dir, None, Path(folder) / f"{form}.pack", form)
             scores = scorer_of(path, None, compute, stream=False, memory_bytes=None).score(texts)
             losses = [-float(values.double().mean()) for values in scores]
             base = base or losses

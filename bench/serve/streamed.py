@@ -120,7 +120,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, o
                 "disk_GB_s": round(rate / 1e9, 2),
                 "GB_a_pass": round(read / 1e9, 3),
                 "tokens_s": round(batch / seconds, 2),
-                "closed_form_tokens_s": round(batch / max(read / rate, pass_s), 2),
+                "closed_form_tokens_s": round(batch / max(read / rate, pass_s, 1e-9), 2),
                 "measured_over_closed_form": round(max(read / rate, pass_s) / seconds, 3),
                 "disk_share": round(read / rate / seconds, 3),
                 "resident_tokens_s": round(batch / pass_s, 2),

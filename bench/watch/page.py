@@ -205,6 +205,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the runs of --views are, or are written and kept")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if given.steps % 1000:
+        parser.error("--steps: give a multiple of 1,000, since the runs restart at one of 500")
     both = given.views == given.watchers
     report: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as made:
