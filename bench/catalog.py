@@ -28,7 +28,7 @@ BENCHES: dict[str, Needs] = {
         "the cost of sharding, tensor and pipeline axes beside PyTorch's own",
         6.0,
         15.0,
-        ("--layers", "2", "--dim", "128", "--seq-len", "32", "--batch", "4", "--rounds", "1"),
+        ("--layers", "4", "--dim", "128", "--seq-len", "32", "--batch", "4", "--rounds", "1"),
         ("--dim", "--layers", "--seq-len"),
         slow=True,
     ),
@@ -326,13 +326,13 @@ BENCHES: dict[str, Needs] = {
         ("--made",),
     ),
     "serve.formats": Needs(
-        "what narrow formats cost on held-out text", 3.0, 5.0, ("--sequences", "1"), slow=True
+        "what narrow formats cost on held-out text", 3.0, 5.0, ("--sequences", "2"), slow=True
     ),
     "serve.latent": Needs(
         "latent attention in the absorbed form beside the expanded one",
         4.0,
         5.0,
-        ("--lengths", "256", "--rounds", "1"),
+        ("--lengths", "64", "--rounds", "1", "--training"),
         ("--lengths",),
         slow=True,
     ),
@@ -355,7 +355,7 @@ BENCHES: dict[str, Needs] = {
         "serving a model larger than memory, at the disk's rate",
         6.0,
         10.0,
-        ("--layers", "2", "--dim", "64", "--tokens", "2", "--batches", "1"),
+        ("--layers", "4", "--dim", "256", "--tokens", "2", "--batches", "1"),
         ("--dim", "--layers", "--cap-mib"),
         slow=True,
     ),

@@ -21,6 +21,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
 from phalanx.serve.engine.engine import Engine
+from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.numerics.identity import Numerics
 from phalanx.traffic.requests import Request, Sampling
 
@@ -83,14 +84,17 @@ def main() -> None:
         if given.training:
             compare_training(length, given.rounds)
             continue
-        rounds = [
-            (
-                step_s(random_model(absorbed=False), "exact", length),
-                step_s(random_model(absorbed=True), "exact", length),
-                step_s(random_model(absorbed=False), "fast", length),
-            )
-            for _ in range(given.rounds)
-        ]
+        try:
+            rounds = [
+                (
+                    step_s(random_model(absorbed=False), "exact", length),
+                    step_s(random_model(absorbed=True), "exact", length),
+                    step_s(random_model(absorbed=False), "fast", length),
+                )
+                for _ in range(given.rounds)
+            ]
+        except EngineError as error:
+            raise SystemExit(f"{error}; --training needs no exact numerics") from error
         expanded, absorbed, fast = (min(column) for column in zip(*rounds, strict=True))
         counted = (
             length
