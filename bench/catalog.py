@@ -221,7 +221,7 @@ BENCHES: dict[str, Needs] = {
         "random faults on real fleets: the weights of the undisturbed run",
         4.0,
         60.0,
-        ("--runs", "1", "--faults", "1", "--steps", "12"),
+        ("--runs", "1", "--faults", "1", "--steps", "12", "--layout", "zero3"),
         slow=True,
     ),
     "fleet.outside": Needs(

@@ -136,7 +136,7 @@ def disturbed(folder: Path, layout: str, seed: int, faults: int, steps: int, exp
     message = "" if same else f"hash {result['weights_sha256'][:12]} instead of {expected[:12]}"
     held_s = sum(result["ledger"].values())
     unattributed = result["ledger"].get("unattributed", 0.0) / held_s
-    committed = len(list((run_dir / "faults").iterdir()))
+    committed = len(list((run_dir / "faults").glob("*")))  # no folder without a fault
     return Outcome(layout, seed, same, seconds, tuple(result["recoveries"]), unattributed, committed, message)
 
 
