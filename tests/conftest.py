@@ -12,8 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 import lanes
 from exact_or_refused import skip_refused
@@ -65,12 +63,12 @@ LONGEST = (
 )
 
 
-def pytest_configure() -> None:
-    """Lower the priority of the workers that compute, and accept SIGINT.
+def pytest_configure(config: pytest.Config) -> None:
+    """Distribute files over two lanes (see ``lanes``), and accept SIGINT.
 
     A shell starts background jobs with SIGINT ignored. All programs that tests start would inherit that.
     """
-    lanes.yield_to_the_waiting_lane()
+    config.pluginmanager.register(lanes.Lanes())
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -78,11 +76,6 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One worker for the waiting lane, and one for each processor, of which there may be more than memory is for."""
     return 1 + min(len(os.sched_getaffinity(0)), MOST_COMPUTING)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
-    """Distribute files over two lanes (see ``lanes``)."""
-    return lanes.make_scheduler(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
