@@ -1,12 +1,18 @@
 /* Vectors of eight fp32 numbers for x86-64 with AVX2 and FMA, and for 64-bit Arm: the same bits on both.
 
    The type is GCC's and Clang's vector extension, which compiles to one register of AVX2 or to two of NEON. Only the fused multiply-add
-   needs an intrinsic: both compilers leave a loop of fmaf scalar. */
+   needs an intrinsic: both compilers leave a loop of fmaf scalar. With PHALANX_NO_VECTORS it is that loop, and nothing depends on the
+   processor: tests compare the two builds. With PHALANX_AVX512 a vector has sixteen numbers; what a lane computes is the same. */
 #ifndef PHALANX_VECTORS_H
 #define PHALANX_VECTORS_H
 #include <stdint.h>
 
-#if defined(__x86_64__)
+#if defined(PHALANX_NO_VECTORS)
+#define FUSING
+#elif defined(PHALANX_AVX512)
+#include <immintrin.h>
+#define FUSING __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma")))
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #define FUSING __attribute__((target("avx2,fma")))
 #else
@@ -18,7 +24,11 @@
 #define INLINE static inline __attribute__((always_inline)) FUSING
 #define UNROLL _Pragma("GCC unroll 8")
 
+#if defined(PHALANX_AVX512)
+enum { LANES = 16 };
+#else
 enum { LANES = 8 };
+#endif
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t words __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef lanes lanes_anywhere __attribute__((aligned(sizeof(float))));
@@ -30,15 +40,32 @@ typedef lanes lanes_anywhere __attribute__((aligned(sizeof(float))));
 #define SHUFFLED(x, y, ...) __builtin_shuffle(x, y, (words){__VA_ARGS__})
 #endif
 
+#if defined(PHALANX_AVX512)
+INLINE lanes all(float x) { return (lanes)_mm512_set1_ps(x); }
+#else
 INLINE lanes all(float x) { return (lanes){x, x, x, x, x, x, x, x}; }
+#endif
 INLINE lanes at(const float *from) { return *(const lanes_anywhere *)from; }
 INLINE void put(float *to, lanes x) { *(lanes_anywhere *)to = x; }
 
+#if !defined(PHALANX_AVX512)
+/* Four numbers and four others. */
+INLINE lanes joined(const float *low, const float *high) {
+#if defined(__x86_64__) && !defined(PHALANX_NO_VECTORS)
+    return (lanes)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+#else
+    return (lanes){low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]};
+#endif
+}
+#endif
+
 /* x y + z, rounded once. */
 INLINE lanes fused(lanes x, lanes y, lanes z) {
-#if defined(__x86_64__)
+#if defined(PHALANX_AVX512)
+    return (lanes)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__x86_64__) && !defined(PHALANX_NO_VECTORS)
     return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(PHALANX_NO_VECTORS)
     typedef union {
         lanes whole;
         float32x4_t half[2];
@@ -55,6 +82,7 @@ INLINE lanes fused(lanes x, lanes y, lanes z) {
 #endif
 }
 
+#if !defined(PHALANX_AVX512)
 /* Transpose eight vectors of eight. */
 INLINE void transpose(const lanes from[LANES], lanes to[LANES]) {
     lanes r[LANES], s[LANES];
@@ -76,5 +104,6 @@ INLINE void transpose(const lanes from[LANES], lanes to[LANES]) {
         to[i + 4] = SHUFFLED(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
 }
+#endif
 
 #endif
