@@ -35,7 +35,6 @@ from phalanx.hardware.portable import checks, operations
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.rules.portable import ENVIRONMENT
 from phalanx.train.step.loss import summed_cross_entropy
 
 PRODUCTS = ((256, 256, 1024), (2048, 768, 2304), (1024, 1024, 1024), (1, 768, 2304), (64, 64, 64))
@@ -99,7 +98,6 @@ class Computer:
     """A process that computes on request."""
 
     def __init__(self, numerics: str, model: str, tokens: int) -> None:
-        environment = {**os.environ, **(ENVIRONMENT if numerics == "portable" else {})}
         command = [
             sys.executable,
             "-m",
@@ -111,9 +109,7 @@ class Computer:
             "--tokens",
             str(tokens),
         ]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def seconds(self, name: str) -> float:
         print(name, file=cast(IO[str], self._process.stdin), flush=True)
@@ -155,7 +151,7 @@ def digests_of(processor: str, model: str, tokens: int) -> dict[str, str]:
         str(tokens),
     ]
     path = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path}
     if processor:
         emulator = shutil.which("qemu-x86_64")
         if emulator is None:

@@ -1,14 +1,10 @@
 /* Prints a digest of what each of the project's C kernels computes from stored inputs, for comparison between processors. */
 #include "numbers.h"
 #include "kernels/team.h"
+#include "portable/kernels.h"
+#include "portable/kernels.h"
 #include "portable/matrix.h"
 
-int products(int64_t batch, int64_t m, int64_t n, int64_t k, const matrix *a, int64_t a_step, const matrix *b, int64_t b_step, void *c,
-             int32_t narrow);
-int attention(const int64_t shape[7], const matrix inputs[4], const int64_t steps[8], float scale, int32_t causal, void *out,
-              int32_t narrow, float *log_sums);
-int attention_backward(const int64_t shape[7], const matrix inputs[6], const int64_t steps[12], float scale, int32_t causal,
-                       const float *log_sums, void *grad_query, void *grad_key, void *grad_value, int32_t narrow);
 int row_product(const float *x, const float *w, const float *bias, float *y, int64_t rows, int64_t inputs, int64_t outputs,
                 int64_t block, parallel_function parallel, int64_t threads);
 int half_row_product(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, float *arranged, int64_t rows,
@@ -37,7 +33,7 @@ static void report_products(void) {
                 const matrix a = {left, k, 1, narrow}, b = {right, across ? 1 : n, across ? k : 1, narrow};
                 char name[64];
                 void *c = calloc((size_t)(m * n), sizeof(float));
-                if (products(1, m, n, k, &a, 0, &b, 0, c, narrow)) exit(1);
+                if (products(1, m, n, k, &a, 0, &b, 0, c, n, m * n, narrow)) exit(1);
                 snprintf(name, sizeof name, "product-%dx%dx%d-%s-%s", (int)m, (int)n, (int)k, narrow ? "bf16" : "fp32", across ? "columns" : "rows");
                 report(name, c, (size_t)(m * n) * (narrow ? 2 : 4));
             }
@@ -63,8 +59,8 @@ static void report_attention(void) {
             char *results = calloc(B * T * (2 * H * E + 2 * H * V + K * E + K * V), 4), *out = results;
             char *query = out + B * H * T * V * size, *key = query + B * H * T * E * size, *value = key + B * K * T * E * size;
             float log_sums[B * H * T];
-            if (attention(shape, inputs, steps, 0.2f, causal, out, narrow, log_sums)) exit(1);
-            if (attention_backward(shape, inputs, steps, 0.2f, causal, log_sums, query, key, value, narrow)) exit(1);
+            if (attention(shape, inputs, steps, 0.2f, causal, out, narrow, log_sums, 0, B * H)) exit(1);
+            if (attention_backward(shape, inputs, steps, 0.2f, causal, log_sums, query, key, value, narrow, 0, B * K)) exit(1);
             char name[64];
             snprintf(name, sizeof name, "attention-%s-%s", narrow ? "bf16" : "fp32", causal ? "causal" : "all");
             report(name, results, (size_t)(value - results) + B * K * T * V * size);
@@ -135,12 +131,83 @@ static void report_passes_over_memory(void) {
     }
 }
 
+/* Arguments: bit patterns spread over the whole format, and moderate numbers of both signs. */
+static void report_functions(void) {
+    enum { COUNT = 1 << 17, WIDE = 1 << 14 };
+    static float narrow[COUNT], exponents[COUNT], to[COUNT];
+    static double wide[WIDE], wide_exponents[WIDE], wide_to[WIDE];
+    for (int i = 0; i < COUNT; i++) {
+        const uint32_t bits = (uint32_t)i * 2654435769u;
+        memcpy(narrow + i, &bits, sizeof bits);
+        if (i >= COUNT / 2) narrow[i] = number(i, 0, 4) + number(i, 1, 15);
+        exponents[i] = number(i, 2, 7);
+    }
+    for (int i = 0; i < WIDE; i++) {
+        const uint64_t bits = (uint64_t)i * 0x9e3779b97f4a7c15u;
+        memcpy(wide + i, &bits, sizeof bits);
+        if (i >= WIDE / 2) wide[i] = number(i, 0, 4) + number(i, 1, 15) + number(i, 3, 30) / 1048576;
+        wide_exponents[i] = number(i, 2, 7);
+    }
+    char name[64];
+    for (int function = 0; function < FUNCTIONS; function++) {
+        function_fp32(function, narrow, to, COUNT);
+        snprintf(name, sizeof name, "function-%d-fp32", function);
+        report(name, to, sizeof to);
+        function_fp64(function, wide, wide_to, WIDE);
+        snprintf(name, sizeof name, "function-%d-fp64", function);
+        report(name, wide_to, sizeof wide_to);
+    }
+    power_fp32(narrow, exponents, to, COUNT);
+    report("power-fp32", to, sizeof to);
+    power_fp64(wide, wide_exponents, wide_to, WIDE);
+    report("power-fp64", wide_to, sizeof wide_to);
+}
+
+/* Rows of a piece and more, with numbers left over; columns of a chain and more. */
+static void report_sums(void) {
+    enum { ROWS_ = 3, WIDTH = 5003, COUNT = ROWS_ * WIDTH };
+    static double wide[COUNT], wide_to[COUNT];
+    static uint16_t narrow_to[COUNT];
+    static float to[COUNT];
+    const float *x = numbers(COUNT, 0, 6), *slope = numbers(COUNT, 1, 7);
+    const uint16_t *narrow = halves_of(COUNT, 0, 6), *narrow_slope = halves_of(COUNT, 1, 7);
+    for (int i = 0; i < COUNT; i++) wide[i] = number(i, 0, 6) + number(i, 2, 40);
+    const void *operands[] = {x, narrow, wide}, *slopes_of[] = {slope, narrow_slope, wide};
+    void *results[] = {to, narrow_to, wide_to};
+    const size_t sizes[] = {sizeof(float), sizeof(uint16_t), sizeof(double)};
+    char name[64];
+    for (int format = FP32; format <= FP64; format++) {
+        row_sums(format, operands[format], results[format], ROWS_, WIDTH);
+        snprintf(name, sizeof name, "row-sums-%d", format);
+        report(name, results[format], ROWS_ * sizes[format]);
+        column_sums(format, operands[format], results[format], WIDTH, ROWS_, 0, ROWS_);
+        snprintf(name, sizeof name, "column-sums-%d", format);
+        report(name, results[format], ROWS_ * sizes[format]);
+        for (int logarithm = 0; logarithm < 2; logarithm++) {
+            if (softmax_rows(format, logarithm, operands[format], results[format], ROWS_, WIDTH)) exit(1);
+            snprintf(name, sizeof name, "softmax-%d-%d", format, logarithm);
+            report(name, results[format], COUNT * sizes[format]);
+            if (softmax_slopes(format, logarithm, slopes_of[format], operands[format], results[format], ROWS_, WIDTH)) exit(1);
+            snprintf(name, sizeof name, "softmax-slope-%d-%d", format, logarithm);
+            report(name, results[format], COUNT * sizes[format]);
+        }
+        const int functions[] = {FUNCTION_SIGMOID, FUNCTION_TANH, FUNCTION_SILU_SLOPE, FUNCTION_GELU_SLOPE, FUNCTION_GELU_TANH_SLOPE};
+        for (int i = 0; i < 5; i++) {
+            slopes(format, functions[i], slopes_of[format], operands[format], results[format], COUNT);
+            snprintf(name, sizeof name, "slope-%d-%d", format, functions[i]);
+            report(name, results[format], COUNT * sizes[format]);
+        }
+    }
+}
+
 int main(void) {
+    report_sums();
     report_products();
     report_attention();
     report_rows();
     report_layer_fp32();
     report_layer_bf16();
     report_passes_over_memory();
+    report_functions();
     return 0;
 }

@@ -8,7 +8,7 @@
 /* Whole numbers between -511 and 511 by a linear congruence, times 2^-shift: the same on every processor. */
 static inline float number(int64_t i, int seed, int shift) {
     const int64_t mixed = ((i + seed * 7919) * 1103515245 + 12345) % ((int64_t)1 << 31);
-    return (float)(mixed / 256 % 1023 - 511) / (float)(1 << shift);
+    return (float)(mixed / 256 % 1023 - 511) / (float)((int64_t)1 << shift);
 }
 
 static inline float *numbers(int64_t count, int seed, int shift) {

@@ -3,8 +3,7 @@
     python tests/processors/table.py
 
 Prints a table of instruction sets and threads: tests that passed, failed and were skipped, and the hash of the weights after the first steps, in portable
-and in native numerics. Tests assert equal bits or a refusal in words (``exact_or_refused.py``), never which processor they run on; a refusal counts
-as skipped. Exit code 1: a test failed, a training run failed, or the portable hash differs between two cells. Native hashes are shown and not compared.
+and in native numerics. Tests assert equal bits, never which processor they run on. Exit code 1: a test failed, a training run failed, or the portable hash differs between two cells. Native hashes are shown and not compared.
 
 An instruction set is a limit on PyTorch's, oneDNN's and MKL's dispatchers. It shows which code each chooses, and not what another vendor's processor rounds
 otherwise. Portable numerics sets PyTorch's own limit itself, so only the libraries' limits are on it.
@@ -44,16 +43,21 @@ ONE_THREAD = (
     "tests/hardware/test_kernels.py",
     "tests/hardware/test_layer_kernels.py",
     "tests/hardware/portable",
-    "tests/serve/numerics/test_exact.py",
-    "tests/serve/numerics/test_layers.py",
+    "tests/serve/test_numerics.py",
 )
 """Tests of which a second number of threads shows nothing new."""
 _ENGINE = "tests/serve/engine/test_engine.py::test_log_probabilities_are_the_trainers_to_the_bit"
 ANY_THREADS = (
-    "tests/serve/numerics/test_widths.py::test_numbers_of_rows_that_threads_cut_apart_keep_their_bits_or_are_not_offered",
+    "tests/serve/kv_cache/test_layer_cache.py",
     *(
         f"{_ENGINE}[{kind}]"
-        for kind in ("dense-fp32", "latent-fp32", "wide mixture-fp32", "gated shared experts-bf16")
+        for kind in (
+            "dense-fp32",
+            "badly cut widths-bf16",
+            "latent-fp32",
+            "wide mixture-fp32",
+            "gated shared experts-bf16",
+        )
     ),
 )
 SMALL = (
@@ -93,8 +97,7 @@ def instruction_sets() -> list[str]:
 
 def cell(name: str, threads: int, folder: Path) -> Cell:
     """Run the tests and both training runs of one cell in ``folder``."""
-    caches = folder.parent / f"cache-{name}"  # facts of a limit are its own; compiled kernels are everybody's
-    limits = {**LIMITS[name], "GOMP_SPINCOUNT": "0", "XDG_CACHE_HOME": str(caches)}
+    limits = {**LIMITS[name], "GOMP_SPINCOUNT": "0"}
     tests = (*ONE_THREAD, *ANY_THREADS) if threads == 1 else ANY_THREADS
     counts, output = run_tests(tests, threads, {**os.environ, **limits})
     hashes = []

@@ -21,7 +21,6 @@ from phalanx.observe.logs.line import Level
 from phalanx.observe.logs.order import order_for
 from phalanx.observe.logs.tail import last_lines
 from phalanx.run.factory import rank_environment
-from phalanx.run.rules.portable import numerics_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, read_failure, remove_failure
 from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
@@ -103,7 +102,6 @@ def _start(
         "PHALANX_MEETING_POINT": meeting_point,
         "PHALANX_LAUNCHER": str(os.getpid()),
         "OMP_NUM_THREADS": str(run.spec.runtime.threads),
-        **numerics_environment(run.spec.runtime),
         **rank_environment(run.spec.model.factory),
     }
     log = run.directory.log(run.attempt, rank)

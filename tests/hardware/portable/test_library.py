@@ -12,10 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.hardware.portable import library
-from phalanx.hardware.portable.library import attend, attend_backward, multiply
+from phalanx.hardware.portable.library import operations
+from phalanx.hardware.portable.operations import unfit_processor
 
+pytestmark = pytest.mark.skipif(bool(unfit_processor()), reason="portable numerics needs AVX2, or 64-bit Arm")
 SIZES = st.integers(1, 40)
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    product: Tensor = (operations().mm if left.dim() == 2 else operations().bmm)(left, right)
+    return product
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """``(b, h, q, v)`` and the logarithms of denominators ``(b, h, q)``."""
+    results: tuple[Tensor, Tensor] = operations()._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return results
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,13 +112,42 @@ def test_a_row_by_itself_is_a_row_of_many_whatever_lies_between_the_columns(
     assert torch.equal(multiply(rows[1:], weight.t()), multiply(rows, weight.t().contiguous())[1:])
 
 
-def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, right, batch = numbers(200, 300), numbers(300, 50, seed=1), numbers(5, 20, 30, seed=2)
-    alone = multiply(left, right), multiply(batch, batch.mT)
-    monkeypatch.setattr(library, "_LEAST_SHARE", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    together = multiply(left, right), multiply(batch, batch.mT)
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_threads_change_no_bit(threads: int) -> None:
+    left, right, batch = numbers(200, 3000), numbers(3000, 210, seed=1), numbers(50, 200, 300, seed=2)
+    heads = [numbers(2, 6, 100, 24, seed=seed) for seed in (3, 4, 5)]
+
+    def computed() -> list[Tensor]:
+        attended = attend(heads[0], heads[1], heads[2], None, 0.2, causal=True)
+        column, row = multiply(left, right[:, :1]), multiply(left[:1], right)
+        return [
+            multiply(left, right),
+            multiply(right.t(), left.t()),
+            multiply(batch, batch.mT),
+            column,
+            row,
+            *attended,
+        ]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = computed()
+        torch.set_num_threads(threads)
+        together = computed()
+    finally:
+        torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+@given(rows=SIZES, columns=st.integers(1, 150), depth=st.integers(0, 530))
+def test_doubles_are_multiplied_by_the_same_definition(rows: int, columns: int, depth: int) -> None:
+    left, right = numbers(rows, depth).double(), numbers(depth, columns, seed=1).double()
+    product = multiply(left, right)
+    assert torch.allclose(product, left @ right, rtol=1e-12, atol=1e-12)
+    assert torch.equal(multiply(left[-1:], right.t().contiguous().t()), product[-1:])
+    vector = operations().mv(right.t(), left[0])
+    assert torch.equal(vector, product[0])
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
@@ -140,7 +185,9 @@ def test_attention_and_its_gradients_are_those_of_the_formula(
 
     scale = widths[0] ** -0.5
     out, log_sums = attend(query, key, value, bias, scale, causal=causal)
-    found = attend_backward(slope, query, key, value, out, log_sums, bias, scale, causal=causal)
+    found = operations()._scaled_dot_product_flash_attention_for_cpu_backward(
+        slope, query, key, value, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale
+    )
     assert torch.allclose(out.double(), expected, atol=2e-6)
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one.double(), other, atol=2e-5)
@@ -164,7 +211,12 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 
 def test_other_formats_and_shapes_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"not of torch\.float64: set runtime\.numerics"):
-        multiply(numbers(2, 2).double(), numbers(2, 2).double())
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+    with pytest.raises(
+        RuntimeError, match=r"products of fp32, bf16 and fp64 alone: .* set runtime\.numerics"
+    ):
+        multiply(numbers(2, 2).half(), numbers(2, 2).half())
+    doubles = numbers(1, 1, 2, 4).double()
+    with pytest.raises(RuntimeError, match="attention of fp32 and bf16 alone"):
+        attend(doubles, doubles, doubles, None, 1.0, causal=True)
+    with pytest.raises(RuntimeError, match="do not go together"):
         multiply(numbers(2, 3), numbers(2, 3))

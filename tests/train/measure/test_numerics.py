@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from forked_python import Popen
 from phalanx.data.stored.index import read_index
-from phalanx.model.layers.attention.absorbed import AbsorbedUp
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, RunStarted
 from phalanx.run.directory.durable import create_once
@@ -27,7 +25,6 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import MlaSpec, RunSpec
 from phalanx.train.assembly import assemble
 from phalanx.train.lifecycle.ending import read_failure
-from phalanx.train.measure import numerics
 from phalanx.train.measure.numerics import (
     MixedMachinesError,
     Numerics,
@@ -133,15 +130,17 @@ def test_products_by_heads_and_attention_to_latents_are_tried_where_the_run_has_
     # A machine that adds up in another order where heads have matrices of their own, or are as wide as latents.
     attend = F.scaled_dot_product_attention
 
+    multiply = torch.bmm
+
     def product(rows: Tensor, matrices: Tensor) -> Tensor:
-        return torch.bmm(rows.flip(2), matrices.flip(1))
+        return multiply(rows.flip(2), matrices.flip(1))
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if query.shape[-1] == 24:
             query, key = query.flip(3), key.flip(3)
         return attend(query, key, value, **options)
 
-    monkeypatch.setattr(numerics, "AbsorbedUp", partial(AbsorbedUp, product=product))
+    monkeypatch.setattr(torch, "bmm", product)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     assert set(differing(found, probe(absorbed, CPU))) == own
     assert differing(others, probe(latent, CPU)) == []

@@ -21,7 +21,6 @@ from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_text
-from phalanx.run.rules.portable import numerics_environment
 from phalanx.run.spec import RuntimeSpec
 
 _HEAD_BYTES = 4
@@ -70,7 +69,6 @@ class WorkerProcess:
             **os.environ,
             "PHALANX_LAUNCHER": str(os.getpid()),
             "OMP_NUM_THREADS": str(runtime.threads),
-            **numerics_environment(runtime),
             # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }

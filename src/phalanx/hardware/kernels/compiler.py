@@ -26,6 +26,8 @@ from pathlib import Path
 
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""
+_COMPILATION_S = 600
+"""Time for a compilation, which takes seconds of a processor that others may use too."""
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -33,10 +35,12 @@ class NoHostKernelsError(RuntimeError):
     """The kernels could not be compiled or loaded."""
 
 
-def library_path(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
+def library_path(
+    source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
+) -> Path:
     """Where the compiled library of ``source``, of the sources ``beside`` it, and of the headers that they include, lies, or is to lie."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = hashlib.sha256(" ".join((*options, platform.machine())).encode())
+    key = hashlib.sha256(" ".join((*options, *linked, platform.machine())).encode())
     for part in _with_headers((source, *beside)):
         key.update(part.read_bytes())
     return cache / "phalanx" / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}.so"
@@ -55,10 +59,12 @@ def _with_headers(sources: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def is_to_compile(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> bool:
+def is_to_compile(
+    source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
+) -> bool:
     """True if ``compiled`` will call the compiler, which takes seconds."""
     try:
-        missing = not library_path(source, options, beside=beside).exists()
+        missing = not library_path(source, options, beside=beside, linked=linked).exists()
     except (OSError, RuntimeError):  # a user without a home has no library
         return False
     return missing and _compiler() is not None
@@ -68,10 +74,13 @@ def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
-def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = ()) -> Path:
-    """The library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet. Raises ``NoHostKernelsError``."""
+def compiled(
+    source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
+) -> Path:
+    """The library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet; ``linked`` are options that name
+    libraries. Raises ``NoHostKernelsError``."""
     try:
-        target = library_path(source, options, beside=beside)
+        target = library_path(source, options, beside=beside, linked=linked)
         if target.exists():
             return target
         compiler = _compiler()
@@ -84,8 +93,10 @@ def compiled(source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence
                 with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                     made = Path(folder) / target.name
                     sources = map(str, (source, *beside))
-                    command = [compiler, *options, *sources, "-o", str(made), "-lm"]
-                    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                    command = [compiler, *options, *sources, "-o", str(made), *linked, "-lm"]
+                    subprocess.run(
+                        command, check=True, capture_output=True, text=True, timeout=_COMPILATION_S
+                    )
                     with made.open("rb") as file:
                         os.fsync(file.fileno())
                     made.replace(target)

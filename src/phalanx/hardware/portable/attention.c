@@ -1,6 +1,6 @@
 /* Attention, forward and backward, whose bits are a matter of definition (see matrix.h). */
 
-#include "functions.h"
+#include "functions/functions.h"
 #include "matrix.h"
 
 #include <stdlib.h>
@@ -16,6 +16,20 @@ typedef struct {
 } head;
 
 static int64_t seen_keys(const head *h, int64_t row) { return h->causal ? least(h->keys, row + 1) : h->keys; }
+
+/* row = e^(row - shift). */
+FUSING static void exponentials(float *row, int64_t count, float shift) {
+  int64_t j = 0;
+  for (; j + LANES <= count; j += LANES) put(row + j, exp_lanes(at(row + j) - all(shift)));
+  if (j < count) {
+    float rest[LANES] = {0};
+    memcpy(rest, row + j, (size_t)(count - j) * sizeof(float));
+    put(rest, exp_lanes(at(rest) - all(shift)));
+    memcpy(row + j, rest, (size_t)(count - j) * sizeof(float));
+  }
+}
+
+FUSING static float logarithm(float x) { return log_lanes(all(x))[0]; }
 
 /* The scores of `count` rows from `first` on, (count, keys), of which each row has those of the keys that it sees. */
 FUSING static void score(const head *h, int64_t first, int64_t count, float *scores, workspace w) {
@@ -46,7 +60,7 @@ FUSING static void attend(const head *h, void *out, int64_t out_step, int32_t na
       int64_t seen = seen_keys(h, first + i);
       for (int64_t j = 0; j < seen; j++) largest = row[j] > largest ? row[j] : largest;
       float shift = largest == -INFINITY ? 0.0f : largest;
-      for (int64_t j = 0; j < seen; j++) row[j] = exponential(row[j] - shift);
+      exponentials(row, seen, shift);
       for (int64_t j = seen; j < keys; j++) row[j] = 0.0f;
       int64_t whole = seen / 16 * 16;
       for (int64_t j = 0; j < whole; j += 16)
@@ -54,7 +68,7 @@ FUSING static void attend(const head *h, void *out, int64_t out_step, int32_t na
       for (int64_t j = whole; j < seen; j++) sums[j - whole] += row[j];
       float sum = added(sums);
       divisors[i] = sum;
-      log_sums[(first + i) * log_step] = sum > 0 ? (float)((double)shift + logarithm(sum)) : (sum == 0 ? -INFINITY : sum);
+      log_sums[(first + i) * log_step] = sum > 0 ? shift + logarithm(sum) : (sum == 0 ? -INFINITY : sum);
     }
     multiply(count, h->value_width, keys, weights, h->value, block, h->value_width, 0, w);
     for (int64_t i = 0; i < count; i++) {
@@ -87,7 +101,7 @@ FUSING static void attend_backward(const head *h, matrix grad_out, matrix out, c
         sums[j & 15] += slope_of_out * result;
       }
       float common = added(sums);
-      for (int64_t j = 0; j < seen; j++) row[j] = exponential(row[j] - log_sum);
+      exponentials(row, seen, log_sum);
       for (int64_t j = 0; j < seen; j++) slope[j] = row[j] * (slope[j] - common) * h->scale;
       for (int64_t j = seen; j < keys; j++) row[j] = slope[j] = 0.0f;
     }
@@ -103,16 +117,17 @@ static matrix at_head(const matrix *m, const int64_t steps[2], int64_t sequence,
   return here;
 }
 
-/* `shape`: sequences, query heads, key heads, queries, keys, width, width of a value. `steps`: from a sequence and from a head to the next, in
+/* Heads `first` to `last`, those of all sequences counted one after the other.
+   `shape`: sequences, query heads, key heads, queries, keys, width, width of a value. `steps`: from a sequence and from a head to the next, in
    elements, of query, key, value, bias. Results follow each other: out (sequences, queries, heads, v), log sums (sequences, heads, queries). */
 int attention(const int64_t shape[7], const matrix inputs[4], const int64_t steps[8], float scale, int32_t causal, void *out, int32_t narrow,
-              float *log_sums) {
+              float *log_sums, int64_t first, int64_t last) {
   int64_t heads = shape[1], shared = heads / shape[2], queries = shape[3], keys = shape[4], v = shape[6];
   workspace w = whole_workspace();
   float *scratch = malloc((QUERIES * keys + QUERIES * v + 1) * sizeof(float));
   int failed = !w.rows || !w.columns || !scratch;
-  for (int64_t b = 0; b < shape[0] && !failed; b++)
-    for (int64_t n = 0; n < heads; n++) {
+  for (int64_t at = first; at < last && !failed; at++) {
+      int64_t b = at / heads, n = at % heads;
       head h = {queries, keys, shape[5], v, at_head(inputs, steps, b, n), at_head(inputs + 1, steps + 2, b, n / shared),
                 at_head(inputs + 2, steps + 4, b, n / shared), at_head(inputs + 3, steps + 6, b, n), scale, causal};
       char *to = (char *)out + (b * queries * heads + n) * v * (narrow ? 2 : 4);
@@ -123,18 +138,19 @@ int attention(const int64_t shape[7], const matrix inputs[4], const int64_t step
   return failed;
 }
 
-/* `inputs` and `steps` go on with the gradient of out and out. Gradients follow each other, (sequences, heads, tokens, width). The query
+/* Heads of keys `first` to `last`, and of the queries that share them. `inputs` and `steps` go on with the gradient of out and out. Gradients follow each other, (sequences, heads, tokens, width). The query
    heads that share a key's head add to its gradient one after the other. */
 int attention_backward(const int64_t shape[7], const matrix inputs[6], const int64_t steps[12], float scale, int32_t causal,
-                       const float *log_sums, void *grad_query, void *grad_key, void *grad_value, int32_t narrow) {
+                       const float *log_sums, void *grad_query, void *grad_key, void *grad_value, int32_t narrow, int64_t first,
+                       int64_t last) {
   int64_t heads = shape[1], shared = heads / shape[2], queries = shape[3], keys = shape[4], e = shape[5], v = shape[6];
   int64_t size = narrow ? 2 : 4;
   workspace w = whole_workspace();
   float *scratch = malloc((2 * QUERIES * keys + 1) * sizeof(float));
   float *sums = malloc((queries * e + keys * e + keys * v + 1) * sizeof(float));
   int failed = !w.rows || !w.columns || !scratch || !sums;
-  for (int64_t b = 0; b < shape[0] && !failed; b++)
-    for (int64_t n = 0; n < heads; n++) {
+  for (int64_t at = first * shared; at < last * shared && !failed; at++) {
+      int64_t b = at / heads, n = at % heads;
       head h = {queries, keys, e, v, at_head(inputs, steps, b, n), at_head(inputs + 1, steps + 2, b, n / shared),
                 at_head(inputs + 2, steps + 4, b, n / shared), at_head(inputs + 3, steps + 6, b, n), scale, causal};
       float *of_query = sums, *of_key = sums + queries * e, *of_value = of_key + keys * e;

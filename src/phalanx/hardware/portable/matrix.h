@@ -5,7 +5,7 @@
 
      product:   c[i][j] = ((s_0 + s_1) + s_2) + ...,   s_p the chain s = fma(a[i][k], b[k][j], s) from 0 over k = 256 p, 256 p + 1, ...
      row sums:  sixteen sums of every sixteenth number, then added in pairs: 8 + 8, 4 + 4, 2 + 2, 1 + 1
-     exponents: a polynomial of stated coefficients, in functions.h
+     functions: polynomials of stated coefficients, in functions/
 
    Which elements are computed together does not enter: a row of a product does not depend on the other rows, nor a column on other
    columns.
@@ -19,16 +19,10 @@
 #include <string.h>
 
 #include "../kernels/vectors.h"
+#include "kernels.h"
 
 #define SHARED __attribute__((visibility("hidden"))) /* between the sources of this library, and with no other that is loaded */
 #define DEPTH 256 /* terms of a chain: part of the definition */
-
-/* A matrix in memory: element (i, j) lies i * row + j * column elements behind `at`, fp32 or, if narrow, bf16. */
-typedef struct {
-  const void *at;
-  int64_t row, column;
-  int32_t narrow;
-} matrix;
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

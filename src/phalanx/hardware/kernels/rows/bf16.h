@@ -5,8 +5,8 @@
 
 /* A bf16 number: the upper half of an fp32's bits. */
 typedef uint16_t half;
-typedef half halves __attribute__((vector_size(LANES * sizeof(half))));
-typedef halves halves_anywhere __attribute__((aligned(sizeof(half))));
+typedef half half_lanes __attribute__((vector_size(LANES * sizeof(half))));
+typedef half_lanes halves_anywhere __attribute__((aligned(sizeof(half))));
 typedef words words_anywhere __attribute__((aligned(sizeof(half))));
 
 enum {
@@ -47,7 +47,7 @@ INLINE lanes rounded(lanes x) {
 /* Numbers that are bf16 already. */
 INLINE void put_rounded(half *to, lanes x) {
     const words bits = (words)x >> 16 & 0xffff;
-    *(halves_anywhere *)to = __builtin_convertvector(bits, halves);
+    *(halves_anywhere *)to = __builtin_convertvector(bits, half_lanes);
 }
 
 /* Even and odd ones of sixteen neighbors. */

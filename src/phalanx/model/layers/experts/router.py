@@ -163,7 +163,7 @@ class Router(nn.Module):
         assert self.bias is not None, "this router has no bias: set model.moe.balance_bias"
         # In whole numbers: a mean in floating point could round to either side of a count.
         missing = counts.sum() - counts * self.moe.experts
-        self.bias.add_(missing.sign().to(self.bias.dtype), alpha=self.moe.bias_speed)
+        self.bias.add_(missing.sign().to(self.bias.dtype) * self.moe.bias_speed)
 
 
 def routers(module: nn.Module) -> Iterator[tuple[str, Router]]:
