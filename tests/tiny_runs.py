@@ -61,7 +61,9 @@ def tiny_run(
         ),
         optimizer=OptimizerSpec(lr=1e-2, weight_decay=0.1, clip_norm=0.5),
         schedule=ScheduleSpec(warmup_steps=2),
-        runtime=RuntimeSpec(device="cpu", seed=3),
+        runtime=RuntimeSpec(
+            device="cpu", seed=3, numerics="native"
+        ),  # a worker of tests has other runs after this one
         checkpoint=CheckpointSpec(every_steps=2, keep_last=3),
         evaluation=EvalSpec(every_steps=2, sequences=5, final_sequences=16),
         observe=ObserveSpec(memory_at_step=0),  # a step whose memory is looked at takes as long as five

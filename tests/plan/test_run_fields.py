@@ -121,7 +121,6 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
     "memory.recompute": (DENSE, "full"),
     "memory.offload_activations": (DENSE, "host"),
     "memory.offload_optimizer": (DENSE, "host"),
-    "runtime.numerics": (DENSE, "portable"),
     "runtime.compile": (replace(DENSE, runtime=RuntimeSpec(device="cuda")), True),
     "parallel.ranks": (DENSE, 16),
     "parallel.sharding": (DENSE, "zero2"),
@@ -311,19 +310,6 @@ def test_the_last_evaluation_is_noted_where_it_is_long_or_of_unknown_length(fina
     spec = changed(DENSE, "evaluation.final_sequences", final)
     noted = [note for note in notes_of(spec, cluster("h100:32")) if "after the last step" in note]
     assert len(noted) == (final == 0)
-
-
-def test_portable_numerics_take_a_ninth_longer_for_products_and_nothing_for_the_rest() -> None:
-    native, portable = (
-        make_plan(spec, cluster("cpu:2"), Aim(layout="file"), searching=False).chosen.time
-        for spec in (ON_CPUS, changed(ON_CPUS, "runtime.numerics", "portable"))
-    )
-    # Waiting for each other grows with the whole step.
-    slower = {
-        name for name, seconds in portable.items() if seconds > native.get(name, 0.0) and name != "scale_tax"
-    }
-    assert slower == {"matmul", "attention"}
-    assert all(portable[name] == pytest.approx(native[name] / 0.9) for name in slower)
 
 
 def test_muon_takes_as_long_on_a_gpu_whatever_the_format_of_computing() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from phalanx.run.rules.portable import ARITHMETIC
 from phalanx.run.section_reader import field_types
 from phalanx.run.spec import RunSpec
 
@@ -37,6 +38,10 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
         owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_LANES}
     if spec.model.context_tiles:
         owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_TILES}
+    # Native numerics say nothing, as in runs from before there was a choice.
+    owned.pop("runtime.numerics", None)
+    if spec.runtime.numerics == "portable":
+        owned["runtime.numerics"] = ARITHMETIC
     if spec.memory.recompute == "budget":
         owned["memory.recompute_budget"] = spec.memory.recompute_budget
     return owned

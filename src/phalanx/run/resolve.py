@@ -16,7 +16,7 @@ Device = Literal["cpu", "cuda"]
 def device_of(runtime: RuntimeSpec, *, has_gpu: bool) -> Device:
     """The kind of device that a run computes on: the one that is asked for, else a GPU where there is one."""
     if runtime.device == "auto":
-        return "cuda" if has_gpu and runtime.numerics == "native" else "cpu"
+        return "cuda" if has_gpu and runtime.numerics != "portable" else "cpu"
     return runtime.device
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 from phalanx.run.fields import FLEET
 from phalanx.run.sections.checkpoint import CheckpointSpec
 from phalanx.run.sections.data import DataSpec, SourceSpec
-from phalanx.run.sections.evaluation import EvalSpec, SampleSpec
+from phalanx.run.sections.evaluation import EvalSpec, ExpectSpec, SampleSpec
 from phalanx.run.sections.fleet import FleetSpec
 from phalanx.run.sections.launch import LaunchSpec
 from phalanx.run.sections.model import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointSpec",
     "DataSpec",
     "EvalSpec",
+    "ExpectSpec",
     "FleetSpec",
     "LaunchSpec",
     "MemorySpec",
@@ -69,6 +70,7 @@ class RunSpec:
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     evaluation: EvalSpec = field(default_factory=EvalSpec)
     sample: SampleSpec = field(default_factory=SampleSpec)
+    expect: ExpectSpec = field(default_factory=ExpectSpec)
     observe: ObserveSpec = field(default_factory=ObserveSpec)
     fleet: FleetSpec = field(default_factory=FleetSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)

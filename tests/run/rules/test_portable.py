@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.run.identity import run_owned
 from phalanx.run.resolve import device_of
-from phalanx.run.rules.portable import ENVIRONMENT, numerics_environment, problems
+from phalanx.run.rules.portable import ARITHMETIC, problems
 from phalanx.run.spec import ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
 
 RUN = RunSpec(name="portable", runtime=RuntimeSpec(numerics="portable"))
@@ -31,14 +31,12 @@ def test_what_its_kernels_do_not_compute_is_refused_by_its_field(path: str, spec
     assert list(problems(replace(spec, runtime=replace(spec.runtime, numerics="native")))) == []
 
 
-def test_a_run_that_does_not_ask_for_it_keeps_its_identity_and_its_environment() -> None:
+def test_a_run_that_does_not_ask_for_it_keeps_its_identity() -> None:
     assert "runtime.numerics" not in run_owned(RunSpec(name="native"))
-    assert numerics_environment(RuntimeSpec()) == {}
 
 
-def test_a_run_that_asks_for_it_is_another_run() -> None:
-    assert run_owned(RUN)["runtime.numerics"] == "portable"
-    assert numerics_environment(RUN.runtime) == ENVIRONMENT
+def test_a_run_that_asks_for_it_is_another_run_and_names_the_definition_of_its_arithmetic() -> None:
+    assert run_owned(RUN)["runtime.numerics"] == ARITHMETIC
 
 
 def test_it_computes_on_the_processor_even_where_there_is_a_gpu() -> None:

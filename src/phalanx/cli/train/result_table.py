@@ -10,20 +10,35 @@ from rich.table import Table
 
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.result import RunResult
+from phalanx.run.rules.expected_weights import Comparison
 
 _ABOVE = " (above the measured peak: other work slowed that measurement when the run began)"
 
 
-def result_table(result: RunResult, directory: RunDirectory, program: Sequence[str] = ("phalanx",)) -> Table:
+_COMPARED = {
+    "equal": "[green]equal[/] to the hash in the run file: this machine computes what others have computed",
+    "different": "[red]different[/] from the hash in the run file: please report it with the file record.json of the run directory",
+    "not expected": "not compared: the run file has no hash for this run on this dataset ({run})",
+}
+
+
+def result_table(
+    result: RunResult,
+    directory: RunDirectory,
+    program: Sequence[str] = ("phalanx",),
+    comparison: Comparison | None = None,
+) -> Table:
     """The figures by which runs are compared, in two columns, and the command that shows them beside other runs'.
 
-    ``program`` are the words by which this program is called.
+    ``program`` are the words by which this program is called, ``comparison`` is that with the weights that the run file expects.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for label, value in _rows(result, directory):
         table.add_row(label, value)
+    if comparison is not None:
+        table.add_row("expected", _COMPARED[comparison].format(run=directory.path.name))
     table.add_row("see all of it", page_command(directory, program))
     return table
 

@@ -23,12 +23,14 @@ from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.directory.result import RunResult
+from phalanx.run.rules.expected_weights import compared
 from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.child_run import changes_from_parent
 from phalanx.train.start.earlier_data import notes_of_earlier_data
-from phalanx.train.start.open_run import OpenRun
+from phalanx.train.start.numerics import note_of_fallback
+from phalanx.train.start.open_run import OpenRun, key_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,6 +97,14 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
 def tell_on(console: Console) -> Callable[[str], None]:
     """Returns a function for launchers: it prints what becomes of a request to stop."""
     return lambda words: console.print(f"[yellow]{words}[/]")
+
+
+def tell_fallback(written: RunSpec, run: OpenRun, console: Console) -> None:
+    """Prints why the numerics of a run that leaves them open are native, if they are."""
+    from rich.markup import escape
+
+    if note := note_of_fallback(written, run.spec):
+        console.print(f"[yellow]note:[/] {escape(note)}")
 
 
 def tell_earlier_data(run: OpenRun, console: Console) -> None:
@@ -192,9 +202,17 @@ def _report(
         table["sample"] = text
     from phalanx.cli.train.result_table import result_table
 
-    console.print(result_table(result, directory, _program()))
+    comparison = compared(spec, _key_of(directory), result.weights_sha256)
+    if comparison is not None:
+        table["expected_weights"] = comparison
+    console.print(result_table(result, directory, _program(), comparison))
     if as_json:
         click.echo(json.dumps(table))
+
+
+def _key_of(directory: RunDirectory) -> str:
+    record = directory.read_record()
+    return key_of(str(record.get("identity", "")), str(record.get("data_fingerprint", "")))
 
 
 def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:

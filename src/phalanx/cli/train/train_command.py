@@ -17,6 +17,7 @@ from phalanx.cli.train.session import (
     event_display,
     progress_on,
     tell_earlier_data,
+    tell_fallback,
     tell_on,
     tell_parent,
 )
@@ -204,6 +205,7 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     )
     tell_parent(run, console)
     tell_earlier_data(run, console)
+    tell_fallback(spec, run, console)
     for change in run.layout_changes:
         console.print(
             f"[yellow]another layout than before[/]: {change}; the bits of the weights depend on it"

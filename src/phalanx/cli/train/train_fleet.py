@@ -20,6 +20,7 @@ from phalanx.cli.train.session import (
     event_display,
     progress_on,
     tell_earlier_data,
+    tell_fallback,
     tell_on,
     tell_parent,
 )
@@ -69,6 +70,7 @@ def train_fleet(
     )
     tell_parent(run, console)
     tell_earlier_data(run, console)
+    tell_fallback(spec, run, console)
     console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
     fleet = LocalFleet(nodes, spares, planned, lead=lead)
     with explained(SecurityError):

@@ -290,7 +290,7 @@ class _RankShare:
                 seconds(columns, inner, each, result_bytes=adding),
             ]
         )
-        return casts + products / self.job.stack.kernels.product_rate
+        return casts + products
 
     def _casts(self, format_: str, operands: tuple[Floats, Floats], groups: Floats) -> Floats:
         """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
@@ -326,7 +326,7 @@ class _RankShare:
             tokens=keys / self.keys.context,
         )
         forward, backward = seconds(flops, backward=False), seconds(2.5 * flops, backward=True)
-        return np.stack([forward, backward, np.zeros_like(forward)]) / self.job.stack.kernels.product_rate
+        return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _local(self, experts: int) -> Floats:
         """Experts of a rank out of ``experts``; one for operations that are not repeated for each expert."""

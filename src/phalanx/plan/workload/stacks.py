@@ -139,8 +139,6 @@ class Kernels:
     """The same calls when a whole layer is computed again, beside those of its forward pass."""
     blocking_launches: bool = False
     """True if the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
-    product_rate: float = 1.0
-    """Rate of matrix products and attention over that of the kernels that the accelerator's constants were fitted to."""
 
 
 @dataclass(frozen=True)
@@ -360,15 +358,10 @@ def stack_of(spec: RunSpec) -> Stack:
         overlap=Overlap(tensor=0.5 if spec.parallel.async_tensor else 0.0),
         kernels=Kernels(
             fused_pointwise=spec.runtime.compile,
-            product_rate=_PORTABLE_RATE if spec.runtime.numerics == "portable" else 1.0,
         ),
         attention=AttentionPath(exchange="gather" if spec.parallel.context_mode == "allgather" else "ring"),
         loss=Loss(chunk=spec.train.loss_chunk),
     )
-
-
-_PORTABLE_RATE = 0.9
-"""Rate of portable products over MKL's: 0.86 to 0.93 for those of ``toy-4m`` (fp32, one thread of an AMD EPYC with AVX2; ``bench.reproduce.portable``)."""
 
 
 def _bin_bytes(spec: RunSpec) -> float:

@@ -320,6 +320,9 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
         else:
             remedy = import_first(directory.path)
         raise RunDirectoryError(f"{directory.path} {kind}: {why}{remedy}") from error
+    # Runs from before there was a choice of numerics are native.
+    if isinstance(runtime := table.get("runtime", {}), dict):
+        table["runtime"] = {"numerics": "native", **runtime}
     spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
     if spec is None:
         raise RunDirectoryError(

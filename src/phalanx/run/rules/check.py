@@ -12,7 +12,7 @@ from phalanx.run.degrees.smaller import problems_on, smaller_degree_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import latent_attention, whole_model
 from phalanx.run.problems import Problem, divisors_near
-from phalanx.run.rules import independent_rows, mixture_rules, portable
+from phalanx.run.rules import expected_weights, independent_rows, mixture_rules, portable
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 
@@ -26,6 +26,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *model,
         *independent_rows.problems(spec),
         *portable.problems(spec),
+        *expected_weights.problems(spec),
         *_absorbed(spec),
         *mixture_rules.problems(spec.data),
         *_train(spec.train),

@@ -1,4 +1,4 @@
-"""``[evaluation]`` and ``[sample]``: held-out text, and text that is generated."""
+"""``[evaluation]``, ``[sample]`` and ``[expect]``: held-out text, text that is generated, and the weights that others have got."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ class SampleSpec:
     """Number of tokens to generate."""
     temperature: Annotated[float, FLEET, NOT_NEGATIVE] = 0.8
     """Sampling temperature; 0 takes the most likely token (greedy)."""
+
+
+@dataclass(frozen=True)
+class ExpectSpec:
+    """The weights that a run has had elsewhere, with which the result is compared."""
+
+    weights: Annotated[tuple[str, ...], FLEET] = ()
+    """Each "RUN SHA256": the first 8 digits or more of a run's key, as in its directory's name, and the SHA-256 of its weights at the end. The key is that
+    of the run's own fields and its data, so a changed run or another dataset is not compared."""

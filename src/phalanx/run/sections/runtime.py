@@ -52,9 +52,10 @@ class RuntimeSpec:
     """CPU threads per rank. It belongs to the run, because a sum that is split over threads rounds differently."""
     compile: bool = False
     """If true, the transformer blocks are compiled with torch.compile."""
-    numerics: Annotated[Literal["native", "portable"], LATER] = "native"
-    """Arithmetic of ranks on CPUs. "native" takes the fastest kernels of a processor, whose bits are its own; with "portable" every x86-64
-    processor with AVX2 gives the same bits, with the same release of PyTorch ("auto" devices are then CPUs, and a C compiler is needed)."""
+    numerics: Annotated[Literal["auto", "portable", "native"], LATER] = "auto"
+    """Arithmetic of ranks on CPUs. With "portable" x86-64 processors with AVX2 and 64-bit Arm processors give the same bits, with any release of
+    PyTorch ("auto" devices are then CPUs, and compilers of C and C++ are needed). "native" takes a processor's own kernels, whose bits are its own. "auto" is
+    portable on CPUs where that is possible, native on GPUs; a run that has begun keeps its arithmetic."""
     mixed_machines: Annotated[bool, LAYOUT, LATER] = False
     """If true, ranks may compute on machines whose kernels round differently; the bits then depend on which of them computed what. If
     false, such machines are found by probes at the start, and refused."""

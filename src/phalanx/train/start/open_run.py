@@ -49,7 +49,12 @@ class OpenRun:
 
 def run_key(spec: RunSpec, fingerprint: str) -> str:
     """The identity of a run together with its data: 64 hexadecimal digits."""
-    return hashlib.sha256(f"{identity(spec)} {fingerprint}".encode()).hexdigest()
+    return key_of(identity(spec), fingerprint)
+
+
+def key_of(identity_sha256: str, fingerprint: str) -> str:
+    """The same of a recorded identity."""
+    return hashlib.sha256(f"{identity_sha256} {fingerprint}".encode()).hexdigest()
 
 
 def _candidates(spec: RunSpec, fingerprint: str) -> Iterator[Path]:

@@ -45,6 +45,7 @@ from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_remote, is_url
 from phalanx.train.start.checks import start_problems
+from phalanx.train.start.numerics import with_numerics
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
 
 
@@ -102,7 +103,7 @@ def _require_folders(data: DataSpec) -> None:
 
 
 def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> RunSpec:
-    """The run with nothing left to a rule: vocabulary, dimensions, device and format as they will be.
+    """The run with nothing left to a rule: vocabulary, dimensions, device, format and arithmetic as they will be.
 
     Raises ``RunFileError`` where the model cannot take the data.
     """
@@ -135,6 +136,7 @@ def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> Ru
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
     )
+    resolved = with_numerics(resolved, index.fingerprint)
     problems = list(problems_on(resolved, spec.parallel.ranks))  # some sizes are known only now
     if problems:
         raise RunFileError(path, problems)

@@ -1,0 +1,119 @@
+"""A run whose file leaves its arithmetic open is portable where it can be, and keeps the arithmetic that it has begun with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from phalanx.run.identity import identity
+from phalanx.run.read import to_table
+from phalanx.run.rules.portable import not_portable
+from phalanx.run.spec import CheckpointSpec, OptimizerSpec, RunSpec, RuntimeSpec
+from phalanx.train.start.numerics import note_of_fallback, reason_for_native, with_numerics
+from phalanx.train.start.open_run import choose
+
+OPEN = RunSpec(name="open", runtime=RuntimeSpec(device="cpu"))
+FINGERPRINT = "f" * 64
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder of programs in which there are compilers, and a processor that has the instructions; runs lie in another folder."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("gcc", "g++"):
+        (programs / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setattr("phalanx.hardware.portable.processor.platform.machine", lambda: "aarch64")
+    monkeypatch.chdir(tmp_path)
+    return programs
+
+
+def of(numerics: str, **fields: object) -> RunSpec:
+    runtime = dataclasses.replace(OPEN.runtime, numerics=numerics)  # type: ignore[arg-type]
+    return dataclasses.replace(OPEN, runtime=runtime, **fields)  # type: ignore[arg-type]
+
+
+def begin(spec: RunSpec, *, finished: bool = False) -> Path:
+    """Writes what the first start of a run leaves."""
+    directory = choose(spec, FINGERPRINT)
+    directory.path.mkdir(parents=True)
+    directory.record.write_text(json.dumps({"identity": identity(spec)}))
+    directory.run_file.write_text(tomli_w.dumps(to_table(spec)))
+    if finished:
+        directory.result.write_text("{}")
+    return directory.path
+
+
+def chosen(spec: RunSpec) -> str:
+    return with_numerics(spec, FINGERPRINT).runtime.numerics
+
+
+def test_it_is_portable_on_a_cpu_and_native_on_a_gpu() -> None:
+    assert chosen(OPEN) == "portable"
+    assert chosen(dataclasses.replace(OPEN, runtime=RuntimeSpec(device="cuda"))) == "native"
+
+
+@pytest.mark.parametrize("numerics", ["portable", "native"])
+def test_what_the_file_says_holds(numerics: str) -> None:
+    begin(of("native" if numerics == "portable" else "portable"))
+    assert chosen(of(numerics)) == numerics
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "g++"])
+def test_without_a_compiler_it_is_native_which_is_told_with_what_it_costs(
+    machine: Path, compiler: str
+) -> None:
+    (machine / compiler).unlink()
+    resolved = with_numerics(OPEN, FINGERPRINT)
+    assert resolved.runtime.numerics == "native"
+    note = note_of_fallback(OPEN, resolved)
+    assert note.startswith(
+        "numerics are native, so the weights' bits belong to this kind of processor; there is no C"
+    )
+    assert note_of_fallback(of("native"), resolved) == ""
+
+
+def test_what_portable_kernels_do_not_compute_is_native() -> None:
+    spec = dataclasses.replace(OPEN, optimizer=OptimizerSpec(name="soap"))
+    assert next(not_portable(spec))[0] == "optimizer.name"
+    assert chosen(spec) == "native"
+    assert reason_for_native(spec).startswith("optimizer.name: ")
+
+
+@pytest.mark.parametrize("numerics", ["portable", "native"])
+def test_a_run_that_has_begun_keeps_its_arithmetic(machine: Path, numerics: str) -> None:
+    folder = begin(of(numerics))
+    (machine / "gcc").unlink()  # on a machine that would choose otherwise
+    assert chosen(OPEN) == numerics
+    assert choose(with_numerics(OPEN, FINGERPRINT), FINGERPRINT).path == folder
+    assert note_of_fallback(OPEN, with_numerics(OPEN, FINGERPRINT)) == "" or numerics == "native"
+
+
+def test_a_finished_run_does_not_decide_for_the_next() -> None:
+    begin(of("native"), finished=True)
+    assert chosen(OPEN) == "portable"
+
+
+@pytest.mark.parametrize("numerics", ["portable", "native"])
+def test_so_does_one_in_a_directory_that_is_named(numerics: str) -> None:
+    begin(of(numerics, run_dir="mine"))
+    assert chosen(dataclasses.replace(OPEN, run_dir="mine")) == numerics
+
+
+def test_a_run_from_before_there_was_a_choice_is_native() -> None:
+    folder = begin(of("native", run_dir="mine"))
+    table = to_table(of("native", run_dir="mine"))
+    del table["runtime"]["numerics"]
+    (folder / "run.toml").write_text(tomli_w.dumps(table))
+    assert chosen(dataclasses.replace(OPEN, run_dir="mine")) == "native"
+
+
+def test_a_run_that_goes_on_from_another_takes_over_its_arithmetic() -> None:
+    parent = begin(of("native", run_dir="parent"))
+    start = CheckpointSpec(init_from=str(parent / "checkpoints" / "step-00000002"), init_with="training")
+    assert chosen(dataclasses.replace(OPEN, checkpoint=start)) == "native"
