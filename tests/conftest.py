@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import lanes
-from exact_or_refused import skip_refused
 from ranks import Ranks
 from store.servers import Server, fake_gcs, ministack
 
@@ -89,20 +89,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, object, object]:
-    """Skips a test whose exact numerics this processor refuses in words."""
-    with skip_refused():
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup() -> Generator[None, object, object]:
-    """Skips the tests of a fixture whose exact numerics this processor refuses in words."""
-    with skip_refused():
-        return (yield)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first; ``--no-loadscope-reorder`` keeps that order. Slow tests have more time."""
     turn = {TESTS / name: number for number, name in enumerate(LONGEST)}
@@ -115,6 +101,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Bytes are called by their argument: gzip, zip and tar write the time, and processes would collect different ids."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_are_left_as_they_were() -> Iterator[None]:
+    """Portable kernels, which a process has for all that it computes, are withdrawn behind a file whose tests have begun them."""
+    yield
+    operations = sys.modules.get("phalanx.hardware.portable.operations")
+    if operations is not None:
+        operations.end()
+
+
+@pytest.fixture(scope="module")
+def portable_kernels() -> None:
+    """All that the tests of a file compute here has portable bits, as what a process with exact numerics computes."""
+    from phalanx.hardware.portable.operations import begin, unfit_processor
+
+    if reason := unfit_processor():
+        pytest.skip(f"portable numerics needs AVX2 and FMA, or a 64-bit Arm processor, and {reason}")
+    begin()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 
 from bench.serve.engine import random_model
 from phalanx.model.transformer import Transformer
-from phalanx.serve.numerics.identity import Numerics
+from phalanx.serve.numerics import Numerics
 
 ROWS = tuple((texts, tokens) for texts in (1, 16) for tokens in (1, 32))
 """Texts, and tokens that each is to write: a prompt alone, and decoding behind it."""
@@ -36,6 +36,6 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def models_of(dim: int, layers: int, dtype: torch.dtype) -> dict[Numerics, Transformer]:
-    """A model for each kind of numerics, with the same weights: exact numerics give a model other products."""
+    """A model for each kind of numerics, with the same weights: fast numerics may give a model other products."""
     kinds: tuple[Numerics, ...] = ("exact", "fast")
     return {kind: random_model(dim, layers, dtype) for kind in kinds}

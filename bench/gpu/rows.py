@@ -1,7 +1,6 @@
 """From how many rows on do a device's own kernels give a row the bits that it has among many: what exact numerics of serving would rest on.
 
-A CPU's products were found to keep rows apart from 4 on, and its attention by blocks of 512 keys (``phalanx.serve.numerics``). Of a GPU nothing is known: its library picks
-kernels by shape. Each finding names the numbers of rows whose bits are those among ``most`` rows, and the least number from which on all that were tried are.
+On a CPU exact numerics have kernels of their own (``phalanx.hardware.portable``). Of a GPU nothing is known: its library picks kernels by shape. Each finding names the numbers of rows whose bits are those among ``most`` rows, and the least number from which on all that were tried are.
 """
 
 from __future__ import annotations

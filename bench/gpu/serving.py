@@ -129,7 +129,6 @@ def _engine(model: Transformer, sizes: Serving, numerics: str = "fast") -> Engin
         rows=sizes.rows,
         numerics="exact" if numerics == "exact" else "fast",
         prefix_cache=False,
-        sequence=sizes.prompt,
         weights_id="bench",
     )
 

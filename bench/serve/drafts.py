@@ -23,11 +23,10 @@ import torch
 from bench.running import run_bench
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
-from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.numerics.identity import Numerics
+from phalanx.serve.numerics import Numerics
 from phalanx.serve.prompt import encode_prompt, load_run_tokenizer
 from phalanx.traffic.requests import Request, Sampling, Token
 from phalanx.train.score.restored import restored_model
@@ -36,13 +35,13 @@ PROMPT = "def "
 COUNT = 256
 
 
-def trained_model(run_dir: Path) -> tuple[Transformer, int, list[list[int]]]:
-    """A run's newest model, the length of its sequences, and prompts."""
+def trained_model(run_dir: Path) -> tuple[Transformer, list[list[int]]]:
+    """A run's newest model, and prompts."""
     model, _, _ = restored_model(run_dir, None, ahead=True)
     assert isinstance(model, Transformer), "drafts are those of [model]"
     tokenizer = load_run_tokenizer(run_dir)
     prompts = [encode_prompt(tokenizer, f"{PROMPT}{word}") for word in WORDS]
-    return model, read_resolved(RunDirectory(run_dir)).train.seq_len, prompts
+    return model, prompts
 
 
 def counting_model(dim: int, layers: int, right: float) -> Transformer:
@@ -118,10 +117,10 @@ def main() -> None:
     numerics: Numerics = given.numerics
     if given.run_dir is None:
         dim, layers = map(int, given.made.split(","))
-        model, sequence = counting_model(dim, layers, given.right), 512
+        model = counting_model(dim, layers, given.right)
         prompts = [list(range(start, start + 8)) for start in range(0, 240, 15)]
     else:
-        model, sequence, prompts = trained_model(given.run_dir)
+        model, prompts = trained_model(given.run_dir)
     spec = model.spec
 
     def engine(drafts: int) -> Engine:
@@ -131,7 +130,6 @@ def main() -> None:
             pages=256,
             numerics=numerics,
             prefix_cache=False,
-            sequence=sequence,
             drafts=drafts,
             weights_id="bench",
         )

@@ -25,7 +25,7 @@ from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.served.turns import TurnsEngine
 from phalanx.serve.http.worker import explained
 from phalanx.serve.kv_cache.memory import PageMemory, TextKV
-from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics import numerics_id
 from phalanx.serve.workers.messages import RunJob
 from phalanx.serve.workers.page_client import Pulled
 from phalanx.serve.workers.router_client import WorkerDivision
@@ -113,8 +113,8 @@ def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "cuda"], "nothing is known of a GPU's: serve with --numerics fast"),
-        (["--device", "cuda", "--workers", "2"], "nothing is known of a GPU's"),
+        (["--device", "cuda"], "kernels for CPUs: serve with --numerics fast"),
+        (["--device", "cuda", "--workers", "2"], "kernels for CPUs"),
         (["--device", "cuda", "--numerics", "fast"], "PyTorch sees no GPU here"),
         (["--device", "cuda", "--stream"], "--stream reads weights into the host's memory"),
         (["--device", "cuda:1", "--pipeline", "2"], "--pipeline and --tensor"),
@@ -293,20 +293,17 @@ def test_an_engine_on_a_device_by_the_name_of_the_cpu_is_the_engine_of_before() 
             "r", tuple(range(5, 80)), 12, Sampling(seed=1, top_p=0.9), top_logprobs=2, prompt_logprobs=True
         )
     ]
-    found = [
-        run(Engine(one, one.spec, pages=4, sequence=192, weights_id="w"), texts)
-        for one in (model, model.to("cpu"))
-    ]
+    found = [run(Engine(one, one.spec, pages=4, weights_id="w"), texts) for one in (model, model.to("cpu"))]
     assert found[0] == found[1]
-    cpu = numerics_id("exact", torch.float32, 192)
-    assert numerics_id("exact", torch.float32, 192, device=torch.device("cpu")) == cpu
+    cpu = numerics_id("exact", torch.float32)
+    assert numerics_id("exact", torch.float32, device=torch.device("cpu")) == cpu
 
 
 def test_the_id_of_numerics_holds_the_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = {numerics_id("fast", torch.bfloat16, 192)}
+    ids = {numerics_id("fast", torch.bfloat16)}
     for name in ("NVIDIA H100", "NVIDIA H200"):
-        monkeypatch.setattr("phalanx.serve.numerics.facts.device_name", lambda _, name=name: name)
-        ids |= {numerics_id("fast", torch.bfloat16, 192, device=torch.device("cuda", n)) for n in range(2)}
+        monkeypatch.setattr("phalanx.serve.numerics.device_name", lambda _, name=name: name)
+        ids |= {numerics_id("fast", torch.bfloat16, device=torch.device("cuda", n)) for n in range(2)}
     assert len(ids) == 3
 
 

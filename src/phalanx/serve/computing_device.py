@@ -1,7 +1,6 @@
 """Where an engine computes: which devices it can have, and what becomes of their errors.
 
-Exact numerics rest on probes of a CPU's kernels (``phalanx.serve.numerics``): rows in multiples of four, keys in blocks of 512. A GPU's library picks kernels by other rules,
-which nobody has probed, so there numerics are fast.
+Exact numerics are computed by kernels for CPUs (``phalanx.hardware.portable``), so numerics are fast on a GPU.
 """
 
 from __future__ import annotations

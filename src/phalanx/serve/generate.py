@@ -1,7 +1,7 @@
 """Text from a checkpoint: restore the weights alone, and have the engine continue the prompt.
 
 A transformer is a client of ``phalanx.serve.engine`` with one request, where its weights are: the same checks and the same code that answer for
-``phalanx serve``, with fast numerics unless exact ones are asked for, since models that are streamed leave no memory for trying kernels. A user's own model, whose blocks
+``phalanx serve``. The command has exact numerics for a run of portable numerics on a CPU, and fast ones else. A user's own model, whose blocks
 keep nothing, is decoded here, and passes over the whole text for each token.
 """
 
@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer, logits
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.supported import require_computable
-from phalanx.serve.numerics.identity import Numerics
+from phalanx.serve.numerics import Numerics
 from phalanx.serve.sampling import draw, require_sampling
 from phalanx.traffic.block_table import PAGE
 from phalanx.traffic.requests import Ended, Request, Sampling, Token
@@ -39,9 +41,13 @@ def load_model(
     """The model of a run with the weights of ``step``, or of the newest step that can be read.
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). Without
-    ``step``, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run
-    has no checkpoint, NoSuchStepError, DeviceMemoryError where a GPU has no memory for them, and what ``restore`` raises.
+    ``step``, a damaged checkpoint is passed over with a warning. Of a run with portable numerics, all that this process computes afterwards on
+    the CPU is portable. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, NotPortableError, DeviceMemoryError where a GPU has no
+    memory for them, and what ``restore`` raises.
     """
+    runtime = read_resolved(RunDirectory(run_dir)).runtime
+    if runtime.numerics == "portable" and torch.device(device).type == "cpu":
+        begin_portable()
     with computing_on(torch.device(device), f"the weights in {str(dtype).removeprefix('torch.')}"):
         model, spec, _ = restored_model(run_dir, step, device=device, dtype=dtype)
     return model, spec
@@ -59,14 +65,12 @@ def generate(
     stop: Collection[int] = (),
     context: int = 0,
     numerics: Numerics = "fast",
-    sequence: int = 0,
 ) -> Iterator[int]:
     """Up to ``tokens`` ids that continue the prompt; ends before the first id in ``stop``.
 
     ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all tokens in. ``context`` is the most
     tokens, prompt included, that may be held at once; 0 sets no limit. With ``numerics`` "exact" the tokens are drawn from the
-    very logits of ``phalanx serve``: the machine's kernels are tried first, which takes the memory of the model's largest matrix, and the model computes with
-    independent rows from then on; ``sequence`` is the length of the training sequences, which exact attention follows, 0 if it is not known.
+    very logits of ``phalanx serve``, and this process computes with portable kernels from then on.
     Memory: the keys and values of prompt and ``tokens``, twice. Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text;
     and for logits that are not finite when they come.
     """
@@ -76,11 +80,11 @@ def generate(
     require_computable(request, model.spec.vocab_size, context or length)
     require_sampling(sampling)
     if isinstance(model, Transformer):
-        return _from_engine(_engine_of(model, length, numerics, sequence), request)
+        return _from_engine(_engine_of(model, length, numerics), request)
     return _decode(model, list(prompt_ids), length, sampling, frozenset(stop))
 
 
-def _engine_of(model: Transformer, length: int, numerics: Numerics, sequence: int) -> Engine:
+def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
     """An engine for one text of ``length`` tokens."""
     return Engine(
         model,
@@ -89,7 +93,6 @@ def _engine_of(model: Transformer, length: int, numerics: Numerics, sequence: in
         rows=_ROWS,
         numerics=numerics,
         prefix_cache=False,
-        sequence=sequence,
         context=length,
         weights_id="",
     )

@@ -46,17 +46,18 @@ def continued(
     ``model`` is one that is open already (``phalanx.serve.weights``), in the place of the run's own; ``step``, ``device`` and ``dtype``,
     PyTorch's name of the format to compute in, say nothing then.
     Else ``device`` computes: "cpu", "cuda", "cuda:1", or "auto", which is a GPU if there is one, but for a run of portable numerics the CPU.
+    There the text of such a run is computed with exact numerics: it is what ``phalanx serve`` generates, on any machine.
     The other arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
     templates = template_folder(run_dir, published)
     prompt_ids = encode_chat(templates, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
+    portable = read_resolved(RunDirectory(run_dir)).runtime.numerics == "portable"
     if model is None:
-        runtime = read_resolved(RunDirectory(run_dir)).runtime
-        portable = device == "auto" and runtime.numerics == "portable"
-        computing = device_named("cpu" if portable else device, gpus())
+        computing = device_named("cpu" if portable and device == "auto" else device, gpus())
         model, _ = load_model(run_dir, step, device=computing, dtype=getattr(torch, dtype))
+    exact = portable and next(model.parameters()).device.type == "cpu"
     ids = generate(
         model,
         prompt_ids,
@@ -66,6 +67,7 @@ def continued(
         top_p=top_p,
         seed=seed,
         stop=stop_tokens(published, tokenizer, templates),
+        numerics="exact" if exact else "fast",
     )
     return _text(ids, IncrementalDetokenizer(tokenizer, at_start=not prompt and not chat))
 

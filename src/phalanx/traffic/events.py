@@ -13,6 +13,8 @@ from typing import Literal
 from phalanx.traffic.requests import EngineOutput, Request
 
 Role = Literal["prefill", "decode", "both"]
+Bits = Literal["trainer", "request", "unspecified"]
+"""Origin of the bits of a token and its log-probability: the trainer computes the same ones; they depend on the request and the weights alone; or neither."""
 NOBODY = -1
 
 

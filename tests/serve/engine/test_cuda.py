@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
     with no_memory, computing_on(GPU, "a whole terabyte"):
         torch.empty(1 << 40, dtype=torch.uint8, device=GPU)
     with pytest.raises(EngineError, match=r"--numerics fast"):
-        engine(built("dense").to(GPU), numerics="exact", sequence=96)
+        engine(built("dense").to(GPU), numerics="exact")
 
 
 def test_the_id_of_numerics_names_the_gpu() -> None:

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import phalanx.serve.sampling as sampling_module
-from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
@@ -113,7 +112,7 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
         for place in ("serve.sampling", "serve.engine.sampler", "serve.kv_cache.memory"):
             patch.setattr(f"phalanx.{place}.fetched", seen.fetch)
         patch.setattr("phalanx.serve.computing_device.make_current", lambda _: None)
-        patch.setattr("phalanx.serve.numerics.facts.device_name", lambda _: "made up")
+        patch.setattr("phalanx.serve.numerics.device_name", lambda _: "made up")
         sampling_module._on.cache_clear()
         try:
             with mode, seen:
@@ -217,7 +216,7 @@ def test_a_mixture_of_devices_is_noticed(other: tuple[torch.device, Seen]) -> No
     assert model.embedding is not None
     piece = TextKV(model.spec, torch.float32)  # left in the host's memory
     piece.grow(8)
-    rows = LayerKVCache(0, [Span(piece, 0, 4)], Rule(False, 0), {})
+    rows = LayerKVCache(0, [Span(piece, 0, 4)], Rule(False), {})
     of_heads = [torch.zeros(1, heads, 4, 16, device=device) for heads in (4, 2, 2)]
     block = model.blocks["0"]
     with pytest.raises((MixedDevicesError, RuntimeError)):
@@ -226,7 +225,7 @@ def test_a_mixture_of_devices_is_noticed(other: tuple[torch.device, Seen]) -> No
 
 def test_exact_numerics_are_refused_elsewhere_than_on_a_cpu(other: tuple[torch.device, Seen]) -> None:
     model = model_on(other[0], DENSE)
-    with pytest.raises(EngineError, match=r"nothing is known of a GPU's: serve with --numerics fast, or"):
+    with pytest.raises(EngineError, match=r"kernels for CPUs: serve with --numerics fast, or"):
         Engine(model, model.spec, pages=4, weights_id="w")
 
 
@@ -262,27 +261,3 @@ def test_rows_read_together_are_those_read_one_by_one() -> None:
     assert isinstance(sample_rows(asks, scores, log_probs), LazySamplerOutput), (
         "a CPU reads what is asked for"
     )
-
-
-@pytest.mark.parametrize("kind", ["dense", "window", "sinks", "latent", "tied and capped"])
-def test_attention_without_a_mask_sees_what_attention_with_one_does(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What a GPU computes, on a CPU that is taken for one.
-    model = initialized(resolve(replace(KINDS[kind], init_std=0.3))).requires_grad_(False).eval()
-    text = [Request("r", prompt(1, 70), 6, GREEDY, prompt_logprobs=True)]
-    options = {"numerics": "fast", "rows": 64, "pages": 4, "weights_id": "w"}
-    expected = run(Engine(model, model.spec, **options), text)["r"]  # type: ignore[arg-type]
-    monkeypatch.setattr("phalanx.serve.engine.model_runner.few_rows_of", lambda *_: None)
-    monkeypatch.setattr("phalanx.serve.kv_cache.layer_cache.masks_are_dear", lambda _: True)
-    found = run(Engine(model, model.spec, **options), text)["r"]  # type: ignore[arg-type]
-    assert [getattr(one, "id", None) for one in found] == [getattr(one, "id", None) for one in expected]
-    for one, other_one in zip(found, expected, strict=True):
-        for name in ("logprob", "logprobs"):
-            if hasattr(one, name):
-                torch.testing.assert_close(
-                    torch.tensor(getattr(one, name)),
-                    torch.tensor(getattr(other_one, name)),
-                    rtol=0,
-                    atol=2e-5,
-                )

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.initialized import initialized
-from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
@@ -24,7 +23,7 @@ from phalanx.serve.http.served.of_run import OpenedEngine, open_engine
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.sampling import draw
 from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
-from serve.engine.test_engine import KINDS, SEQUENCE, prompt, run
+from serve.engine.test_engine import KINDS, prompt, run
 from serve.packed_runs import DENSE, make_run
 
 DEPTHS = 3
@@ -35,9 +34,7 @@ def built(kind: str, dtype: torch.dtype = torch.float32, *, of_one_cycle: bool =
     model = initialized(resolve(replace(KINDS[kind], init_std=0.3, mtp_depth=DEPTHS)))
     if of_one_cycle:
         say_the_next_number(model)
-    model = model.to(dtype).eval()
-    make_rows_independent(model)
-    return model
+    return model.to(dtype).eval()
 
 
 def say_the_next_number(model: Transformer) -> None:
@@ -127,7 +124,6 @@ def test_no_token_and_no_log_probability_depends_on_drafts(
             model.spec,
             rows=rows,
             pages=pages,
-            sequence=SEQUENCE,
             prefix_cache=prefix_cache,
             drafts=drafts,
             numerics=numerics,
@@ -156,9 +152,7 @@ def test_a_model_that_guesses_right_takes_a_step_for_each_row_of_guesses(
     asked = [Request(f"r{n}", (n, n + 1, n + 2), 41, Sampling(temperature, seed=n)) for n in range(3)]
 
     def steps(drafts: int) -> tuple[int, int, list[list[int]]]:
-        engine = Engine(
-            model, model.spec, pages=24, sequence=SEQUENCE, numerics="fast", drafts=drafts, weights_id="w"
-        )
+        engine = Engine(model, model.spec, pages=24, numerics="fast", drafts=drafts, weights_id="w")
         for request in asked:
             engine.submit(request)
         count = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.initialized import initialized
-from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
@@ -22,16 +21,22 @@ from phalanx.traffic.block_table import page_names
 from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling, Token
 from phalanx.train.step.loss import log_probabilities
 
+pytestmark = pytest.mark.usefixtures("portable_kernels")
 SEQUENCE = 192
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, qk_norm=True)
 MLA = MlaSpec(query_rank=0, kv_rank=32, nope_head_dim=16, rope_head_dim=8, value_head_dim=16)
 KINDS = {
     "dense": DENSE,
+    "badly cut widths": replace(DENSE, dim=54, head_dim=18, ffn_dim=77, vocab_size=173, qk_norm=False),
     "latent": replace(DENSE, kv_heads=0, head_dim=0, qk_norm=False, mla=MLA),
+    "absorbed": replace(
+        DENSE, kv_heads=0, head_dim=0, qk_norm=False, mla=replace(MLA, value_head_dim=20, absorbed=True)
+    ),
     "mixture": replace(DENSE, moe=MoeSpec(experts=8, per_token=2, ffn_dim=32)),
     "wide mixture": replace(DENSE, dim=128, moe=MoeSpec(experts=4, per_token=2, ffn_dim=136, shared=1)),
     "window": replace(DENSE, attention_pattern=("window", "full"), window=40),
-    "sinks": replace(DENSE, sinks=True),
+    "sinks": replace(DENSE, sinks=True, attention_pattern=("window", "full"), window=7),
+    "capped scores": replace(DENSE, score_cap=3.0, attention_pattern=("window", "full"), window=40),
     "tied and capped": replace(DENSE, tie_embeddings=True, logit_cap=5.0, attention_bias=True),
     "gated shared experts": replace(
         DENSE, moe=MoeSpec(experts=8, per_token=2, ffn_dim=32, shared=1, shared_gate=True)
@@ -40,15 +45,12 @@ KINDS = {
 
 
 def built(kind: str, dtype: torch.dtype = torch.float32) -> Transformer:
-    model: Transformer = (
-        initialized(resolve(replace(KINDS[kind], init_std=0.3))).to(dtype).requires_grad_(False).eval()
-    )
-    make_rows_independent(model)
-    return model
+    model: Transformer = initialized(resolve(replace(KINDS[kind], init_std=0.3)))
+    return model.to(dtype).requires_grad_(False).eval()
 
 
 def engine(model: Transformer, **options: object) -> Engine:
-    given_options = {"pages": 24, "sequence": SEQUENCE, "weights_id": "w", **options}
+    given_options = {"pages": 24, "weights_id": "w", **options}
     return Engine(model, model.spec, **given_options)  # type: ignore[arg-type]
 
 
@@ -238,10 +240,42 @@ def test_weights_of_another_model_are_not_swapped_in() -> None:
         engine(built("dense"), numerics="fast").prepare(built("latent"))
 
 
-def test_an_engine_without_paddings_is_noticed() -> None:
-    model = built("dense")
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The number of threads that a test sets is its own."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["badly cut widths", "absorbed", "wide mixture"])
+def test_the_number_of_threads_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
+    model = built(kind, dtype)
     requests = [asked(number, prompt(number, 7 + 31 * number)) for number in range(5)]
-    assert differing(model, requests, run(engine(model, numerics="fast"), requests)) > 0
+    told = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        told.append(run(engine(model), requests))
+    assert told[1:] == told[:1] * 2
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_with_keys_and_values_of_8_bits_a_request_has_the_bits_that_it_has_alone(
+    kind: str, kept: str
+) -> None:
+    wide = {
+        "dense": replace(DENSE, head_dim=32),
+        "latent": replace(KINDS["latent"], mla=replace(MLA, rope_head_dim=32)),
+    }
+    model = initialized(resolve(replace(wide[kind], init_std=0.3))).requires_grad_(False).eval()
+    requests = [asked(number, prompt(number % 2, 7 + 31 * number)) for number in range(5)]
+    together = run(engine(model, kept=kept, rows=33), requests, [0, 0, 1, 3, 9])
+    for request in requests:
+        alone = run(engine(model, kept=kept), [request])[request.id]
+        assert together[request.id][:-1] == alone[:-1]
 
 
 def test_decoding_with_fast_numerics_expands_no_latent_of_the_text_and_tells_the_same_numbers() -> None:

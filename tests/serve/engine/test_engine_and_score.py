@@ -19,6 +19,9 @@ SEQUENCE = 128
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, qk_norm=True)
 KINDS = {
     "dense": DENSE,
+    "badly cut widths": replace(
+        DENSE, dim=54, head_dim=18, ffn_dim=77, qk_norm=False, attention_pattern=("window", "full"), window=40
+    ),
     "latent mixture": replace(
         DENSE,
         kv_heads=0,
@@ -72,7 +75,7 @@ def test_tokens_are_told_with_the_bits_of_their_score(
     spec = RunSpec(
         model=resolve(replace(KINDS[kind], init_std=0.3)),
         train=TrainSpec(seq_len=SEQUENCE, batch_size=8, slots=2),
-        precision=PrecisionSpec(compute="bf16" if dtype == torch.bfloat16 else "fp32", rows="independent"),
+        precision=PrecisionSpec(compute="bf16" if dtype == torch.bfloat16 else "fp32"),
     )
     model = initialized(spec.model).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +90,7 @@ def test_tokens_are_told_with_the_bits_of_their_score(
         )
         for number, (length, _) in enumerate(courses)
     ]
-    served = Engine(model, spec.model, rows=rows, pages=pages, sequence=SEQUENCE, weights_id="w")
+    served = Engine(model, spec.model, rows=rows, pages=pages, weights_id="w")
     told = told_by(served, requests, [arrival for _, arrival in courses])
 
     tokens = {name: [one for one in every if isinstance(one, Token)] for name, every in told.items()}

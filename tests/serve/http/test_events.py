@@ -23,7 +23,7 @@ def test_an_event_that_tells_text_alone_has_the_fields_of_any_other(
     texts: list[str], model: str, chat: bool, index: int, more: dict[str, None]
 ) -> None:
     response_format = ResponseFormat(
-        "cmpl-1-2", 7, model, "weights", "numerics", chat, BytesTokenizer(), -1, False
+        "cmpl-1-2", 7, model, "weights", "numerics", "trainer", chat, BytesTokenizer(), -1, False
     )
     for text in texts:
         whole = sse_event(

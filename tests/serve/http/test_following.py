@@ -22,10 +22,8 @@ from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine import model_runner
 from phalanx.serve.engine.engine import Engine, KeptPages, Prepared
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.few_rows import FewRows
 from phalanx.serve.http.app import Gateway, application
 from phalanx.serve.http.served import following
 from phalanx.serve.http.served.following import Follower
@@ -114,33 +112,6 @@ def test_an_answer_names_the_weights_that_made_each_part_of_it(run_dir: Path) ->
     assert said == [f"step 7 takes over (weights {new})"]
     assert b'phalanx_weights_step{model_name="run"} 7.0' in metrics
     assert b'phalanx_weights_swaps_total{model_name="run"} 1.0' in metrics
-
-
-def test_kernels_are_tried_before_weights_take_over_and_not_while_texts_wait(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = open_engine(ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "exact"))
-    assert isinstance(opened.engine, Engine)
-    worker = EngineWorker(opened.engine, opened.identity, step=1)
-    trying, tried = [], model_runner.few_rows_of
-
-    def noted(*given: Any) -> FewRows | None:
-        trying.append(threading.current_thread())
-        return tried(*given)
-
-    monkeypatch.setattr(model_runner, "few_rows_of", noted)
-    served = ServedRun(str(run_dir), None, "float32", 64, 1 << 22, 64, "exact")
-    Follower(served, opened.engine, worker, 1, "mixed", lambda _: None).look()
-
-    async def last() -> EngineOutput:
-        return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
-
-    try:
-        assert asyncio.run(asyncio.wait_for(last(), 30)) == Ended("r", "length")
-        assert (worker.load().weights_step, worker.load().swaps) == (3, 1)
-    finally:
-        worker.close()
-    assert trying == [threading.current_thread()]
 
 
 def test_each_event_of_a_stream_names_the_weights_of_its_token(run_dir: Path) -> None:

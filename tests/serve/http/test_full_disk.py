@@ -18,7 +18,6 @@ import torch
 from phalanx.observe.serving import read_serving
 from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.serve.numerics import facts
 from serve.workers.services import until
 from small_disks import fill, small_disk
 
@@ -29,35 +28,18 @@ def _disk(tmp_path: Path) -> Iterator[Path]:
         yield mount
 
 
-def test_what_is_tried_of_kernels_serves_though_it_cannot_be_kept(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(facts, "facts_path", lambda: disk / "cache" / "facts.json")
-    filler = fill(disk)
-    found = facts.Facts(4, 4)
-    for name in ("one", "another"):
-        assert facts.recalled(name, lambda: found, lambda _: True) == found
-    assert len(caplog.messages) == 1
-    assert "No space left on device" in caplog.text
-    assert list((disk / "cache").iterdir()) == []
-    filler.unlink()
-    facts.recalled("one", lambda: found, lambda _: True)
-    assert facts._read(disk / "cache" / "facts.json") == {"one": found}
-
-
 @pytest.mark.slow
 def test_a_served_run_on_a_full_disk_answers_as_before_and_notes_itself_when_there_is_room(
     chat_run: Path, disk: Path
 ) -> None:
     run = disk / "run"
     shutil.copytree(chat_run, run)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(disk / "cache")}
-    before = _said(chat_run, os.environ | {"OMP_NUM_THREADS": "1"})
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    before = _said(chat_run, env)
     filler = fill(disk)
     after = _said(run, env, filler)
     assert before["answers"] == after["answers"]
     assert len(re.findall("cannot be noted in", after["errors"])) == 1
-    assert len(re.findall("cannot be kept in", after["errors"])) == 1
     assert "Traceback" not in after["errors"]
     assert not [path for path in files_below(disk) if path.suffix == ".tmp"]
     assert not list((run / "serving").iterdir())

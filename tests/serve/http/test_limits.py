@@ -23,7 +23,7 @@ from phalanx.traffic.requests import Ended, EngineOutput, Request, Token
 class Immediate:
     """A port with two pages that answers at once."""
 
-    identity = Identity("weights", "numerics", 1000)
+    identity = Identity("weights", "numerics", 1000, "trainer")
 
     async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
         for index in range(request.max_tokens):
@@ -59,15 +59,15 @@ def ask(
     return asyncio.run(all_of_them())
 
 
-def test_the_numerics_id_is_told_to_whoever_watches_and_with_the_weights_to_whoever_asks_for_models() -> None:
+def test_health_names_numerics_and_the_origin_of_the_bits_and_models_the_weights_too() -> None:
     async def told() -> tuple[Any, Any]:
         transport = httpx.ASGITransport(application(gateway()))
         async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
             return (await client.get("/health")).json(), (await client.get("/v1/models")).json()["data"][0]
 
     health, model = asyncio.run(told())
-    assert health == {"status": "ok", "numerics_id": "numerics"}
-    assert (model["weights_sha"], model["numerics_id"]) == ("weights", "numerics")
+    assert health == {"status": "ok", "numerics_id": "numerics", "bits": "trainer"}
+    assert (model["weights_sha"], model["numerics_id"], model["bits"]) == ("weights", "numerics", "trainer")
 
 
 def test_a_path_or_a_method_that_is_not_there_is_refused_with_those_that_are() -> None:

@@ -117,13 +117,13 @@ def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none() -> None
     def joined(number: int, token: str = TOKEN) -> StageLink:
         connection = socket.create_connection(at)
         one = StageLink(connection, token, "client", "there", proof_timeout_s=3600.0)
-        one.say(m.Here(number, 1, {}))
+        one.say(m.Here(number, 1))
         return one
 
     strangers = [socket.create_connection(at) for _ in range(3)]
     strangers[1].sendall(b"\xff" * 4000)
     with ThreadPoolExecutor(1) as pool:
-        admitted = pool.submit(door.admit, 2, {"threads": "64"})
+        admitted = pool.submit(door.admit, 2)
         with pytest.raises(RefusedError, match=r"another run's token|does not know"):
             joined(9, "a token of another server")
         joined(7).close()

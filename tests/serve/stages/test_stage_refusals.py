@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.weights.serve_command import command as serve_command
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
-from phalanx.serve.engine.errors import EngineError
+from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.http.served import of_processes
 from phalanx.serve.http.served.of_run import open_engine
-from phalanx.serve.numerics.facts import machine
 from phalanx.serve.stages import far_part
-from phalanx.serve.stages.door import read_token
+from phalanx.serve.stages.door import Door, read_token
 from phalanx.serve.stages.part_weights import restored_part
 from phalanx.serve.stages.shares import require_shares
-from phalanx.serve.stages.stage_main import StageTask, join
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, staged, token_file
 
@@ -78,35 +77,44 @@ def test_trouble_that_is_not_of_the_newest_steps_bytes_passes_over_no_step(tmp_p
         staged(run, 2, short, said=[])
 
 
-def test_a_stage_that_rounds_otherwise_is_refused_alone_and_another_one_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_stage_whose_arithmetic_is_of_another_release_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"])
-    own = machine()
-    machines = iter([own | {"threads": "64", "torch": "2.0"}, own])
-    monkeypatch.setattr(far_part, "machine", lambda: next(machines))
-    whys: list[str] = []
+    monkeypatch.setattr(far_part, "numerics_id", lambda *_, **__: "exact-float32-other")
+    with pytest.raises(
+        EngineError, match=r"by numerics exact-float32-other, .* install the same release on all machines"
+    ):
+        staged(run, 2)
 
-    def tell(text: str) -> None:
-        task = StageTask("127.0.0.1", int(text.split(":")[1].split()[0]), TOKEN, -1)
 
-        def come() -> None:
-            whys.append(join(task, run))
-            join(task, run)
+@pytest.mark.parametrize("division", [{"stages": 3}, {"tensor": 2}], ids=["layers", "shares"])
+def test_processes_that_a_server_starts_divide_its_processors_unless_a_number_of_threads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, division: dict[str, int]
+) -> None:
+    environments: list[dict[str, str]] = []
 
-        threading.Thread(target=come, daemon=True).start()
+    def start(_count: int, environment: dict[str, str]) -> Door:
+        environments.append(environment)
+        raise PartLostError("it was not started")
 
-    at = {"stages_at": "127.0.0.1:0", "token_file": str(token_file(tmp_path))}
-    opened = open_engine(served(run, stages=2, **at), tell)
-    assert "2 stages" in opened.note
-    differs = (
-        f"torch 2.0 in the stage and {own['torch']} in the server, threads 64 in the stage and {own['threads']} in the server; use machines of one "
-        "kind, with the same libraries and number of threads"
-    )
-    assert whys == [f"the server at the other end rounds otherwise, and waits for another stage: {differs}"]
-    (warned,) = (one.getMessage() for one in caplog.records if "rounds otherwise" in one.getMessage())
-    assert warned.endswith(f"rounds otherwise, and another one is waited for: {differs}")
-    assert warned.startswith("the stage at 127.0.0.1:")
+    (processes,) = division.values()
+    before = torch.get_num_threads()
+    run = make_run(tmp_path / "run", KINDS["dense"])
+    monkeypatch.setattr(of_processes, "start_stages", start)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4 * processes)))
+    try:
+        for named in ("7", None):
+            if named:
+                monkeypatch.setenv("OMP_NUM_THREADS", named)
+            else:
+                monkeypatch.delenv("OMP_NUM_THREADS")
+            with pytest.raises(PartLostError):
+                open_engine(served(run, **division))
+        assert environments == [{}, {"OMP_NUM_THREADS": "4"}]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

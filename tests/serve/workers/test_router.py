@@ -51,7 +51,7 @@ def built() -> Transformer:
 
 
 def engine(model: Transformer) -> Engine:
-    return Engine(model, SPEC, pages=64, sequence=256, rows=64, weights_id="w")
+    return Engine(model, SPEC, pages=64, rows=64, weights_id="w")
 
 
 def put_all(told: queue.SimpleQueue[EngineOutput], some: Sequence[EngineOutput]) -> None:
@@ -149,7 +149,7 @@ def fleet(
     def gone(peer: Peer, why: str) -> None:
         left.put((peer.number, why))
 
-    watcher = Watcher(lambda _: None, gone, lambda peer: joined.put(peer.number), gone, gone, gone)
+    watcher = Watcher(lambda _: None, lambda peer: joined.put(peer.number), gone, gone, gone)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -373,7 +373,7 @@ def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
 def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> None:
     async def asked() -> list[EngineOutput]:
         told: list[EngineOutput] = []
-        nobody = Watcher(*([lambda *_: None] * 6))
+        nobody = Watcher(*([lambda *_: None] * 5))
         router = Router(TOKEN, RouterSettings(64), nobody)
         router.submit(Request("before", (1, 2), 3), told.extend)
         router.fail_all("no worker is left")
@@ -393,8 +393,8 @@ def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason() -> None:
         )
 
     async def watched() -> None:
-        told: list[Callable[..., None]] = [lambda *_: None] * 6
-        told[4] = lambda peer, why: heard.append((peer.life, why))
+        told: list[Callable[..., None]] = [lambda *_: None] * 5
+        told[3] = lambda peer, why: heard.append((peer.life, why))
         router = Router(TOKEN, RouterSettings(64, late_s=3.0, tick_s=0.0), Watcher(*told))
         tick = asyncio.create_task(router._tick())
         for life, silent_s, still_s in ((1, 4.0, 4.0), (2, 0.0, 12.0), (3, 0.0, 0.0)):

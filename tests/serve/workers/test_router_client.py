@@ -47,19 +47,6 @@ def test_the_end_of_the_last_worker_ends_all_requests(link_first: bool) -> None:
     assert "no worker is left" in failed[0]
 
 
-def test_a_worker_that_tries_its_kernels_is_told_with_its_number() -> None:
-    port = RouterClient.__new__(RouterClient)
-    notices: list[Notice] = []
-    port.__dict__["_notices"] = SimpleNamespace(put=notices.append)
-    trying = m.for_router.decode(m.encode(m.Trying("trying this machine's kernels", "/home/a/.cache")))
-    assert isinstance(trying, m.Trying)
-    port._trying(SimpleNamespace(number=2), trying)  # type: ignore[arg-type]
-    (notice,) = notices
-    assert notice.event == "numerics-trial"
-    assert notice.text == "worker 2: trying this machine's kernels"
-    assert (notice.facts["worker"], notice.facts["kept"]) == (2, "/home/a/.cache")
-
-
 def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_started() -> None:
     port = RouterClient.__new__(RouterClient)
     notices: list[Notice] = []
@@ -90,7 +77,7 @@ def beating(number: int, read: int) -> SimpleNamespace:
 
 
 def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:
-    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 6)))
+    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 5)))
     router._count_past(beating(1, 100))  # type: ignore[arg-type]
     router._count_past(beating(2, 200))  # type: ignore[arg-type]
     router.peers[3] = beating(3, 4000)  # type: ignore[assignment]

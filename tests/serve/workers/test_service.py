@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def started(
         None,
         roles,
         divisions=divisions,  # type: ignore[arg-type]
-        threads=1,
+        threads=0,
         audit_share=0.0,
         tell=lambda _: None,
         pages=pages,
@@ -129,6 +130,23 @@ def test_workers_divide_the_model_as_their_role_does(tmp_path: Path, monkeypatch
     opened = [found.task_of(role).served for role in roles]
     assert [(one.stages, one.tensor) for one in opened] == [(1, 2), (3, 1), (1, 1)]
     assert {one.step for one in opened} == {1}
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(24, "4"), (13, "2"), (3, "1")])
+def test_processors_are_divided_among_all_processes_of_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int, threads: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    run_dir = make_run(tmp_path / "run", DENSE)
+    served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
+    service = started(
+        served,
+        monkeypatch,
+        ("prefill", "decode", "both"),
+        prefill=WorkerDivision(tensor=2),
+        decode=WorkerDivision(stages=3),
+    )
+    assert service.environment == {"OMP_NUM_THREADS": threads}
 
 
 @pytest.mark.parametrize(

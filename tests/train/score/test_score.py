@@ -11,14 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.initialized import initialized
-from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, TrainSpec
-from phalanx.train.score.arithmetic import other_arithmetic, texts_may_share
+from phalanx.run.spec import (
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    RuntimeSpec,
+    TrainSpec,
+)
+from phalanx.train.score.arithmetic import other_arithmetic
 from phalanx.train.score.score import ScoreError, Scorer
 from phalanx.train.step.loss import IGNORE, summed_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("portable_kernels")
 SEQUENCE, ROWS, CHUNK = 64, 4, 96
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, qk_norm=True)
 KINDS = {
@@ -41,7 +50,8 @@ def run_of(kind: str, dtype: torch.dtype = torch.float32, **train: int) -> RunSp
     return RunSpec(
         model=resolve(replace(KINDS[kind], init_std=0.3)),
         train=replace(TrainSpec(loss_chunk=CHUNK), **settings_of_train),
-        precision=PrecisionSpec(compute="bf16" if dtype == torch.bfloat16 else "fp32", rows="independent"),
+        precision=PrecisionSpec(compute="bf16" if dtype == torch.bfloat16 else "fp32"),
+        runtime=RuntimeSpec(numerics="portable"),
     )
 
 
@@ -57,7 +67,6 @@ def text(seed: int, length: int) -> list[int]:
 def trained_loss(spec: RunSpec, dtype: torch.dtype, texts: Sequence[Sequence[int]]) -> torch.Tensor:
     """The summed loss that a training step computes of a micro-batch of these texts, gradients and all."""
     model: Transformer = initialized(spec.model).to(dtype).requires_grad_(True)
-    make_rows_independent(model)
     tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.int64)
     targets = torch.full_like(tokens, IGNORE)
     for row, one in enumerate(texts):
@@ -72,11 +81,7 @@ def trained_loss(spec: RunSpec, dtype: torch.dtype, texts: Sequence[Sequence[int
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_add_up_to_the_loss_of_a_training_step_by_bits(kind: str, dtype: torch.dtype) -> None:
     spec = run_of(kind, dtype)
-    # In bf16 each text has a micro-batch of its own.
-    texts = [
-        text(seed, length)
-        for seed, length in enumerate((64, 17, 2, 50)[: 1 if dtype == torch.bfloat16 else 4])
-    ]
+    texts = [text(seed, length) for seed, length in enumerate((64, 17, 2, 50))]
     losses = torch.zeros(ROWS, SEQUENCE)
     for row, log_probs in enumerate(scorer(spec, dtype).score(texts)):
         losses[row, : len(log_probs)] = -log_probs
@@ -106,9 +111,9 @@ def test_a_texts_score_does_not_depend_on_the_others(
 
 def test_a_score_is_the_log_softmax_of_the_models_logits() -> None:
     spec, one = run_of("dense"), text(5, 40)
-    model = initialized(spec.model).double()
+    model = initialized(spec.model)
     expected = model(torch.tensor([one])).log_softmax(-1)[0, :-1].gather(1, torch.tensor(one[1:])[:, None])
-    torch.testing.assert_close(scorer(spec).score([one])[0], expected[:, 0].float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scorer(spec).score([one])[0], expected[:, 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,10 @@ def test_threads_and_kernels_are_left_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (lambda spec: replace(spec, precision=replace(spec.precision, rows="any")), 'precision.rows = "any"'),
+        (
+            lambda spec: replace(spec, runtime=replace(spec.runtime, numerics="native")),
+            'with kernels of their processor (runtime.numerics = "native")',
+        ),
         (lambda spec: replace(spec, runtime=replace(spec.runtime, compile=True)), "runtime.compile"),
         (
             lambda spec: replace(spec, runtime=replace(spec.runtime, device="cuda")),
@@ -180,8 +188,8 @@ def test_a_text_has_the_same_bits_at_a_place_with_three_rows_left_over() -> None
     assert torch.equal(judge.score(texts)[3], judge.score([texts[3]])[0])
 
 
-def test_texts_share_a_micro_batch_where_no_rows_are_left_over() -> None:
-    assert texts_may_share(run_of("latent mixture"), "fp32")
-    assert not texts_may_share(run_of("latent mixture"), "bf16")
-    assert not texts_may_share(run_of("dense", seq_len=63), "fp32")
-    assert not texts_may_share(run_of("dense", loss_chunk=33), "fp32")
+def test_experts_whose_rows_have_no_padding_are_another_arithmetic_on_a_gpu_alone() -> None:
+    spec = run_of("latent mixture")
+    on_gpus = replace(spec, runtime=replace(spec.runtime, device="cuda"))
+    assert 'precision.rows = "any"' in other_arithmetic(on_gpus, "fp32", on_gpu=True)
+    assert 'precision.rows = "any"' not in other_arithmetic(spec, "fp32")

@@ -66,7 +66,8 @@ def command(
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
     FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
-    text the tokens behind the first are scored, in nats, with the bits that the trainer computes for them.
+    text the tokens behind the first are scored, in nats, on a CPU with the bits of exact serving: those that the trainer computes for them, if the run
+    was trained with portable numerics.
 
     \b
       phalanx score runs/quickstart-1f3a9c04 README.md
@@ -80,7 +81,7 @@ def command(
     from phalanx.run.kinds.latent_attention import is_absorbed
     from phalanx.serve.computing_device import computing_on
     from phalanx.serve.engine.errors import PartLostError
-    from phalanx.serve.numerics.identity import numerics_id
+    from phalanx.serve.numerics import numerics_id
     from phalanx.serve.prompt import load_run_tokenizer
 
     if memory is not None and not stream:
@@ -103,10 +104,8 @@ def command(
         with computing_on(scorer.device, "the scores of a text"):
             found = scorer.score(texts, _progress(len(texts)))
         computed = numerics_id(
-            "exact" if scorer.device.type == "cpu" else "score",
+            "exact" if scorer.is_exact else "score",
             scorer.dtype,
-            scorer.length,
-            threads=scorer.spec.runtime.threads,
             absorbed=is_absorbed(scorer.spec.model),
             device=scorer.device,
         )

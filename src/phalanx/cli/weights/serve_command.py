@@ -62,7 +62,7 @@ _PAGES_BYTES = 1 << 30
     default="exact",
     show_default=True,
     type=click.Choice(["exact", "fast"]),
-    help="exact: a token's bits do not depend on what is computed beside it. fast: they may.",
+    help="exact: a token's bits depend on its request and the weights alone, on any CPU. fast: they may depend on more.",
 )
 @click.option(
     "--device",
@@ -77,7 +77,7 @@ _PAGES_BYTES = 1 << 30
     default="compute",
     show_default=True,
     type=click.Choice(["compute", "int8", "fp8"]),
-    help="How keys and values are kept: as computed, or with 8 bits, which changes log-probabilities (--numerics fast).",
+    help="How keys and values are kept: as computed, or with 8 bits, which changes log-probabilities.",
 )
 @click.option(
     "--drafts",
@@ -98,7 +98,7 @@ _PAGES_BYTES = 1 << 30
     "--threads",
     default=0,
     type=click.IntRange(0),
-    help="Threads of each of --workers. Without it, the processors are divided among them.",
+    help="Threads of each process of --workers. Without it, the processors are divided among them.",
 )
 @click.option(
     "--pages",

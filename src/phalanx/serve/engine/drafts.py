@@ -29,7 +29,7 @@ from phalanx.serve.kv_cache.memory import TextKV
 from phalanx.serve.sampling import LogitsError, draw_rows
 from phalanx.traffic.requests import Sampling
 
-_RULE = Rule(exact=False, sequence=0)
+_RULE = Rule(exact=False)
 """A draft may have any bits: the tokens that are returned have those of the model."""
 
 

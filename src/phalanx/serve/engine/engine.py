@@ -1,8 +1,9 @@
 """One worker's engine: each step schedules rows of the submitted requests, computes them and returns outputs.
 
 The rows of all requests go through the model's products together; attention runs for each request over its own text
-(``phalanx.serve.kv_cache.layer_cache``). In exact mode a row's bits do not depend on what else is in the step, so that batching, cutting
-prompts, giving pages up and using another request's pages change no token and no log-probability.
+(``phalanx.serve.kv_cache.layer_cache``). With exact numerics all is computed by portable kernels (``phalanx.hardware.portable``), by which a row's bits do
+not depend on what else is in the step. So batching, cutting prompts, giving pages up and using another request's pages change no token and no
+log-probability.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from phalanx.serve.kv_cache.format import KVFormatName, kv_format
 from phalanx.serve.kv_cache.layer_cache import Rule
 from phalanx.serve.kv_cache.manager import KVCacheManager, RunningText
 from phalanx.serve.kv_cache.memory import PageBytes, copy_bytes, page_bytes, pages_within
-from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics import Numerics, begin_exact, numerics_id
 from phalanx.serve.sampling import require_sampling
 from phalanx.traffic.block_table import PAGE
 from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
@@ -64,9 +64,8 @@ class Engine:
         pages: int = 0,
         texts: int = 0,
         rows: int = 256,
-        numerics: Literal["exact", "fast"] = "exact",
+        numerics: Numerics = "exact",
         prefix_cache: bool = True,
-        sequence: int = 0,
         context: int = 0,
         drafts: int = 0,
         kept: KVFormatName = "compute",
@@ -75,11 +74,10 @@ class Engine:
     ) -> None:
         """Serves ``model``, built of a resolved ``spec``, with so many ``pages`` or what fits into ``memory_bytes``.
 
-        ``sequence`` is the length of the training sequences (``data.seq_len``), which exact attention follows; ``context`` the most
-        tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have pages. Exact
-        numerics are tried on this machine first (``phalanx.serve.numerics``), and give the model products whose rows are independent.
+        ``context`` is the most tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have
+        pages. With exact numerics this process computes with portable kernels from now on (``phalanx.serve.numerics``).
         ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
-        text. ``kept`` is the format of keys and values (``phalanx.serve.kv_cache.format``), with fast numerics. ``far`` has the layers that ``model`` lacks, which then
+        text. ``kept`` is the format of keys and values (``phalanx.serve.kv_cache.format``). ``far`` has the layers that ``model`` lacks, which then
         is the first part of one; ``memory_bytes`` is what each process has. Computes where the weights are, and keeps keys and values there: on a CPU, or
         with fast numerics on a GPU. Raises EngineError for a model, machine or memory that cannot serve.
         """
@@ -89,7 +87,7 @@ class Engine:
                 "use phalanx generate"
             )
         exact = numerics == "exact"
-        require_supported(model, exact=exact, drafts=drafts, kept=kept)
+        require_supported(model, drafts=drafts)
         weight = next(model.parameters())
         self.device = weight.device
         """Where it computes."""
@@ -105,11 +103,10 @@ class Engine:
             raise EngineError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
-        self._exact = (
-            exact_numerics(model, spec, sequence, 1 if far is None else far.shares) if exact else None
-        )
+        if exact:
+            begin_exact()
         self._spec, self._rows, self._texts, self._far = spec, rows, texts, far
-        self._rule = Rule(exact, sequence, form if kept != "compute" else None)
+        self._rule = Rule(exact, form if kept != "compute" else None)
         self._runner = self._computing(model)
         self.context = min(context or pages * PAGE, pages * PAGE)
         layers = range(len(model.blocks))
@@ -127,7 +124,7 @@ class Engine:
             )
         self._dtype = weight.dtype
         self.numerics_id = numerics_id(
-            numerics, weight.dtype, sequence, kept=kept, absorbed=is_absorbed(spec), device=self.device
+            numerics, weight.dtype, kept=kept, absorbed=is_absorbed(spec), device=self.device
         )
         """Engines with equal ids give equal weights and texts equal bits, if numerics are exact."""
         self.weights_id = weights_id
@@ -144,10 +141,8 @@ class Engine:
         self._long_turn = False
 
     def _computing(self, model: Transformer) -> ModelRunner:
-        exact = self._exact
-        if self._far is not None:
-            return ModelRunner(model, self._rule, exact, self._far.attach(model, exact))
-        return ModelRunner(model, self._rule, exact, None if exact is None else exact.products)
+        projection = None if self._far is None else self._far.attach(model, exact=self._rule.exact)
+        return ModelRunner(model, self._rule, projection)
 
     # Calls from outside.
 
@@ -244,8 +239,8 @@ class Engine:
         self._pages.table.drop_unused()
 
     def prepare(self, model: Transformer) -> Prepared:
-        """Makes ``model``, of the same description, ready to take over. From any thread, while this computes: its kernels are tried, which takes
-        as long as some steps. Raises EngineError for a model of another kind."""
+        """Makes ``model``, of the same description, ready to take over. From any thread, while this computes. Raises EngineError for a model of another
+        kind."""
         if self._far is not None:
             raise EngineError(
                 "weights of a model in several stages cannot be exchanged: start another server"
@@ -255,8 +250,6 @@ class Engine:
             raise EngineError(
                 "the weights are of another model, or in another format or place, than those served: start another server for them"
             )
-        if self._exact is not None:
-            self._exact.use(model)
         return Prepared(self._computing(model), Drafter(model, self._drafts) if self._drafts else None)
 
     def swap(self, prepared: Prepared, weights_id: str, *, pages: KeptPages) -> None:

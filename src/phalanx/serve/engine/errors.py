@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 NOT_EXACT = (
-    "exact numerics rest on what was tried of a CPU's kernels, and nothing is known of a GPU's: serve with --numerics fast, or with "
-    "--device cpu"
+    "exact numerics are computed by kernels for CPUs: serve with --numerics fast, or with --device cpu"
 )
 """Why exact numerics are refused on a GPU."""
 ONLY_STREAMED = "--stream reads weights into the host's memory, where the CPU computes with them: leave out --stream, or --device"
@@ -24,7 +23,7 @@ class EngineError(ValueError):
 
 
 class NotExactError(EngineError):
-    """On this processor an operation of the model gives rows other bits in other company; the message names the operation and what to do."""
+    """This process cannot compute with exact numerics; the message has the reason and the remedy."""
 
 
 class PartLostError(RuntimeError):

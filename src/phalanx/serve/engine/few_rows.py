@@ -6,12 +6,12 @@ of any other kind goes through its modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.hardware.kernels.rows.attention import Chains, RowAttention, RowPlace, RowTable
+from phalanx.hardware.kernels.rows.attention import PART, Chains, RowAttention, RowPlace, RowTable
 from phalanx.hardware.kernels.rows.layer import Affinity, LayerSteps, LayerWeights
 from phalanx.hardware.kernels.rows.product import MOST_ROWS, row_kernel
 from phalanx.model.block import Block
@@ -23,6 +23,7 @@ from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import window_of
+from phalanx.serve.engine.fast_products import row_block
 from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
 
 _LANES = 8
@@ -33,8 +34,8 @@ MOST_TURNS = 8192
 """Positions at most, since it takes four times the bytes of a head for each: those behind are computed for each step."""
 _Table = tuple[Tensor, Tensor]
 """Cosines and sines ``(rows, rotated)``."""
-BlockOf = Callable[[Linear], int]
-"""The block of the inner dimension by which a layer's product adds; 0 if it is not known."""
+_CHAINS = Chains(PART, PART, PART, fuses_sum=False)
+"""The order of additions of attention, which is nobody's concern with fast numerics."""
 
 
 class FewRows:
@@ -47,8 +48,7 @@ class FewRows:
         self._attentions = [(int(layer), _attention(block)) for layer, block in model.blocks.items()]
         self.steps = LayerSteps(kernel, layers, MOST_ROWS)
         self._turns: tuple[_Table, _Table] = ((torch.empty(0, 0),) * 2,) * 2
-        self.attention: RowAttention | None = None
-        """How rows attend; ``None`` if by PyTorch's kernel, text for text."""
+        self._attention = self._row_attention()
 
     def _tables(self, positions: list[int], length: int) -> tuple[_Table, _Table]:
         model, at = self.model, torch.tensor(positions)
@@ -60,8 +60,8 @@ class FewRows:
         full, windowed = ((cos[at], sin[at]) for cos, sin in self._turns)
         return full, windowed
 
-    def attends(self, chains: Chains) -> RowAttention | None:
-        """The kernel's attention with these ``chains``; ``None`` if layers have what it does not know: windows, sinks, caps."""
+    def _row_attention(self) -> RowAttention | None:
+        """Return the kernel's attention; None if layers have what it does not know (windows, sinks, caps), so that PyTorch's attends text for text."""
         spec, (_, some) = self.model.spec, self._attentions[0]
         cores = [attention.core for _, attention in self._attentions]
         if (
@@ -73,17 +73,13 @@ class FewRows:
         scale = spec.score_width**-0.5 if spec.score_width else some.head_dim**-0.5
         kept = len(some.key.weight) // some.head_dim
         heads = len(some.query.weight) // some.head_dim
-        return RowAttention(heads, kept, some.head_dim, scale, chains, self.steps.threads)
+        return RowAttention(heads, kept, some.head_dim, scale, _CHAINS, self.steps.threads)
 
     def __call__(self, x: Tensor, spans: Sequence[Span], rule: Rule, length: int) -> Tensor:
         """Tokens ``(rows,)`` or states ``(rows, dim)``, those of ``spans`` in turn, to the states after the layers; ``length`` as ``Transformer.forward`` takes it."""
         model = self.model
-        places = [
-            RowPlace(position, rule.keys(span.end, span.kv.capacity))
-            for span in spans
-            for position in range(span.begin, span.end)
-        ]
-        rows = self.attention.begin(places) if self.attention and rule.kept is None else None
+        places = [RowPlace(position, span.end) for span in spans for position in range(span.begin, span.end)]
+        rows = self._attention.begin(places) if self._attention and rule.kept is None else None
         masks: dict[tuple[int, ...], Tensor] = {}
         states = x.clone() if model.embedding is None else model.embedded(x)
         full, windowed = self._tables([place.position for place in places], length)
@@ -104,13 +100,13 @@ class FewRows:
         return states
 
 
-def few_rows(model: Transformer, block_of: BlockOf) -> FewRows | None:
+def few_rows(model: Transformer) -> FewRows | None:
     """The kernel's way through a model; ``None`` if it has none, or a layer that is of another kind."""
     kernel = row_kernel()
     watched = model._forward_hooks or model._forward_pre_hooks
     if kernel is None or not kernel.fuses or not model.blocks or watched:
         return None
-    layers = [_weights(block, model, block_of) for block in model.blocks.values()]
+    layers = [_weights(block, model) for block in model.blocks.values()]
     fitting = [layer for layer in layers if layer is not None]
     formats = {one.dtype for layer in fitting for one in layer.tensors()}
     if model.embedding is not None:  # which the first layer reads
@@ -124,7 +120,7 @@ def _attention(block: nn.Module) -> Attention:
     return block.attention
 
 
-def _weights(block: nn.Module, model: Transformer, block_of: BlockOf) -> LayerWeights | None:
+def _weights(block: nn.Module, model: Transformer) -> LayerWeights | None:
     if not isinstance(block, Block):
         return None
     attention, ffn = block.attention, block.ffn
@@ -142,10 +138,10 @@ def _weights(block: nn.Module, model: Transformer, block_of: BlockOf) -> LayerWe
         and all(_plain(one) and not one.weight.shape[0] % _LANES for one in linears)
         and not any(part._forward_hooks or part._forward_pre_hooks for part in block.modules())
     )
-    if not usual or not all(map(block_of, linears)):
+    if not usual or not all(map(row_block, linears)):
         return None
     query, key, value, output, gate, up, down = (
-        Affinity(one.weight, one.bias, block_of(one)) for one in linears
+        Affinity(one.weight, one.bias, row_block(one)) for one in linears
     )
     assert block.attention_norm is not None
     assert block.ffn_norm is not None

@@ -1,7 +1,7 @@
 """Model runner: computes the rows of a step through the layers of one process, and samples behind the last layer.
 
 One process may have all layers. If a model is divided into stages (``phalanx.serve.stages``), each process has a runner with the keys
-and values of its own layers. A row passes the same products in the same order wherever the next layer is, so its bits are the same. The
+and values of its own layers. A row passes the same products in the same order wherever the next layer is, so exact bits are the same. The
 sampler output of a row is a few numbers, so that a distribution over the vocabulary is never sent.
 """
 
@@ -18,17 +18,15 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.rows.product import MOST_ROWS
 from phalanx.hardware.local.device import brought
-from phalanx.model.layers.linear import Affine, Linear
+from phalanx.model.layers.linear import Affine
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.few_rows import FewRows, few_rows
+from phalanx.serve.engine.fast_products import use_fast_products
+from phalanx.serve.engine.few_rows import few_rows
 from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest, sample_rows
 from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
 from phalanx.serve.kv_cache.memory import PageBytes
 from phalanx.serve.kv_cache.page_boxes import PageBox
-from phalanx.serve.numerics.exact import Exact
-from phalanx.serve.numerics.layers import ANY_CHAINS, attention_chains, keeps_bits
-from phalanx.serve.numerics.products import fast_products, use_fast_products
 from phalanx.train.step.loss import log_probabilities
 
 
@@ -62,8 +60,8 @@ class FarLayers(Protocol):
         """Allocate ``pages`` in each process, before any other call."""
         ...
 
-    def attach(self, model: Transformer, exact: Exact | None) -> Affine | None:
-        """Let the layers of this process compute with the others; return the product of the output projection."""
+    def attach(self, model: Transformer, *, exact: bool) -> Affine | None:
+        """Let the layers of this process compute with the others; return the product of the output projection, None for that of the runner."""
         ...
 
     def step(
@@ -107,15 +105,13 @@ class RunnerOutput:
 
 
 class ModelRunner:
-    """Layers of a model; their products compute rows independently if ``exact``."""
+    """Layers of a model. Exact numerics are those of PyTorch's operations, which have portable kernels then."""
 
-    def __init__(
-        self, model: Transformer, rule: Rule, exact: Exact | None, projection: Affine | None = None
-    ) -> None:
-        """``projection`` is the product of the output projection; by default PyTorch's, or one that is faster."""
-        products = use_fast_products(model) if exact is None else exact.products
-        self._model, self._rule, self._exact, self._projection = model, rule, exact, projection or products
-        self.few = few_rows_of(model, rule, exact)
+    def __init__(self, model: Transformer, rule: Rule, projection: Affine | None = None) -> None:
+        """``projection`` is the product of the output projection; by default PyTorch's, or with fast numerics one that is faster."""
+        products = None if rule.exact else use_fast_products(model)
+        self._model, self._rule, self._projection = model, rule, projection or products
+        self._few = None if rule.exact else few_rows(model)
 
     @torch.no_grad()
     def compute(
@@ -132,50 +128,22 @@ class ModelRunner:
         distributions: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
-            if rows := self._padded([request.row for request in requests]):
-                states = hidden[0].index_select(0, brought(torch.tensor(rows), hidden.device))
+            if requests:
+                rows = torch.tensor([request.row for request in requests])
+                states = hidden[0].index_select(0, brought(rows, hidden.device))
                 distributions.append(
                     log_probabilities(states, weight, model.spec.logit_cap, self._projection)
                 )
             return hidden
 
-        rows = self._padded(list(range(count)))
-        if self.few is not None and count <= MOST_ROWS:
-            states = self.few(x, spans, self._rule, length)
+        if self._few is not None and count <= MOST_ROWS:
+            states = self._few(x, spans, self._rule, length)
             if model.norm is not None:
-                states = model.norm(states[rows])
+                states = model.norm(states)
                 readout(states[None], model.projection())
         else:
-            x = x if len(rows) == count else x.index_select(0, brought(torch.tensor(rows), x.device))
-            at = brought(torch.tensor(self._padded(positions)), x.device)
+            at = brought(torch.tensor(positions), x.device)
             states = model(x[None], readout, positions=at, length=length, cache=cache)[0]
-        states = states[:count]
         if model.norm is None:
             return RunnerOutput(states, None)
         return RunnerOutput(states, sample_rows(requests, *distributions[0]) if distributions else [])
-
-    def _padded(self, values: list[int]) -> list[int]:
-        """Repeat the last value until so many rows keep their bits."""
-        return values + values[-1:] * (self._exact.rows.padding(len(values)) if self._exact and values else 0)
-
-
-def few_rows_of(model: Transformer, rule: Rule, exact: Exact | None) -> FewRows | None:
-    """Return the computation of few rows without the modules of ``model``, if it exists; exact numerics take tried kernels only."""
-    few = few_rows(model, _row_block if exact is None else exact.products.block)
-    if few is None or (exact is not None and not keeps_bits(few)):
-        return None
-    chains = ANY_CHAINS if exact is None else attention_chains(few, rule.sequence)
-    few.attention = few.attends(chains) if chains is not None else None
-    return few
-
-
-def _row_block(linear: Linear) -> int:
-    """Return the block of a product with fast numerics.
-
-    It is 0 if other processes have a part of the product, or if a library computes bf16 rows faster.
-    """
-    products = fast_products(linear)
-    if products is not None:
-        return products.block(linear)
-    inputs = 0 if linear.weight.dtype == torch.bfloat16 else linear.weight.shape[1]
-    return inputs if linear.affine is None else 0

@@ -6,19 +6,14 @@ from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.serve.kv_cache.format import KVFormatName
 from phalanx.traffic.requests import Request
 
 
-def require_supported(model: Transformer, *, exact: bool, drafts: int, kept: KVFormatName) -> None:
-    """Raises EngineError for a model that cannot be served, exactly if asked; the message says why and what to do."""
+def require_supported(model: Transformer, *, drafts: int = 0) -> None:
+    """Raises EngineError for a model that cannot be served; the message says why and what to do."""
     if drafts > len(model.mtp):
         raise EngineError(
             f"{drafts} tokens cannot be drafted in a step: the model predicts {len(model.mtp)} ahead (model.mtp_depth)"
-        )
-    if exact and kept != "compute":
-        raise EngineError(
-            f"keys and values in {kept} are not those of training, so numerics cannot be exact: serve with --numerics fast"
         )
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "the model's layers"
@@ -26,11 +21,6 @@ def require_supported(model: Transformer, *, exact: bool, drafts: int, kept: KVF
         if not isinstance(core, CausalCore):
             raise EngineError(
                 f"layer {layer} divides attention over ranks or tiles, which the engine does not: build the model whole"
-            )
-        if exact and core.score.cap:
-            raise EngineError(
-                "model.score_cap bends scores by products whose rows depend on each other, so numerics cannot be exact: serve with "
-                "numerics fast"
             )
 
 

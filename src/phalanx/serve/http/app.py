@@ -175,7 +175,12 @@ def application(gateway: Gateway) -> ASGIApp:
 
 def _health(gateway: Gateway) -> Response:
     trouble = gateway.port.trouble()
-    health: dict[str, Any] = {"status": trouble or "ok", "numerics_id": gateway.port.identity.numerics_id}
+    identity = gateway.port.identity
+    health: dict[str, Any] = {
+        "status": trouble or "ok",
+        "numerics_id": identity.numerics_id,
+        "bits": identity.bits,
+    }
     if workers := gateway.port.load().workers:
         health["workers"] = [
             {"number": w.number, "role": w.role, "state": w.state, "jobs": w.jobs, "ended": w.ended}
@@ -214,6 +219,7 @@ def _model(gateway: Gateway) -> dict[str, Any]:
         # A token's bits depend on these besides its request: servers with equal values give equal tokens, if numerics are exact.
         "weights_sha": gateway.port.identity.weights_sha,
         "numerics_id": gateway.port.identity.numerics_id,
+        "bits": gateway.port.identity.bits,
     }
 
 

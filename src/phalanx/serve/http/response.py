@@ -44,6 +44,7 @@ class GenerationResponse:
             model.name,
             identity.weights_sha,
             identity.numerics_id,
+            identity.bits,
             request.chat,
             model.tokenizer,
             request.logprobs,

@@ -47,6 +47,8 @@ class ResponseFormat:
     weights: str
     """The hash of the current weights."""
     numerics_id: str
+    bits: str
+    """The origin of the bits of tokens and log-probabilities."""
     chat: bool
     tokenizer: Tokenizer
     logprobs: int
@@ -89,7 +91,7 @@ class ResponseFormat:
             "object": kind + (".chunk" if chunk and self.chat else ""),
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": f"{self.weights}:{self.numerics_id}",
+            "system_fingerprint": f"{self.weights}:{self.numerics_id}:{self.bits}",
             "choices": choices,
         }
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
+from phalanx.traffic.events import Bits
 from phalanx.traffic.requests import Ended, EngineOutput, Request
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class Identity:
     numerics_id: str
     context: int
     """The most tokens, prompt included, that a request may hold."""
+    bits: Bits = "unspecified"
+    """The origin of the bits of tokens and log-probabilities."""
 
 
 class WorkerPort(Protocol):

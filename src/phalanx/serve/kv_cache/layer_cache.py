@@ -1,13 +1,13 @@
 """A layer's KV cache in one step: spans of rows that the model computes together, and the attention of each to its own text.
 
-Exact attention gives a query the bits that it has in training on a CPU, where a kernel sees the whole sequence: keys go on to the end of their block
-of 512, or of the training sequence if that is shorter, hidden by a mask; queries are repeated up to a multiple of four, because
-fewer take another path through the matrix product. A layer with a window is computed in the trainer's blocks of a window's queries.
+A query reads the keys up to its own position. Exact attention adds over them in an order that counts from the text's first key (``phalanx.hardware.portable``),
+so it has the bits that a whole sequence gives it in training. A layer with a window counts from the first key of the trainer's block, of which training
+computes one after the other (``phalanx.model.layers.attention.attention.windowed_attention``).
 
 Fast numerics absorb latent attention's matrix where that is less work, exact ones where training does (``phalanx.model.layers.attention.absorbed``). All
 heads then have the same keys, and the few queries of a step that decodes are as many of one head.
 
-On a GPU, where numerics are fast, a text's first piece and each single row go without a mask, which FlashAttention does not take.
+A text's first piece and each single row need no mask. FlashAttention on a GPU takes none.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch import Tensor
 from phalanx.model.layers.attention.absorbed import LatentExpansion, attend_together, latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.cache import Expand, Mixing
-from phalanx.model.layers.experts.independent_rows import ROWS
 from phalanx.serve.kv_cache.format import KVFormat
-from phalanx.serve.kv_cache.memory import BLOCK, TextKV
+from phalanx.serve.kv_cache.memory import TextKV
 
 TOGETHER = 768
-"""Queries of all heads from which on a kernel takes them in its largest pieces, head by head."""
+"""Queries of all heads from which on a kernel takes them head by head."""
+_CHAIN = 256
+"""Keys of a chain of portable attention: of keys that weigh nothing, so many can be left out without a change of a bit."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Rule:
-    """Padding of keys and queries."""
+    """Numerics of attention, and the storage format of keys and values."""
 
     exact: bool
-    sequence: int
-    """Tokens of a training sequence; 0 if unknown."""
     kept: KVFormat | None = None
-    """The storage format of keys and values; ``None`` is that of the computation."""
-
-    def keys(self, end: int, capacity: int) -> int:
-        """Return the number of keys that are read for a text of ``end`` tokens."""
-        if not self.exact:
-            return end
-        block = end + -end % BLOCK
-        return min(self.sequence if end <= self.sequence < block else block, capacity)
-
-
-def masks_are_dear(device: torch.device) -> bool:
-    """Return True if attention kernels without a mask are faster: on all devices but CPUs."""
-    return device.type != "cpu"
+    """``None`` is the format of the computation."""
 
 
 class LayerKVCache:
@@ -86,7 +73,7 @@ class LayerKVCache:
         sinks: Tensor | None = None,
         expand: Expand | None = None,
     ) -> Tensor:
-        """See ``Cache``; rows are ``(1, heads, rows, width)``, those behind the last span padding."""
+        """See ``Cache``; rows are ``(1, heads, rows, width)``."""
         assert isinstance(core, CausalCore), "the engine refuses others"
         mixed: list[Tensor] = []
         row = 0
@@ -98,9 +85,6 @@ class LayerKVCache:
                 kept = self._rule.kept
                 cached[:, span.begin : span.end] = new if kept is None else kept.rounded(part, new)
             mixed.append(self._attend(core, query[:, :, rows], span, (keys, values), sinks, expand))
-        if row < query.shape[2]:
-            last = mixed[-1][:, :, -1:]
-            mixed.append(last.expand(-1, -1, query.shape[2] - row, -1))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 2)
 
     def _attend(
@@ -112,74 +96,70 @@ class LayerKVCache:
         sinks: Tensor | None,
         expand: Expand | None,
     ) -> Tensor:
-        rule, window = self._rule, core.window
-        # Where the trainer's sequence is no longer than the window, it attends to the whole.
-        blocked = rule.exact and window > 0 and not 0 < rule.sequence <= window
-        cuts = [
-            span.begin,
-            *(range(span.begin + window - span.begin % window, span.end, window) if blocked else ()),
-            span.end,
-        ]
+        rule, window, heads, device = self._rule, core.window, query.shape[1], query.device
+        borders = (
+            range(span.begin + window - span.begin % window, span.end, window)
+            if rule.exact and window
+            else ()
+        )
         parts = []
-        for begin, end in itertools.pairwise(cuts):
-            first, last = 0, rule.keys(end, span.kv.capacity)
-            if blocked:
-                first = max(0, begin // window - 1) * window
-                last = (begin // window + 1) * window
-                span.kv.grow(last)
-                cached = span.kv.layers[self._layer]
-            elif window and not rule.exact:
-                first = max(0, begin - window + 1)
-            keys, values = (tensor[:, first:last].unsqueeze(0) for tensor in cached)
+        for begin, end in itertools.pairwise((span.begin, *borders, span.end)):
+            first = self._first_key(core, begin)
+            keys, values = (tensor[:, first:end].unsqueeze(0) for tensor in cached)
             queries = query[:, :, begin - span.begin : end - span.begin]
-            heads, device = query.shape[1], query.device
-            if expand is latents_as_keys and heads * (end - begin) < TOGETHER:
-                mask = self._mask_of_heads(heads, begin, end, last, device)
-                parts.append(attend_together(queries, *expand(keys, values), mask, core.softmax(None)))
+            together = heads * (end - begin) < TOGETHER
+            # A single query without a mask sees all of these keys.
+            sees_all = end - begin == 1 and not 0 < window < end - first
+            is_causal = begin == first and not 0 < window < end - first
+            if expand is latents_as_keys and together:
+                mask = None if sees_all else self._mask_of_heads(heads, begin, end, device)
+                softmax = core.softmax(None, causal=False)
+                parts.append(attend_together(queries, *expand(keys, values), mask, softmax))
                 continue
-            padding = -(end - begin) % ROWS if rule.exact else 0
-            if padding:
-                queries = torch.cat((queries, queries[:, :, -1:].expand(-1, -1, padding, -1)), 2)
             if (
                 isinstance(expand, LatentExpansion)
                 and not rule.exact
-                and expand.absorbs(end - begin, last - first)
+                and expand.absorbs(end - begin, end - first)
             ):
-                together = heads * (end - begin) < TOGETHER
                 mask = (
-                    self._mask_of_heads(heads, begin, end, last, device)
+                    self._mask_of_heads(heads, begin, end, device)
                     if together
-                    else self._mask(begin, end, 0, first, last, 0, device)
+                    else self._mask(begin, end, first, 0, device)
                 )
                 parts.append(expand.absorbed(queries, keys, values, mask))
                 continue
             if expand is not None:
                 keys, values = expand(keys, values)
-            single = end - begin == 1  # which sees all of these keys
-            if masks_are_dear(device) and not rule.exact and (single or (begin == first and not window)):
-                parts.append(core.softmax(sinks, causal=not single)(queries, keys, values, None))
-                continue
-            mask = self._mask(begin, end, padding, first, last, window, device)
-            parts.append(core.softmax(sinks)(queries, keys, values, mask)[:, :, : end - begin])
+            mask = None if sees_all or is_causal else self._mask(begin, end, first, window, device)
+            parts.append(core.softmax(sinks, causal=is_causal)(queries, keys, values, mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def _mask_of_heads(self, heads: int, begin: int, end: int, last: int, device: torch.device) -> Tensor:
-        """Return the mask ``(rows, n)`` of the first ``last`` keys for the queries ``begin`` to ``end`` of each head, the last one repeated.
+    def _first_key(self, core: CausalCore, begin: int) -> int:
+        """Return the first key that is read for queries from ``begin`` on, which are in one block of the trainer's if numerics are exact."""
+        window = core.window
+        if not window:
+            return 0
+        seen = max(0, begin - window + 1)
+        if not self._rule.exact:
+            return seen
+        # The trainer's block of queries reads its own block of keys and the one before.
+        block = max(0, begin // window - 1) * window
+        # Capped scores are summed in longer pieces, which would begin elsewhere.
+        return block if core.score.cap else seen - (seen - block) % _CHAIN
+
+    def _mask_of_heads(self, heads: int, begin: int, end: int, device: torch.device) -> Tensor:
+        """Return the mask ``(heads rows, end)`` of all keys for the queries ``begin`` to ``end`` of each head.
 
         It is built again in each layer: the masks of all texts of a step would take more memory than their keys.
         """
-        mask = self._mask(begin, end, 0, 0, last, 0, device).repeat(heads, 1)
-        padding = -len(mask) % ROWS if self._rule.exact else 0
-        return torch.cat((mask, mask[-1:].expand(padding, -1))) if padding else mask
+        return self._mask(begin, end, 0, 0, device).repeat(heads, 1)
 
-    def _mask(
-        self, begin: int, end: int, padding: int, first: int, last: int, window: int, device: torch.device
-    ) -> Tensor:
-        """Return the mask ``(q, n)`` of the keys ``first`` to ``last`` for the queries ``begin`` to ``end``, the last one repeated."""
-        name = (begin, end, padding, first, last, window)
+    def _mask(self, begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
+        """Return the mask ``(q, n)`` of the keys ``first`` to ``end`` for the queries ``begin`` to ``end``."""
+        name = (begin, end, first, window)
         if name not in self._masks:
-            query_positions = torch.arange(begin, end + padding, device=device).clamp_(max=end - 1)[:, None]
-            keys = torch.arange(first, last, device=device)
-            seen = keys <= query_positions
-            self._masks[name] = seen & (keys > query_positions - window) if window else seen
+            queries = torch.arange(begin, end, device=device)[:, None]
+            keys = torch.arange(first, end, device=device)
+            seen = keys <= queries
+            self._masks[name] = seen & (keys > queries - window) if window else seen
         return self._masks[name]

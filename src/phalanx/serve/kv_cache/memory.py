@@ -19,7 +19,7 @@ from phalanx.traffic.block_table import PAGE
 
 PageBytes = bytes | bytearray | memoryview
 BLOCK = 512
-"""Keys that the attention kernel takes at once."""
+"""Tokens by which a text's own copy grows."""
 
 
 def page_bytes(spec: ModelSpec, kept: KVFormat) -> int:

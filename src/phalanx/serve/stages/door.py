@@ -48,9 +48,8 @@ class Door:
     proof_timeout_s: float = PROOF_S
     """Limit of the proof of a connection."""
 
-    def admit(self, count: int, machine: Mapping[str, str]) -> list[StageLink]:
-        """The connections of ``count`` stages, those started here in their order. Of those that join by themselves, one whose machine differs from
-        this one in what ``machine`` has is refused by itself, before it reads anything. Raises EngineError where they do not come."""
+    def admit(self, count: int) -> list[StageLink]:
+        """The connections of ``count`` stages, those started here in their order. Raises EngineError where they do not come."""
         end = time.monotonic() + BEGIN_S
         came: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
         found: list[tuple[int, StageLink]] = []
@@ -70,9 +69,7 @@ class Door:
                     continue
                 # Each by itself: whoever says nothing keeps no stage waiting.
                 peer = f"{address[0]}:{address[1]}"
-                proving.append(
-                    Thread(target=self._prove, args=(connection, peer, machine, came), daemon=True)
-                )
+                proving.append(Thread(target=self._prove, args=(connection, peer, came), daemon=True))
                 proving[-1].start()
             while len(found) < count and not came.empty():
                 found.append(came.get())
@@ -86,21 +83,11 @@ class Door:
         self,
         connection: socket.socket,
         peer: str,
-        machine: Mapping[str, str],
         came: SimpleQueue[tuple[int, StageLink]],
     ) -> None:
         try:
             link = StageLink(connection, self.token, "server", peer, proof_timeout_s=self.proof_timeout_s)
             here = m.from_stage.decode(link.hear())
-            if isinstance(here, m.Here) and here.number < 0 and (why := _unlike(here.machine, machine)):
-                link.say(
-                    m.Refused(
-                        f"the server at the other end rounds otherwise, and waits for another stage: {why}"
-                    )
-                )
-                _log.warning("the stage at %s rounds otherwise, and another one is waited for: %s", peer, why)
-                link.close()
-                return
         except (CheckpointError, OSError, msgspec.MsgspecError) as error:
             _log.warning("whoever connected from %s is no stage of this server: %s", peer, error)
             connection.close()
@@ -115,23 +102,12 @@ class Door:
             process.wait()
 
 
-def _unlike(stage: Mapping[str, str], server: Mapping[str, str]) -> str:
-    """In what a stage's machine differs from the server's, with what to do; empty if in nothing."""
-    found = [
-        f"{name} {stage.get(name) or 'none'} in the stage and {value or 'none'} in the server"
-        for name, value in server.items()
-        if stage.get(name) != value
-    ]
-    remedy = "use machines of one kind, with the same libraries and number of threads"
-    return f"{', '.join(found)[:3000]}; {remedy}" if found else ""
-
-
 def start_stages(count: int, environment: Mapping[str, str]) -> Door:
-    """Starts ``count`` processes on this machine, which will connect."""
+    """Starts ``count`` processes on this machine, which will connect, with ``environment`` besides this process's own."""
     door = Door(_listen("127.0.0.1", 0), secrets.token_hex(16))
     host, port = door.listener.getsockname()[:2]
     # The kernel ends them with this process.
-    own = os.environ | dict(environment) | {"PHALANX_LAUNCHER": str(os.getpid())}
+    own = os.environ | {"PHALANX_LAUNCHER": str(os.getpid()), **environment}
     for number in range(1, count + 1):
         process = subprocess.Popen(
             _COMMAND,

@@ -12,10 +12,8 @@ import msgspec
 import torch
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.model.layers.linear import Affine
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.kinds.latent_attention import is_absorbed
-from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.engine.model_runner import ModelRunner, RunnerOutput
@@ -23,9 +21,7 @@ from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.kv_cache.format import kv_format
 from phalanx.serve.kv_cache.layer_cache import Rule, Span
 from phalanx.serve.kv_cache.memory import PageMemory, TextKV
-from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.facts import machine
-from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics import begin_exact, numerics_id
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.far_shares import NearShare
 from phalanx.serve.stages.far_stages import bytes_of, tensor_of
@@ -41,11 +37,13 @@ class FarPart:
     """The layers of an ``Open``, ready to compute."""
 
     def __init__(self, opened: m.Open, run_dir: Path, link: StageLink) -> None:
-        """Reads their weights from the run at ``run_dir``, and tries its products. Raises EngineError, and as ``restored_part`` does."""
+        """Reads their weights from the run at ``run_dir``. Raises EngineError, and as ``restored_part`` does."""
         served = opened.served
         self._dtype = getattr(torch, served.dtype)
         self._layers = range(opened.begin, opened.end)
-        sequence = read_resolved(RunDirectory(run_dir)).train.seq_len
+        exact = served.numerics == "exact"
+        if exact:
+            begin_exact()
         share = Share(opened.stage, opened.shares)
         self._shares = opened.shares > 1
         if self._shares:
@@ -53,16 +51,12 @@ class FarPart:
             self._layers = range(self._spec.layers)
         else:
             model, self._spec, digests = restored_part(run_dir, opened.step, self._layers, self._dtype)
-        exact = served.numerics == "exact"
-        require_supported(model, exact=exact, drafts=0, kept=served.kept)
+        require_supported(model)
         self._held = held_share(self._spec, opened.shares)
         self._kept = kv_format(served.kept, self._held, self._dtype)
-        rule = Rule(exact, sequence, self._kept if served.kept != "compute" else None)
-        found = exact_numerics(model, self._spec, sequence, opened.shares) if exact else None
-        projection: Affine | None = found.products if found is not None else None
-        if self._shares:
-            projection = assemble(model, share, NearShare(link), found)
-        self._runner = ModelRunner(model, rule, found, projection)
+        rule = Rule(exact, self._kept if served.kept != "compute" else None)
+        projection = assemble(model, share, NearShare(link), exact=exact) if self._shares else None
+        self._runner = ModelRunner(model, rule, projection)
         self._memory = PageMemory(len(self._layers), 0, self._kept)
         self._pieces: dict[int, TextKV] = {}
         self.ready = m.Ready(
@@ -71,7 +65,6 @@ class FarPart:
             numerics_id(
                 served.numerics,
                 self._dtype,
-                sequence,
                 kept=served.kept,
                 absorbed=is_absorbed(self._spec),
             ),
@@ -178,7 +171,7 @@ class FarPart:
 def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
     """Serves as one stage until the service ends; why it could not, empty if it could. ``run_dir`` is where the run is here, by default where it is
     there. Raises WireError where the connection breaks before the layers are open."""
-    link.say(m.Here(number, pid, machine()))
+    link.say(m.Here(number, pid))
     opened = m.to_stage.decode(link.hear())
     if isinstance(opened, m.Refused):
         return opened.why
@@ -194,7 +187,7 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
 def _run_opened(link: StageLink, opened: m.Open, run_dir: Path | None) -> str:
     try:
         part = FarPart(opened, run_dir or opened.served.path, link)
-    except (CheckpointError, RunDirectoryError, EngineError, NotPortableError, OSError) as error:
+    except (CheckpointError, RunDirectoryError, EngineError, OSError) as error:
         link.say(m.Unable(str(error)[:8000]))
         return str(error)
     except Exception as error:

@@ -25,7 +25,6 @@ from phalanx.serve.engine.model_runner import FarSpan
 from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest
 from phalanx.serve.kv_cache.memory import PageBytes
 from phalanx.serve.kv_cache.page_boxes import PageBox
-from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.far_stages import bytes_of
 from phalanx.serve.stages.link import StageLink
@@ -79,10 +78,10 @@ class FarShares:
         self._lost, self._talking = "", Lock()
         Thread(target=self._look, name="look", daemon=True).start()
 
-    def attach(self, model: Transformer, exact: Exact | None) -> Affine | None:
+    def attach(self, model: Transformer, *, exact: bool) -> Affine | None:
         """See ``FarLayers``."""
         self._model = model
-        return assemble(model, Share(0, self.shares), self, exact)
+        return assemble(model, Share(0, self.shares), self, exact=exact)
 
     def hold(self, pages: int) -> None:
         """Has each process make room for so many pages."""

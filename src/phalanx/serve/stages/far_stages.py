@@ -28,7 +28,6 @@ from phalanx.serve.engine.model_runner import FarSpan
 from phalanx.serve.engine.sampler import SamplerOutput, SamplingRequest
 from phalanx.serve.kv_cache.memory import PageBytes
 from phalanx.serve.kv_cache.page_boxes import PageBox
-from phalanx.serve.numerics.exact import Exact
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.talk import StepFailedError, Talk, gone, looked
@@ -94,9 +93,9 @@ class FarStages:
         for place in range(len(stages)):
             Thread(target=self._relay, args=(place,), name=f"stage {place + 1}", daemon=True).start()
 
-    def attach(self, model: Transformer, exact: Exact | None) -> Affine | None:  # noqa: ARG002
+    def attach(self, model: Transformer, *, exact: bool) -> Affine | None:  # noqa: ARG002
         """See ``FarLayers``: layers of other processes change nothing of those that are here."""
-        return None if exact is None else exact.products
+        return None
 
     def hold(self, pages: int) -> None:
         """Has each stage make room for so many pages."""

@@ -16,11 +16,10 @@ from phalanx.serve.engine.model_runner import FarSpan
 from phalanx.serve.engine.sampler import SampledToken, SamplingRequest
 from phalanx.serve.http.served.served_run import ServedRun
 
-PURPOSE = "phalanx serving stage, version 3"
+PURPOSE = "phalanx serving stage, version 4"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Text = Annotated[str, Meta(max_length=8192)]
-Fact = Annotated[str, Meta(max_length=4096)]
 
 
 class _Message(Struct, frozen=True, tag=True):
@@ -40,8 +39,6 @@ class Here(_Message, frozen=True):
 
     number: int
     pid: Count
-    machine: dict[Fact, Fact]
-    """What decides how the process rounds (``phalanx.serve.numerics.facts.machine``)."""
 
 
 class Ready(_Message, frozen=True):

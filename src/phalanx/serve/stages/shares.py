@@ -4,7 +4,7 @@ Tensor parallelism as it is trained (arXiv 1909.08053) divides the last matrix o
 degree is another order of additions. Here every matrix is divided by its *outputs* alone: a row of the result is a sum over all inputs in one process, as if it
 had the whole matrix, and what is inner (heads' results, activations, experts' rows) is put together from all processes before the next matrix reads it.
 That sends more than a sum of results would, by the inner width over the model's, and rounds nothing: any number of processes gives the bits of
-one, if products of a part of a matrix's rows have the bits that they have of the whole, which is tried (``phalanx.serve.numerics``).
+one with exact numerics, whose products have the same bits with a part of a matrix's rows.
 
 | divided | by | put together |
 |---|---|---|
@@ -41,9 +41,7 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.mixture import dense_width
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.numerics.exact import Exact
-from phalanx.serve.numerics.facts import Facts
-from phalanx.serve.numerics.products import fast_products
+from phalanx.serve.engine.fast_products import fast_products
 
 
 @dataclass(frozen=True)
@@ -184,15 +182,15 @@ def projection_by(matrix: torch.Tensor) -> OutputProjection:
     return head
 
 
-def assemble(model: Transformer, share: Share, assembly: Assembly, exact: Exact | None) -> Affine:
-    """Has a share of each layer compute with the others, by the products that it has; the product of its output projection."""
-    rows = None if exact is None else exact.rows
-    through: Affine = (fast_products(model) or F.linear) if exact is None else exact.products
+def assemble(model: Transformer, share: Share, assembly: Assembly, *, exact: bool) -> Affine:
+    """Has a share of each layer compute with the others; the product of its output projection. ``exact`` numerics are those of PyTorch's operations."""
+    fast = None if exact else fast_products(model)
+    through: Affine = fast or F.linear
     for block in model.blocks.values():
         assert isinstance(block, Block), "the model's layers"
         ends: list[nn.Module] = [block.attention.output]
         if isinstance(block.ffn, MoE):
-            block.ffn.exchange = SharedExperts(block.ffn.router.moe.experts, share, assembly, rows)
+            block.ffn.exchange = SharedExperts(block.ffn.router.moe.experts, share, assembly)
             ends += [block.ffn.shared.down] if block.ffn.shared is not None else []
         else:
             assert isinstance(block.ffn, FeedForward), "the model's layers"
@@ -216,10 +214,9 @@ class _Assembled:
 class SharedExperts:
     """The exchange of processes that have some experts each, and all tokens: each computes the rows of its own, and gets those of all."""
 
-    def __init__(self, count: int, share: Share, assembly: Assembly, numbers: Facts | None) -> None:
-        """``count`` is that of all experts; ``numbers`` are those of rows that keep their bits where all experts' go through activations
-        together: in one process they do, since the rows of a step are so many."""
-        self._count, self._share, self._assembly, self._numbers = count, share, assembly, numbers
+    def __init__(self, count: int, share: Share, assembly: Assembly) -> None:
+        """``count`` is that of all experts."""
+        self._count, self._share, self._assembly = count, share, assembly
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
@@ -228,11 +225,5 @@ class SharedExperts:
         ends = order.counts.cumsum(0).tolist()
         begin, end = (ends[place - 1] if place else 0 for place in (own.start, own.stop))
         rows = copies_by_expert(tokens, order)[begin:end]
-        counts = order.counts[own.start : own.stop]
-        if added := self._numbers.padding(len(rows)) if self._numbers is not None and len(rows) else 0:
-            # Once more the last row, for the last expert that has any.
-            rows = torch.cat((rows, rows[-1:].expand(added, -1)))
-            counts = counts.clone()
-            counts[int(counts.nonzero()[-1])] += added
-        here = experts(rows, groups_of_one_slot(counts))[: end - begin]
+        here = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
         return combine(self._assembly.whole(here, 0), order, routing.weights)

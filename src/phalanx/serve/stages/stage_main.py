@@ -36,14 +36,11 @@ def main() -> None:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=StageTask)
-    from phalanx.serve.numerics.trials import first_told, trials_told
     from phalanx.train.lifecycle.worker import die_with_parent
 
     die_with_parent()
-    told = first_told(lambda trial: print(f"stage {task.number}: {trial}", file=sys.stderr, flush=True))
     try:
-        with trials_told(told):
-            why = join(task, None)
+        why = join(task, None)
     except (CheckpointError, OSError) as error:
         why = str(error) or type(error).__name__
     if why:

@@ -6,7 +6,6 @@ for as many texts of the longest kind as that holds, one at least; where all wei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx.checkpoint.format.boxes import ITEMSIZE
@@ -15,7 +14,6 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.kv_cache.layer_cache import TOGETHER
 from phalanx.serve.kv_cache.memory import BLOCK
-from phalanx.serve.numerics.head_products import MANY
 from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
 
 LIBRARIES = 64 << 20
@@ -81,27 +79,6 @@ def text_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
         * ITEMSIZE[dtype]
         * (context + -context % 64 + most + -most % BLOCK)
     )
-
-
-def probe_bytes(shapes: Iterable[tuple[int, int]], dtype: str) -> int:
-    """Bytes that trying products of matrices ``(outputs, inputs)`` takes at its most (``phalanx.serve.numerics.products``)."""
-    item = 4 + ITEMSIZE[dtype]
-    return max(
-        (item * (outputs * inputs + 1024 * (outputs + 2 * inputs)) for outputs, inputs in shapes), default=0
-    )
-
-
-def head_probe_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes that trying the heads' products of absorbed latent attention takes at its most (``phalanx.serve.numerics.head_products``); 0 for other
-    attention."""
-    mla, item = spec.mla, ITEMSIZE[dtype]
-    if mla is None or not mla.absorbed:
-        return 0
-    matrices = (mla.nope_head_dim + mla.value_head_dim) * mla.kv_rank
-    # Drawn in fp32; beside all rows and results some rows once more, with theirs.
-    drawn, results = MANY * (mla.nope_head_dim + mla.kv_rank), MANY * (mla.kv_rank + mla.value_head_dim)
-    again = 520 * (mla.kv_rank + max(mla.nope_head_dim, mla.value_head_dim))
-    return spec.heads * ((4 + item) * (drawn + matrices) + item * (matrices + results + again))
 
 
 def divide_budget(

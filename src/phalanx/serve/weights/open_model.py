@@ -50,9 +50,11 @@ def open_model(
     With ``stream`` its weights are read as they are computed with, and take at most ``memory_bytes`` (by default four fifths of what is
     free); the text's keys and values and the process itself come on top. A run's step is packed for that, once, in ``dtype``.
     Without, ``memory_bytes`` is only what they must fit into. A model that is streamed is computed with by one thread at a time.
-    Raises TooLargeError with what would fit, MismatchError for a pack of another step or run, RunDirectoryError, and what reading raises.
+    Of a run with portable numerics, all that this process computes afterwards is portable. Raises TooLargeError with what would fit, MismatchError for a pack of another step or run, RunDirectoryError, and what reading raises.
     """
     file = packed(place, step, dtype)
+    if recorded_run(file.index).runtime.numerics == "portable":
+        begin_portable()
     free = memory_bytes if memory_bytes is not None else free_to_use() * 4 // 5
     model, spec = empty_model(file.index, dtype)
     if stream:
@@ -159,11 +161,8 @@ def empty_model(
     index: PackIndex, dtype: torch.dtype, seq_len: int = 0
 ) -> tuple[Transformer | Chain, ModelSpec]:
     """The model without weights: NaN everywhere, which take no memory. ``seq_len`` is the length of the sequences that each call has a part
-    of; 0 if a call has them from their beginning. Of a run with portable numerics, all that this process computes
-    afterwards is portable."""
+    of; 0 if a call has them from their beginning."""
     recorded = recorded_run(index)
-    if recorded.runtime.numerics == "portable":
-        begin_portable()
     spec = resolve(prediction_ahead.without(recorded.model))
     with torch.device("meta"):
         model = whole_model(spec, seq_len)

@@ -12,6 +12,7 @@ import torch
 from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.pack.index import PackIndex
 from phalanx.checkpoint.pack.reader import is_pack
+from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.serve.weights.budget import LIBRARIES, Computing, divide_budget
@@ -25,7 +26,7 @@ from phalanx.serve.weights.open_model import (
     taken,
 )
 from phalanx.train.assembly.model_facts import compute_dtype
-from phalanx.train.score.score import DTYPES, Compute, Scorer
+from phalanx.train.score.score import DTYPES, Compute, Scorer, begin_scoring
 
 
 def scorer_of(
@@ -47,6 +48,8 @@ def scorer_of(
     spec = recorded_run(file.index)
     dtype = dtype or compute_dtype(spec)
     model, resolved = empty_model(file.index, dtype, spec.train.seq_len)
+    if isinstance(model, Transformer):
+        begin_scoring()  # before memory is divided
     if stream:
         stream_weights(model, file, _weights_bytes(file.index, spec, resolved, dtype, memory_bytes), dtype)
     else:

@@ -16,7 +16,7 @@ from phalanx.serve.http.worker import Streaming
 from phalanx.traffic import events as e
 from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
 
-PURPOSE = "phalanx serving worker, version 2"
+PURPOSE = "phalanx serving worker, version 3"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Name = Annotated[bytes, Meta(max_length=64)]
@@ -40,13 +40,6 @@ class Opening(_Message, frozen=True):
     pid: Count
 
 
-class Trying(_Message, frozen=True):
-    """The worker tries its machine's kernels before it serves, which takes a while: once, where what is found can be kept."""
-
-    text: Annotated[str, Meta(max_length=8192)]
-    kept: Annotated[str, Meta(max_length=8192)]
-
-
 class Unable(_Message, frozen=True):
     """The worker cannot serve, and ends."""
 
@@ -66,6 +59,8 @@ class Ready(_Message, frozen=True):
     page_bytes: Count
     rows_per_s: float
     door: PageDoor
+    bits: e.Bits = "unspecified"
+    """The origin of the bits of its tokens."""
 
 
 class TokenSaid(_Message, frozen=True):
@@ -162,7 +157,7 @@ class Go(_Message, frozen=True):
     why: str = ""
 
 
-ToRouter = Opening | Trying | Unable | Ready | Speech | WorkerBeat | Leaving
+ToRouter = Opening | Unable | Ready | Speech | WorkerBeat | Leaving
 ToWorker = RunJob | StopJob | ForgetPages | Go
 
 _encoder = msgspec.msgpack.Encoder()

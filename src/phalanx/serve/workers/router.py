@@ -46,7 +46,6 @@ class Watcher:
     """Callbacks on workers' lives, for the supervisor of their processes and the start of the service."""
 
     opening: Callable[[Peer], None]
-    trying: Callable[[Peer, m.Trying], None]
     ready: Callable[[Peer], None]
     unable: Callable[[Peer, str], None]
     late: Callable[[Peer, str], None]
@@ -163,8 +162,6 @@ class Router:
                         self._joined += 1
                         peer.number = self._joined
                     self.watcher.opening(peer)
-                case m.Trying() as trying:
-                    self.watcher.trying(peer, trying)
                 case m.Ready() as ready:
                     self._admit(peer, ready)
                 case m.Unable(reason):

@@ -22,7 +22,6 @@ from msgspec import structs
 
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.http.worker import Identity, Streaming, WorkerFacts, WorkerLoad
-from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.processes import Happened, Processes, Seat
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
@@ -205,7 +204,7 @@ class RouterClient:
 
     async def _begin(self) -> None:
         service, token = self._service, secrets.token_hex(32)
-        watcher = Watcher(lambda _: None, self._trying, self._ready, self._unable, self._late, self._left)
+        watcher = Watcher(lambda _: None, self._ready, self._unable, self._late, self._left)
         self._router = Router(token, service.settings, watcher)
         self._server = await self._router.listen("127.0.0.1")
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -241,11 +240,7 @@ class RouterClient:
             identity = ready.identity
             # Those that divide the model hold more, and a text may go on with any of them.
             context = min(other.ready.context for other in self._router.peers.values() if other.ready)
-            self._identity.set_result(Identity(identity.weights, identity.numerics, context))
-
-    def _trying(self, peer: Peer, trying: m.Trying) -> None:
-        text = f"worker {peer.number}: {trying.text}"
-        self._notice("numerics-trial", text, worker=peer.number, kept=trying.kept)
+            self._identity.set_result(Identity(identity.weights, identity.numerics, context, ready.bits))
 
     def _unable(self, peer: Peer, reason: str) -> None:
         if not self._identity.done():

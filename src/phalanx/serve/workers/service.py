@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,11 +10,14 @@ from msgspec.structs import replace
 
 from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.rules.portable import numerics_environment
-from phalanx.run.spec import RunSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.http.served.model_text import ModelText, read_model_text
-from phalanx.serve.http.served.of_processes import newest_step, older_than_damaged, require_divisible
+from phalanx.serve.http.served.of_processes import (
+    newest_step,
+    older_than_damaged,
+    require_divisible,
+    threads_of_each,
+)
 from phalanx.serve.http.served.of_run import require_drafts, served_folder
 from phalanx.serve.http.served.opened import device_of
 from phalanx.serve.http.served.served_run import ServedRun
@@ -40,8 +43,8 @@ def open_service(
 ) -> tuple[ModelText, RouterClient]:
     """The words of a run's model and the workers that compute it, ready to be asked.
 
-    ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory and ``threads`` are each worker's;
-    0 threads divide this machine's processors among them. Without a step all workers, also those
+    ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory is each worker's, and ``threads`` are each
+    process's; 0 threads divide this machine's processors among all processes. Without a step all workers, also those
     that are started again later, serve the step that is the newest now, or the newest that can be read: ``tell`` hears of those passed over. ``pages``
     is how workers take pages from one another. Raises EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
     """
@@ -57,16 +60,17 @@ def open_service(
     with served_folder(served) as folder:
         spec = read_resolved(RunDirectory(folder))
         words = read_model_text(folder, called, spec.model.vocab_size)
-    environment = _environment(spec, threads, len(roles))
     while True:
         task = WorkerTask("", 0, "", 0, "both", served, pages=pages)
-        service = ServiceConfig(
-            roles, task, environment, RouterSettings(served.rows, audit_share), divisions or {}
-        )
+        service = ServiceConfig(roles, task, {}, RouterSettings(served.rows, audit_share), divisions or {})
+        processes = 0
         for role in roles:  # refused here rather than by each worker
             asked = service.task_of(role).served
             device_of(asked)
             require_divisible(asked)
+            processes += asked.stages * asked.tensor
+        environment = {"OMP_NUM_THREADS": str(threads or threads_of_each(processes))}
+        service = dataclasses.replace(service, environment=environment)
         try:
             return words, RouterClient(service, tell)
         except EngineError as error:
@@ -76,11 +80,6 @@ def open_service(
             text = f"step {served.step} cannot be read and is passed over: {error}"
             tell(Notice("step-passed-over", text, {"step": served.step}))
             served = replace(served, step=older)
-
-
-def _environment(spec: RunSpec, threads: int, workers: int) -> dict[str, str]:
-    threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
-    return {"OMP_NUM_THREADS": str(threads), **numerics_environment(spec.runtime)}
 
 
 def devices_of(

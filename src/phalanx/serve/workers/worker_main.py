@@ -82,7 +82,6 @@ def work(task: WorkerTask) -> str:
 def _reason(error: Exception) -> str:
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx.run.rules.portable import NotPortableError
     from phalanx.serve.engine.errors import EngineError, PartLostError
 
     known = (
@@ -91,7 +90,6 @@ def _reason(error: Exception) -> str:
         RunDirectoryError,
         EngineError,
         PartLostError,
-        NotPortableError,
         OSError,
     )
     return str(error) if isinstance(error, known) else f"a defect: {error!r}"
@@ -102,7 +100,6 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.http.served.of_run import open_engine
     from phalanx.serve.http.served.opened import device_of
-    from phalanx.serve.numerics.trials import first_told, trials_told
     from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
     from phalanx.serve.workers.page_server import PageServer
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate
@@ -110,8 +107,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
 
     nixl = AgentProcess() if task.pages == "nixl" else None  # before the model, which takes longer
     device = device_of(task.served, task.number)
-    with trials_told(first_told(lambda trial: link.send(m.encode(m.Trying(str(trial), trial.kept))))):
-        opened = open_engine(msgspec.structs.replace(task.served, device=str(device)))
+    opened = open_engine(msgspec.structs.replace(task.served, device=str(device)))
     engine = opened.engine
     if not isinstance(engine, Engine):
         raise EngineError(
@@ -133,7 +129,9 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
     server = PageServer(worker.offered, identity, task.token, task.page_host, nixl=nixl)
     try:
         door = m.PageDoor(task.page_host, server.port)
-        link.send(m.encode(m.Ready(identity, task.role, engine.root, context, pages, nbytes, rate, door)))
+        bits = opened.identity.bits
+        ready = m.Ready(identity, task.role, engine.root, context, pages, nbytes, rate, door, bits)
+        link.send(m.encode(ready))
         return worker.run()
     finally:
         server.close()

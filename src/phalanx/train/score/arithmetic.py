@@ -1,12 +1,10 @@
-"""What of a run's own steps a score cannot repeat, said in one sentence; and when texts may share a micro-batch."""
+"""What of a run's own steps a score cannot repeat, said in one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from phalanx.run.rules import independent_rows
-from phalanx.run.spec import ParallelSpec, RunSpec
+from phalanx.run.spec import RunSpec
 
 
 def other_arithmetic(spec: RunSpec, compute: str, *, on_gpu: bool = False) -> str:
@@ -15,9 +13,13 @@ def other_arithmetic(spec: RunSpec, compute: str, *, on_gpu: bool = False) -> st
     reasons = list(_reasons(spec, compute, on_gpu=on_gpu))
     if not reasons:
         return ""
+    if on_gpu:
+        where = "GPU, with rows that are independent of each other"
+    else:
+        where = "CPU" if spec.model.factory else "CPU with portable numerics"
     return (
         f"these are not bit by bit the numbers of the run's own steps, which computed {_joined(reasons)}: "
-        f"scores come of the whole model, uncompiled, on one {'GPU' if on_gpu else 'CPU'}, with rows that are independent of each other"
+        f"scores come of the whole model, uncompiled, on one {where}"
     )
 
 
@@ -31,13 +33,15 @@ def _reasons(spec: RunSpec, compute: str, *, on_gpu: bool) -> Iterator[str]:
         yield "on GPUs (runtime.device)"
     elif spec.runtime.device == "cpu" and on_gpu:
         yield "on CPUs (runtime.device)"
+    elif spec.runtime.numerics == "native" and not on_gpu and not model.factory:
+        yield 'with kernels of their processor (runtime.numerics = "native")'
     if model.factory:
         yield "a module of the user's own (model.factory), whose rows may depend on those beside them"
     if spec.precision.compute != compute:
         yield f"in {spec.precision.compute} (precision.compute)"
     if spec.precision.matmul != "compute":
         yield f"products of 8-bit operands (precision.matmul = {spec.precision.matmul!r})"
-    if model.moe is not None and spec.precision.rows == "any":
+    if model.moe is not None and spec.precision.rows == "any" and on_gpu:
         yield 'each expert\'s rows without padding (precision.rows = "any")'
     if spec.runtime.compile:
         yield "with compiled blocks (runtime.compile)"
@@ -53,20 +57,3 @@ def _reasons(spec: RunSpec, compute: str, *, on_gpu: bool) -> Iterator[str]:
     for path, count in (("model.lanes", model.lanes), ("model.context_tiles", model.context_tiles)):
         if count:
             yield f"in {count} pieces ({path})"
-
-
-def texts_may_share(spec: RunSpec, compute: str) -> bool:
-    """Whether a text's bits are the same at every place of a micro-batch, whatever stands beside it.
-
-    By the rules of ``precision.rows = "independent"``, asked of the run as it is scored: whole and uncompiled. Never in bf16: where a
-    processor has tiles for it (AMX), the inner dimension is split by the number of rows (measured: width 704, rows other than 256).
-    """
-    if compute != "fp32":
-        return False
-    scored = replace(
-        spec,
-        precision=replace(spec.precision, matmul="compute", rows="independent"),
-        runtime=replace(spec.runtime, compile=False),
-        parallel=ParallelSpec(),
-    )
-    return not any(independent_rows.problems(scored))

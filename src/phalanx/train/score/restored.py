@@ -9,7 +9,6 @@ import torch
 
 from phalanx.checkpoint.committed.restore_weights import Rows, restore_weights
 from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
-from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.layers.experts.router import routers
 from phalanx.model.transformer import Transformer
@@ -34,13 +33,11 @@ def restored_model(
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). What predicts further
     ahead is left out, unless ``ahead`` asks for it. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
-    beginning. ``cut`` takes away what is not wanted of the model before anything is read, and tells of what tensors it has left some rows. Of a run with portable numerics, all that this process computes afterwards is portable. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+    beginning. ``cut`` takes away what is not wanted of the model before anything is read, and tells of what tensors it has left some rows. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
     recorded = read_resolved(directory)
-    if recorded.runtime.numerics == "portable" and torch.device(device).type == "cpu":
-        begin_portable()
     spec = resolve(recorded.model if ahead else prediction_ahead.without(recorded.model))
     if not spec.vocab_size:
         raise RunDirectoryError(

@@ -1,10 +1,10 @@
 """Log-probabilities of given tokens, as the trainer computes them: what a server's numbers are judged by.
 
 A text is a row of a micro-batch of the run's own shape, padded to the training sequence, one document; it goes through the module
-that the trainer builds and the arithmetic of the loss (``phalanx.train.step.loss``). A text's bits do not depend on the texts beside
-it: where products of equally many rows have the same roundings in every row, texts share a micro-batch; elsewhere each has one, with
-padding in the other rows. Experts have as many rows as their router sends them, so a mixture is scored with independent rows
-(``phalanx.model.layers.experts.independent_rows``), whichever its run has.
+that the trainer builds and the arithmetic of the loss (``phalanx.train.step.loss``). On a CPU all is computed by portable kernels
+(``phalanx.hardware.portable``), whatever the run was trained with, so a text's bits do not depend on the texts beside it. On a GPU, and for a model of
+the user's own, each text has a micro-batch of its own, with padding in the other rows, and experts have independent rows
+(``phalanx.model.layers.experts.independent_rows``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.local.device import brought, fetched, on_gpu
+from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.rules.portable import NotPortableError
 from phalanx.run.spec import RunSpec
 from phalanx.train.assembly.model_facts import compute_dtype
-from phalanx.train.score.arithmetic import other_arithmetic, texts_may_share
+from phalanx.train.score.arithmetic import other_arithmetic
 from phalanx.train.score.restored import restored_model
 from phalanx.train.step.loss import IGNORE, token_cross_entropy
 
@@ -52,13 +54,18 @@ class Scorer:
     """A run's model, ready to score texts."""
 
     def __init__(self, spec: RunSpec, model: Transformer | Chain, step: int = 0) -> None:
-        """Takes a whole ``model`` of a resolved ``spec``, in the format to compute in, whose experts' products it replaces."""
-        make_rows_independent(model)
+        """Takes a whole ``model`` of a resolved ``spec``, in the format to compute in. Raises NotPortableError."""
         self.spec, self.step = spec, step
         self._model = model.requires_grad_(False).eval()
         self._compute: Compute = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "fp32"
         self.device = next(model.parameters()).device
         """Where it computes."""
+        self.is_exact = isinstance(model, Transformer) and self.device.type == "cpu"
+        """True if a text's bits depend on the text and the weights alone, as those of exact serving do."""
+        if self.is_exact:
+            begin_scoring()
+        else:
+            make_rows_independent(model)
         self.note = other_arithmetic(spec, self._compute, on_gpu=on_gpu(self.device))
         """One sentence if the run's own steps computed otherwise, else empty."""
 
@@ -100,9 +107,7 @@ class Scorer:
             self._require(text, number)
         train = self.spec.train
         rows = train.micro_batch_size or train.batch_size // train.slots
-        # Nothing is known of how a GPU's kernels round rows beside others.
-        alone = on_gpu(self.device) or not texts_may_share(self.spec, self._compute)
-        together = 1 if alone else rows
+        together = rows if self.is_exact else 1
         found: list[Tensor] = []
         with torch.no_grad(), _as_trained(self.spec):
             for first in range(0, len(texts), together):
@@ -150,9 +155,19 @@ class Scorer:
             )
 
 
+def begin_scoring() -> None:
+    """Have this process compute with portable kernels. Raises NotPortableError with what to do instead."""
+    try:
+        begin_portable()
+    except NotPortableError as error:
+        raise NotPortableError(
+            error.reason, "score on another machine, or on a GPU (--device cuda)"
+        ) from error
+
+
 @contextmanager
 def _as_trained(spec: RunSpec) -> Iterator[None]:
-    """The run's number of threads and deterministic kernels, which decide bits; afterwards those of before."""
+    """The run's number of threads and deterministic kernels; afterwards those of before."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(spec.runtime.threads)
     torch.use_deterministic_algorithms(True)

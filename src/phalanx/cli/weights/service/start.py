@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import socket
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from msgspec import structs
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.weights.service.trial_lines import TrialLines
 from phalanx.cli.weights.service.worker_roles import Degrees
 from phalanx.run.directory.paths import is_published
 from phalanx.serve.http.served.served_run import ServedRun
@@ -36,7 +34,6 @@ class Said:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._lines = TrialLines()
 
     def listening(self, model: str, url: str) -> None:
         """The service takes requests at ``url``."""
@@ -54,23 +51,7 @@ class Said:
 
     def text(self, text: str) -> None:
         """For people, whatever the form."""
-        self._lines.end()
         click.echo(text, err=True)
-
-    @contextmanager
-    def trials(self) -> Iterator[None]:
-        """Tells which of this machine's kernels are tried within the block."""
-        from phalanx.serve.numerics.trials import trials_told
-
-        if self._as_json:
-            with trials_told(lambda trial: self._line({"event": "numerics-trial", **asdict(trial)})):
-                yield
-            return
-        try:
-            with trials_told(self._lines):
-                yield
-        finally:
-            self._lines.end()
 
     @staticmethod
     def _line(content: dict[str, object]) -> None:
@@ -119,8 +100,7 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
 
     with explained(CheckpointError, EngineError, OSError):
         host, port = address(at, "--join")
-        with Said(as_json=False).trials():
-            why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
+        why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
         if why:
             raise EngineError(why)
     click.echo(f"the server at {at} has ended", err=True)
@@ -170,8 +150,7 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
     directory = RunDirectory(asked.served.path)
     with explained(CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError):
         keys = None if asked.key_file is None else read_keys(asked.key_file)
-        with said.trials():
-            model, worker = _opened(asked, said)
+        model, worker = _opened(asked, said)
         if model.note:
             said.text(model.note)
         gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))

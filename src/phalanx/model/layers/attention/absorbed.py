@@ -20,9 +20,6 @@ from torch import Tensor
 from phalanx.model.layers.linear import Linear
 from phalanx.run.spec import MlaSpec
 
-HeadProduct = Callable[[Tensor, Tensor], Tensor]
-"""Each head's rows ``(h, rows, i)`` times its own matrix ``(h, i, o)``: ``(h, rows, o)``, as ``torch.bmm`` does."""
-
 
 @dataclass(frozen=True)
 class AbsorbedUp:
@@ -31,7 +28,6 @@ class AbsorbedUp:
     weight: Tensor
     """For each head, ``nope`` rows of its keys and then ``value`` rows: ``(h (nope + value), r)``."""
     mla: MlaSpec
-    product: HeadProduct = torch.bmm
 
     def asked(self, query: Tensor) -> Tensor:
         """Queries ``(b, h, q, nope + rope)``, their last part rotated, as latents are asked: ``(b, h, q, r + rope)``."""
@@ -51,8 +47,8 @@ class AbsorbedUp:
     def _by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
         # Without gaps, so that neither the number of heads nor their order in memory has a say in what the product does.
         rows = x.transpose(0, 1).flatten(1, 2).contiguous()  # (h, b q, .)
-        found = self.product(rows, matrices)
-        return found.view(len(found), len(x), -1, found.shape[2]).transpose(0, 1)
+        product = torch.bmm(rows, matrices)
+        return product.view(len(product), len(x), -1, product.shape[2]).transpose(0, 1)
 
 
 def latents_as_keys(latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +92,7 @@ class LatentExpansion:
         up = AbsorbedUp(self.up.weight, self.mla)
         asked, key, value = up.asked(query), *latents_as_keys(latent, shared)
 
-        def softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        def softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=query.shape[1] > 1
             )
@@ -110,17 +106,13 @@ def attend_together(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
-    softmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    mask: Tensor | None,
+    softmax: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
     """Attention of all heads' queries ``(1, h, q, e)`` to keys and values ``(1, 1, n, .)`` that they share: ``(1, h, q, .)``.
 
-    Heads are so many queries of one head: one product instead of one for each. ``mask`` ``(h q or more, n)`` says what each sees; for rows behind
-    the last, that is once more asked.
+    Heads are so many queries of one head: one product instead of one for each. ``mask`` ``(h q, n)`` has the keys that each sees; ``softmax`` gets it.
     """
     heads, queries = query.shape[1:3]
-    asked = query.flatten(1, 2).unsqueeze(1)  # (1, 1, h q, e)
-    if added := len(mask) - heads * queries:
-        asked = torch.cat((asked, asked[:, :, -1:].expand(-1, -1, added, -1)), 2)
-    mixed = softmax(asked, key, value, mask)[:, 0, : heads * queries]
+    mixed = softmax(query.flatten(1, 2).unsqueeze(1), key, value, mask)[:, 0]  # (1, h q, .)
     return mixed.view(1, heads, queries, -1)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from phalanx.model.facts.stretching import softmax_temperature
 from phalanx.model.layers.attention.absorbed import (
     AbsorbedUp,
-    HeadProduct,
     LatentExpansion,
     latents_as_keys,
 )
@@ -79,8 +78,6 @@ class MlaAttention(nn.Module):
         scale = self.head_dim**-0.5 * temperature
         self.absorbed = mla.absorbed
         """Whether ``kv_up`` is multiplied with queries and results instead of with latents; a cache may take either form."""
-        self.head_product: HeadProduct = torch.bmm
-        """How it then is."""
         # What is asked of latents is wider than a head, so its width says nothing of the scale.
         self.core: Core = CausalCore(scale if mla.absorbed or temperature != 1 else None)
         self._scale = scale
@@ -111,7 +108,7 @@ class MlaAttention(nn.Module):
 
     @property
     def _absorbed_up(self) -> AbsorbedUp:
-        return AbsorbedUp(self.kv_up.weight, self.mla, self.head_product)
+        return AbsorbedUp(self.kv_up.weight, self.mla)
 
     def by_heads(
         self,

@@ -1,7 +1,7 @@
 """A pack as a served model: its weights in memory, or streamed within a hard limit on what the process may take.
 
-Streaming leaves nothing for afterwards: kernels are tried before any weight is there, then memory is divided
-(``phalanx.serve.weights.budget``), and only as many texts are computed at a time as there is memory for. The others wait.
+Streaming leaves nothing for afterwards: memory is divided first (``phalanx.serve.weights.budget``), and only as many texts are computed at a time as
+there is memory for. The others wait.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.computing_device import computing_on
 from phalanx.serve.engine.engine import Engine as PagedEngine
-from phalanx.serve.engine.supported import require_supported
 from phalanx.serve.http.served.opened import OpenedEngine, context_of, device_of
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.served.turns import TurnsEngine
 from phalanx.serve.http.worker import Engine, Identity, Streaming
-from phalanx.serve.numerics.exact import exact_numerics
-from phalanx.serve.numerics.identity import numerics_id
-from phalanx.serve.numerics.products import shapes_of
+from phalanx.serve.numerics import begin_exact, bits_of, numerics_id
 from phalanx.serve.weights.budget import (
     LIBRARIES,
     Budget,
     Computing,
     divide_budget,
-    head_probe_bytes,
-    probe_bytes,
     text_bytes,
 )
 from phalanx.serve.weights.open_model import (
@@ -46,7 +41,6 @@ from phalanx.serve.weights.open_model import (
     stream_weights,
     taken,
 )
-from phalanx.serve.weights.residency import TooLargeError
 from phalanx.serve.weights.ring import StreamStatistics
 from phalanx.traffic.block_table import PAGE
 
@@ -58,11 +52,11 @@ def open_packed(served: ServedRun) -> OpenedEngine:
     with run_folder(file.index) as folder:
         run = read_resolved(RunDirectory(folder))
         context = context_of(served, run, folder)
-    sequence = run.train.seq_len
     model, spec = empty_model(file.index, dtype)
     note, texts, pages, streaming = "", 0, 0, None
+    if isinstance(model, Transformer) and served.numerics == "exact":
+        begin_exact()  # before memory is divided
     if served.stream:
-        _try_numerics(model, spec, served, sequence)
         budget = _budget(file, model, spec, served, context)
         texts, pages = budget.texts, budget.texts * -(-context // PAGE)
         weights = stream_weights(model, file, budget.weights, dtype)
@@ -85,15 +79,17 @@ def open_packed(served: ServedRun) -> OpenedEngine:
             rows=served.rows,
             numerics=served.numerics,
             kept=served.kept,
-            sequence=sequence,
             context=context,
             weights_id=digest,
         )
         engine, computed = paged, paged.numerics_id
     else:
         engine = TurnsEngine(model, context, kept=served.kept)
-        computed = numerics_id("turns", dtype, sequence, device=device)
-    identity = Identity(digest, computed, context)
+        computed = numerics_id("turns", dtype, device=device)
+    bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
+    if bits == "trainer" and file.index.format in ("fp8", "int8"):
+        bits = "request"  # the trainer's weights are not rounded
+    identity = Identity(digest, computed, context, bits)
     return OpenedEngine(engine, identity, spec, note=note, streaming=streaming, device=device)
 
 
@@ -109,22 +105,6 @@ def _streaming(statistics: StreamStatistics) -> Streaming:
     waited = sum(list(statistics.stall_s.values())) + statistics.expert_stall_s
     needed = statistics.expert_hits + statistics.expert_misses
     return Streaming(statistics.bytes_read, waited, needed, statistics.expert_hits)
-
-
-def _try_numerics(model: Transformer | Chain, spec: ModelSpec, served: ServedRun, sequence: int) -> None:
-    """Tries what exact numerics rely on while memory is empty; the engine asks again, and is told what was found."""
-    if not isinstance(model, Transformer) or served.numerics == "fast":
-        return
-    require_supported(model, exact=True, drafts=0, kept=served.kept)
-    shapes = {(shape.outputs, shape.inputs) for _, shape in shapes_of(model)} | {(spec.vocab_size, spec.dim)}
-    tried = max(probe_bytes(shapes, served.dtype), head_probe_bytes(spec, served.dtype))
-    needed = taken() + LIBRARIES + tried
-    if served.memory_bytes and needed > served.memory_bytes:
-        raise TooLargeError(
-            f"trying this machine's kernels for exact numerics takes {needed:,} bytes of memory with the process, and {served.memory_bytes:,} "
-            "may be used: serve with --numerics fast, or give more (--memory)"
-        )
-    exact_numerics(model, spec, sequence)
 
 
 def _budget(

@@ -1,11 +1,12 @@
 """A run's model divided over several processes, by layers or each layer by itself: for models that no one process, or no one machine, holds.
 
 The engine is with the first layers, or shares. Every process reads what it has of the same step; the hash of the weights is made of all their
-digests, so it is that of the whole model, and numerics must have one id everywhere: then so have the tokens the bits of one process.
+digests, so it is that of the whole model. Exact numerics must have one id everywhere: then tokens have the bits of one process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,14 +25,13 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.rules.portable import numerics_environment
-from phalanx.run.spec import ModelSpec, RunSpec, RuntimeSpec
+from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
 from phalanx.serve.http.served.opened import OpenedEngine, context_of
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.worker import Identity
-from phalanx.serve.numerics.facts import machine
+from phalanx.serve.numerics import bits_of
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.door import Door, PartNotOpenedError, await_stages, opened_stages, start_stages
 from phalanx.serve.stages.far_shares import FarShare, FarShares
@@ -65,7 +65,7 @@ def _opened_at(
     if served.stages_at:
         door = await_stages(served.stages_at, Path(served.token_file), parts.count - 1, tell)
     else:
-        door = start_stages(parts.count - 1, numerics_environment(run.runtime))
+        door = start_stages(parts.count - 1, _divided_threads(parts.count))
     try:
         return _opened(served, door, parts, step, run)
     except PartLostError as error:
@@ -150,7 +150,7 @@ _Restored = tuple[Transformer, ModelSpec, dict[str, TensorDigest]]
 
 
 def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, run: RunSpec) -> OpenedEngine:
-    links: list[StageLink] = door.admit(parts.count - 1, _must_agree(run.runtime))
+    links: list[StageLink] = door.admit(parts.count - 1)
     try:
         return _over(links, served, parts, step, run)
     except BaseException:
@@ -179,7 +179,6 @@ def _over(
         memory_bytes=served.memory_bytes,
         rows=served.rows,
         numerics=served.numerics,
-        sequence=run.train.seq_len,
         context=context,
         kept=served.kept,
         far=layers,
@@ -191,14 +190,16 @@ def _over(
             raise EngineError(
                 f"{process} has another checkpoint of step {step} ({stage.checkpoint}) than this process ({checkpoint}): give every process the same run"
             )
-        if stage.numerics_id != engine.numerics_id:
+        if served.numerics == "exact" and stage.numerics_id != engine.numerics_id:
             raise EngineError(
                 f"{process} computes by numerics {stage.numerics_id}, and this process by {engine.numerics_id}: they would not give the bits of one; "
-                "use machines of one kind, with the same libraries and number of threads"
+                "install the same release on all machines"
             )
     return OpenedEngine(
         engine,
-        Identity(digest, engine.numerics_id, context),
+        Identity(
+            digest, engine.numerics_id, context, bits_of(served.numerics, run, served.dtype, kept=served.kept)
+        ),
         spec,
         step=step,
         note=parts.note(far),
@@ -206,13 +207,21 @@ def _over(
     )
 
 
-def _must_agree(runtime: RuntimeSpec) -> dict[str, str]:
-    """The facts of this machine that every stage's machine must share, as far as they are known before the run is read: portable numerics choose
-    kernels, and set the environment, only then."""
-    facts = machine()
-    if runtime.numerics == "portable":
-        return {name: facts[name] for name in ("processor", "torch", "threads")}
-    return {name: value for name, value in facts.items() if name != "kernels"}
+def _divided_threads(processes: int) -> dict[str, str]:
+    """Divide this machine's processors among ``processes``, of which this is one; return the environment of the others.
+
+    A number of threads that the environment names is left as it is, for each process.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    threads = threads_of_each(processes)
+    torch.set_num_threads(threads)
+    return {"OMP_NUM_THREADS": str(threads)}
+
+
+def threads_of_each(processes: int) -> int:
+    """Return the number of threads with which so many processes have this machine's processors, one at least."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def _require_dividable(served: ServedRun) -> None:

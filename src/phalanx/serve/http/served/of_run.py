@@ -25,7 +25,7 @@ from phalanx.serve.http.served.opened import OpenedEngine, context_of, device_of
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.served.turns import TurnsEngine
 from phalanx.serve.http.worker import Engine, EngineWorker, Identity
-from phalanx.serve.numerics.identity import numerics_id
+from phalanx.serve.numerics import bits_of, numerics_id
 from phalanx.serve.stages.part_weights import tensor_digests
 from phalanx.serve.weights.open_model import run_folder
 from phalanx.train.score.restored import restored_model
@@ -66,7 +66,6 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
         model, spec, step = restored_model(
             served.path, served.step, device=device, dtype=dtype, ahead=drafts > 0
         )
-    sequence = run.train.seq_len
     context, digest = context_of(served, run, served.path), weights_digest(model)
     engine: Engine
     if isinstance(model, Transformer):
@@ -76,7 +75,6 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
             memory_bytes=served.memory_bytes,
             rows=served.rows,
             numerics=served.numerics,
-            sequence=sequence,
             context=context,
             drafts=drafts,
             kept=served.kept,
@@ -85,8 +83,9 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
         engine, computed = paged, paged.numerics_id
     else:
         engine = TurnsEngine(model, context, kept=served.kept)
-        computed = numerics_id("turns", dtype, sequence, device=device)
-    return OpenedEngine(engine, Identity(digest, computed, context), spec, step=step, device=device)
+        computed = numerics_id("turns", dtype, device=device)
+    bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
+    return OpenedEngine(engine, Identity(digest, computed, context, bits), spec, step=step, device=device)
 
 
 def require_drafts(served: ServedRun) -> None:

@@ -1,1 +1,0 @@
-"""What exact serving relies on, tried on the machine at hand."""
