@@ -21,11 +21,13 @@ import forked_python
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.data.reading.places import open_places, tokenizer_folder
 from phalanx.data.reading.sources import index_of_places
 from phalanx.fleet.control.security import make_token
 from phalanx.fleet.node.worker_link import (
     Alive,
+    InjectFault,
     JoinedEpoch,
     JoinEpoch,
     LeaveEpoch,
@@ -112,12 +114,11 @@ class Node:
 
     def _secure(self, taken: SnapshotTaken) -> None:
         if self.buddy is not None:
-            push(
-                self.buddy.address,
-                self.token,
-                self.memory,
-                SnapshotKey(taken.ranks, taken.rank, taken.step),
-            )
+            key = SnapshotKey(taken.ranks, taken.rank, taken.step)
+            try:
+                push(self.buddy.address, self.token, self.memory, key)
+            except WireError:  # the buddy is lost
+                return
         self.tell(SnapshotSafe(taken.epoch, taken.step))
 
     def hear(self, kind: type, patience_s: float = PATIENCE_S) -> Any:
@@ -181,15 +182,36 @@ class Driver:
         for node in members if wait else ():
             node.hear(JoinedEpoch)
 
+    def stop_after(self, step: int) -> None:
+        """Stop rank 0 of the next epoch (SIGSTOP) after ``step``: the run waits there for ``go_on``, however slow the test is."""
+        for node in self.nodes:
+            if node.process.poll() is None:
+                node.tell(InjectFault(f"stop rank 0 at step {step + 1}"))
+
+    def wait_until_stopped(self) -> None:
+        """Wait until rank 0 has stopped."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not _is_stopped(self.members[0].process.pid):
+            assert time.monotonic() < deadline_s, "rank 0 has not stopped"
+            time.sleep(0.01)
+
+    def go_on(self) -> None:
+        """Continue rank 0 after ``stop_after``."""
+        self.members[0].process.send_signal(signal.SIGCONT)
+
     def wait_for_step(self, step: int) -> None:
         """Until rank 0 has ended ``step``."""
         while self.members[0].hear(StepEnded).step < step:
             pass
 
-    def park(self, nodes: list[Node], *, planned: bool = False) -> None:
-        """Ends the epoch on ``nodes``."""
+    def order_out(self, nodes: list[Node], *, planned: bool = False) -> None:
+        """Order ``nodes`` out of the epoch."""
         for node in nodes:
             node.tell(LeaveEpoch(self.epoch, planned))
+
+    def park(self, nodes: list[Node], *, planned: bool = False) -> None:
+        """Ends the epoch on ``nodes``."""
+        self.order_out(nodes, planned=planned)
         for node in nodes:
             self.meeting[node.number] = node.hear(LeftEpoch).meeting_point
 
@@ -215,3 +237,9 @@ class Driver:
     def close(self) -> None:
         for node in self.nodes:
             node.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return True if SIGSTOP has reached a process."""
+    state, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return state == "T"

@@ -38,9 +38,11 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
         driver = Driver(dataclasses.replace(spec, data=data, run_dir=str(tmp_path / "run")), 3)
         try:
             first, second, spare = driver.nodes
+            driver.stop_after(3)
             driver.bind([first, second])
-            driver.wait_for_step(3)
+            driver.wait_until_stopped()
             port, proxy.upstream_port = proxy.upstream_port, 1  # nothing answers there
+            driver.go_on()
             until_s = time.monotonic() + PATIENCE_S
             while not first.waiting_s > 0.5:  # heartbeats say so, that it is not taken for a hang
                 assert time.monotonic() < until_s

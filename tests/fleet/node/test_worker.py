@@ -19,7 +19,6 @@ from phalanx.fleet.node.worker_link import (
     Doubted,
     EpochBroken,
     InjectFault,
-    LeaveEpoch,
     RestoreFrom,
     SnapshotAddress,
     StepEnded,
@@ -81,9 +80,11 @@ def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
 def test_a_spare_steps_into_the_place_of_a_lost_node(make_driver: Any, undisturbed: str) -> None:
     driver = make_driver(3)
     first, second, spare = driver.nodes
+    driver.stop_after(3)
     driver.bind([first, second])
-    driver.wait_for_step(3)
+    driver.wait_until_stopped()
     second.lose()
+    driver.go_on()
     assert first.hear(EpochBroken).epoch == 1
     driver.park([first])
     resume = driver.resume([first, spare])
@@ -96,12 +97,17 @@ def test_a_spare_steps_into_the_place_of_a_lost_node(make_driver: Any, undisturb
 def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any, undisturbed: str) -> None:
     driver = make_driver(3)
     first, second, spare = driver.nodes
+    driver.stop_after(2)
     driver.bind([first, second])
-    driver.wait_for_step(2)
+    driver.wait_until_stopped()
     os.kill(second.process.pid, signal.SIGSTOP)
+    driver.go_on()
     driver.park([first])  # it hangs in a collective: nobody has died
+    driver.stop_after(5)
     driver.bind([first], driver.resume([first, second]))
-    driver.wait_for_step(5)
+    driver.wait_until_stopped()
+    driver.order_out([first], planned=True)
+    driver.go_on()
     driver.park([first], planned=True)
     resume = driver.resume([first])
     assert resume.step >= 6, "a planned change loses nothing"
@@ -115,9 +121,12 @@ def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
     make_driver: Any, undisturbed: str
 ) -> None:
     driver = make_driver(2, every_steps=1)
+    driver.stop_after(3)
     driver.bind(driver.nodes)
-    driver.wait_for_step(3)
+    driver.wait_until_stopped()
     assert not (Path(driver.spec.run_dir) / "checkpoints" / "step-00000000").exists()
+    driver.order_out(driver.nodes, planned=True)
+    driver.go_on()
     driver.park(driver.nodes, planned=True)
     resume = driver.resume(driver.nodes)
     checkpoint = Path(driver.spec.run_dir) / "checkpoints" / f"step-{resume.step:08}"
@@ -133,10 +142,11 @@ def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
     make_driver: Any, undisturbed: str
 ) -> None:
     driver = make_driver(2, fleet=FleetSpec(snapshot_every_steps=0), every_steps=100)
+    driver.stop_after(3)
     driver.bind(driver.nodes)
-    driver.wait_for_step(3)
-    for node in driver.nodes:
-        node.tell(LeaveEpoch(driver.epoch, planned=True))
+    driver.wait_until_stopped()
+    driver.order_out(driver.nodes, planned=True)
+    driver.go_on()
     saved = driver.nodes[0].hear(CheckpointCommitted).step
     assert saved >= 4
     driver.park(driver.nodes, planned=True)
@@ -148,14 +158,17 @@ def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
 @pytest.mark.servers
 def test_an_audit_after_a_recovery_goes_back_to_the_last_audit_before_it(make_driver: Any) -> None:
     driver = make_driver(3, fleet=FleetSpec(audit_every_steps=6))
-    for node in driver.nodes:
-        node.tell(InjectFault("slow rank 0 by 10x at step 7"))
-        node.tell(InjectFault("corrupt gradient rank 1 at step 12"))
+    driver.stop_after(8)
     driver.bind(driver.nodes)
-    driver.wait_for_step(8)
-    driver.park(driver.nodes)
+    driver.wait_until_stopped()
+    first, *others = driver.nodes
+    driver.park(others)
+    driver.go_on()
+    driver.park([first])
     resume = driver.resume(driver.nodes)
     assert 6 < resume.step < 12, "between two audits"
+    for node in driver.nodes:
+        node.tell(InjectFault("corrupt gradient rank 1 at step 12"))
     driver.bind(driver.nodes, resume)
     assert driver.nodes[0].hear(Doubted).trusted_step == 6, "what came after it nobody has looked at"
 
@@ -218,16 +231,21 @@ def test_a_run_in_fixed_pieces_goes_on_with_half_of_a_slots_ranks_and_later_with
     (expected,) = ranks.run(1, train_on_this_rank, alone)
     driver = make_driver(3, fleet=fleet, pieces=pieces, **degrees)
     first, second, spare = driver.nodes
+    driver.stop_after(3)
     driver.bind([first, second])
-    driver.wait_for_step(3)
+    driver.wait_until_stopped()
     second.lose()
+    driver.go_on()
     driver.park([first])
     resume = driver.resume([first])
     assert (resume.ranks, resume.step >= 2) == (2, True), (
         "from the memory of the buddy, at most one step is lost"
     )
+    driver.stop_after(7)
     driver.bind([first], resume)
-    driver.wait_for_step(7)
+    driver.wait_until_stopped()
+    driver.order_out([first], planned=True)
+    driver.go_on()
     driver.park([first], planned=True)
     driver.bind([first, spare], driver.resume([first]))
     assert driver.finish() == expected["weights_sha256"]

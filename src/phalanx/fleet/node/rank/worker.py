@@ -230,11 +230,14 @@ class Worker:
             if not stopped:
                 self._orders.wait_for_park(bind.epoch)
             self._guardian.leaves()
+            if not on_gpu(self._device):
+                connections.hold()  # a peer that has not left yet must not be disturbed by what is closed here
             with suppress(Exception):  # a broken process group may fail to close
                 leave()
             self._store = None
         # The exception, and with it every frame of the epoch, is gone by now; so are the groups' threads after this.
         gc.collect()
+        connections.release()
         if not answers(self._device):
             # Every later epoch would end with the same error. The agent starts another process in this one's place.
             print(f"{self._device} does not answer any more; this worker ends", file=sys.stderr, flush=True)
