@@ -6,7 +6,7 @@ Prints a table of instruction sets and threads: tests that passed, failed and we
 and in native numerics. Tests assert equal bits, never which processor they run on. Exit code 1: a test failed, a training run failed, or the portable hash differs between two cells. Native hashes are shown and not compared.
 
 An instruction set is a limit on PyTorch's, oneDNN's and MKL's dispatchers. It shows which code each chooses, and not what another vendor's processor rounds
-otherwise. Portable numerics sets PyTorch's own limit itself, so only the libraries' limits are on it.
+otherwise.
 """
 
 from __future__ import annotations
@@ -97,14 +97,11 @@ def instruction_sets() -> list[str]:
 
 def cell(name: str, threads: int, folder: Path) -> Cell:
     """Run the tests and both training runs of one cell in ``folder``."""
-    limits = {**LIMITS[name], "GOMP_SPINCOUNT": "0"}
+    environment = {**os.environ, **LIMITS[name], "GOMP_SPINCOUNT": "0"}
     tests = (*ONE_THREAD, *ANY_THREADS) if threads == 1 else ANY_THREADS
-    counts, output = run_tests(tests, threads, {**os.environ, **limits})
+    counts, output = run_tests(tests, threads, environment)
     hashes = []
     for numerics in ("portable", "native"):
-        environment = {**os.environ, **limits}
-        if numerics == "portable":
-            environment.pop("ATEN_CPU_CAPABILITY", None)
         weights, text = first_steps(numerics, threads, environment, folder / numerics)
         hashes.append(weights)
         output += "" if weights else text
