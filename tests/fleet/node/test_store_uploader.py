@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkpoint.worlds import box_of, save_by_all, shards_from
+from phalanx.checkpoint.committed.copying import RateLimit
 from phalanx.checkpoint.committed.verify import verify_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
@@ -27,7 +28,7 @@ from store.memory_store import MemoryStore
 
 RANKS = 4
 PATIENCE_S = 200.0
-TIMES = UploadTimes(look_s=0.02, again_s=0.1, others_s=1000.0, others_at_the_end_s=0.0)
+TIMES = UploadTimes(look_s=0.02, again_s=0.1, others_s=1000.0, slice_s=0.1, others_at_the_end_s=0.0)
 
 
 @pytest.fixture
@@ -57,12 +58,13 @@ def uploaders(
     store: MemoryStore,
     *shares: tuple[int, ...],
     times: UploadTimes = TIMES,
+    limit: Callable[[float, Callable[[], bool]], RateLimit] = RateLimit,
     **fields: Any,
 ) -> Iterator[list[StoreUploader]]:
     """The agents of a fleet, one for each of the shares of all ranks."""
     checkpoint = CheckpointSpec(store=store.url, **{"store_keep_last": 9, **fields})
     spec = RunSpec(checkpoint=checkpoint, train=TrainSpec(steps=1000))
-    made = [StoreUploader(spec, directory, 1, store, lambda _line: None, times) for _ in shares]
+    made = [StoreUploader(spec, directory, 1, store, lambda _line: None, times, limit) for _ in shares]
     for one, ranks in zip(made, shares, strict=True):
         one.deal(CopyShare(ranks, RANKS))
     try:
@@ -238,12 +240,29 @@ def test_a_step_that_was_deleted_before_it_was_copied_is_named(directory: RunDir
     assert "deleted from disk before it was copied" in failed.reason
 
 
-def test_a_node_keeps_below_its_limit(directory: RunDirectory) -> None:
-    store = MemoryStore()
+class FakeTime:
+    """A clock that goes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_a_node_sends_the_files_of_ranks_at_the_limit_of_its_run_file(directory: RunDirectory) -> None:
+    store, time_that_passes = MemoryStore(), FakeTime()
+
+    def limit(mib_s: float, cancelled: Callable[[], bool]) -> RateLimit:
+        return RateLimit(mib_s, cancelled, time_that_passes.now, time_that_passes.sleep)
+
     save(directory, 2)
-    nbytes = DiskTier(directory.checkpoints).data_bytes(2)
-    began_s = time.monotonic()
-    with uploaders(directory, store, (0, 1, 2, 3), store_mib_s=nbytes / (1 << 20)) as (agent,):
+    images = DiskTier(directory.checkpoints).reader.images(2)
+    with uploaders(directory, store, (0, 1, 2, 3), limit=limit, store_mib_s=0.125) as (agent,):
         agent.settle()
     assert stored(store) == [2]
-    assert time.monotonic() - began_s > 0.4, "files of ranks, which are most of a step's bytes, take a second"
+    sent_bytes = sum(image.nbytes for image in images)
+    assert time_that_passes.now() == pytest.approx(sent_bytes / (1 << 17))

@@ -118,9 +118,19 @@ class DiskDraft:
 
 
 class RateLimit:
-    """At most ``mib_s`` MiB/s on average, by sleeping; 0 is no limit. ``cancelled`` ends a sleep, with AbandonedError."""
+    """At most ``mib_s`` MiB/s on average, by sleeping; 0 is no limit. ``cancelled`` ends a sleep, with AbandonedError.
 
-    def __init__(self, mib_s: float, cancelled: Callable[[], bool] = never) -> None:
+    ``clock`` returns seconds, which pass while ``sleep`` is called with them.
+    """
+
+    def __init__(
+        self,
+        mib_s: float,
+        cancelled: Callable[[], bool] = never,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
         self._seconds_per_byte = 1 / (mib_s * (1 << 20)) if mib_s else 0.0
         self._cancelled = cancelled
         self._free_s = 0.0
@@ -128,12 +138,12 @@ class RateLimit:
     def blocks(self, blocks: Iterator[ByteArray]) -> Iterator[ByteArray]:
         """``blocks``, each when its turn has come."""
         for block in blocks:
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._free_s = max(self._free_s, now_s) + block.nbytes * self._seconds_per_byte
             yield block
-            while (wait_s := self._free_s - time.monotonic()) > 0 and self._seconds_per_byte:
+            while (wait_s := self._free_s - self._clock()) > 0 and self._seconds_per_byte:
                 self._require_wanted()
-                time.sleep(min(wait_s, 0.1))
+                self._sleep(min(wait_s, 0.1))
             self._require_wanted()
 
     def _require_wanted(self) -> None:

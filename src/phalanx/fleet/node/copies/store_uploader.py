@@ -40,8 +40,6 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Store
 
-_SLICE_S = 5.0
-"""For so long the agent that commits waits at a time, before it looks whether it has to bring others' files."""
 _LOST = (
     "step {} was deleted from disk before it was copied: keep more steps (checkpoint.keep_last), copy fewer "
     "(checkpoint.store_every_steps) or faster (checkpoint.store_mib_s)"
@@ -58,6 +56,8 @@ class UploadTimes:
     """Until a copy that has failed is tried again, if no new step comes before."""
     others_s: float = 600.0
     """For so long the agent that commits waits for others' files; then it brings them itself."""
+    slice_s: float = 5.0
+    """For so long the agent that commits waits at a time, before it looks whether it has to bring others' files."""
     others_at_the_end_s: float = 30.0
     """The same, once the run is over."""
 
@@ -93,6 +93,7 @@ class StoreUploader:
     """Copies one node's share of what is committed on disk, in a thread of its own; see the module.
 
     ``attempt`` is that of the fleet's start, the same on all nodes: what an earlier start has left unfinished is swept away in time.
+    ``limit`` makes the limit of ``checkpoint.store_mib_s``.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class StoreUploader:
         store: Store,
         log: Callable[[str], None],
         times: UploadTimes,
+        limit: Callable[[float, Callable[[], bool]], RateLimit] = RateLimit,
     ) -> None:
         checkpoint = spec.checkpoint
         self._checkpoint, self._last_step = checkpoint, spec.train.steps
@@ -110,7 +112,7 @@ class StoreUploader:
         self._times = times
         self._disk = DiskTier(directory.checkpoints)
         self._retention = Retention(checkpoint.store_keep_last, checkpoint.store_keep_every or None)
-        self._limit = RateLimit(checkpoint.store_mib_s, self._given_up)
+        self._limit = limit(checkpoint.store_mib_s, self._given_up)
         self._share, self._passing = CopyShare(), CopyShare()
         self._settling = self._cancelled = self._swept = False
         self._asked = self._answered = 0
@@ -267,7 +269,7 @@ class StoreUploader:
         began_s = time.monotonic()
         while True:
             try:
-                commit_copy(self._disk, step, draft, timeout_s=_SLICE_S, cancelled=self._given_up)
+                commit_copy(self._disk, step, draft, timeout_s=self._times.slice_s, cancelled=self._given_up)
                 return  # also if another has committed a copy: it has the same bits, or would have been set aside
             except AbandonedError:
                 times = self._times
