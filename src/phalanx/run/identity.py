@@ -38,10 +38,6 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
         owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_LANES}
     if spec.model.context_tiles:
         owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_TILES}
-    # Native numerics say nothing, as in runs from before there was a choice.
-    owned.pop("runtime.numerics", None)
-    if spec.runtime.numerics == "portable":
-        owned["runtime.numerics"] = ARITHMETIC
     if spec.memory.recompute == "budget":
         owned["memory.recompute_budget"] = spec.memory.recompute_budget
     return owned
@@ -68,7 +64,11 @@ def _is_tables(value: object) -> bool:
 
 def identity(spec: RunSpec) -> str:
     """SHA-256 (hex) over the run's own fields, the same for every fleet that the run is computed on."""
-    canonical = json.dumps(run_owned(spec), sort_keys=True, separators=(",", ":"))
+    owned = run_owned(spec)
+    # Native numerics say nothing, as in runs from before there was a choice; portable ones are those of a definition.
+    if owned.pop("runtime.numerics", "") == "portable":
+        owned["runtime.numerics"] = ARITHMETIC
+    canonical = json.dumps(owned, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

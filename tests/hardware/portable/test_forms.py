@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,3 +237,46 @@ def test_products_that_are_asked_into_a_tensor() -> None:
         getattr(ours, name).out(*operands, out=out)
         assert_near(out, getattr(torch, name)(*operands))
         assert torch.equal(out, getattr(ours, name)(*operands))
+
+
+def test_complex_numbers_are_refused() -> None:
+    x = torch.tensor([1 + 2j])
+    ours = operations()
+    for compute in (
+        lambda: ours.exp(x),
+        lambda: ours.sum(x),
+        lambda: ours.sum(x.real, dtype=torch.complex64),
+        lambda: KERNELS["pow.Tensor_Scalar"](x, 1.5),
+        lambda: KERNELS["linalg_vector_norm"](x),
+    ):
+        with pytest.raises(RuntimeError, match="no complex numbers"):
+            compute()
+
+
+def test_a_sum_of_booleans_that_are_made_of_numbers_counts_them() -> None:
+    assert bool(operations().sum(torch.tensor([1.0, -1.0]), dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["sigmoid_backward", "tanh_backward", "silu_backward"])
+def test_slopes_of_another_shape_are_refused(name: str) -> None:
+    for slope in (torch.empty(0), torch.ones(3, 1), torch.ones(4, 3)):
+        with pytest.raises(RuntimeError, match="other shapes than their results"):
+            getattr(operations(), name)(slope, torch.ones(3, 4))
+
+
+def test_slopes_of_a_softmax_of_another_shape_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="other shapes than their results"):
+        operations()._softmax_backward_data(torch.ones(20, 20), torch.ones(2, 2), 1, torch.float32)
+
+
+def test_calls_of_gelu_keep_no_memory() -> None:
+    x = torch.ones(1)
+    gelu = operations().gelu
+
+    def resident_kib() -> int:
+        for _ in range(20_000):
+            gelu(x, approximate="tanh")
+        return int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+    before = resident_kib()
+    assert resident_kib() - before < 400  # a string for each call would be 900

@@ -203,6 +203,28 @@ def test_a_query_that_sees_nothing_gives_zero() -> None:
     assert out[0, 0, 0].ne(0).all()
 
 
+def test_a_query_that_sees_nothing_moves_nothing() -> None:
+    query, key, value = (numbers(1, 1, 4, 8, seed=seed) for seed in range(3))
+    bias = torch.zeros(4, 4)
+    bias[2] = -torch.inf
+    backward = operations()._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def gradients(rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        some, mask = query[:, :, rows], bias[rows]
+        out, log_sums = attend(some, key, value, mask, 0.3, causal=False)
+        slope = torch.ones_like(out)
+        found: tuple[Tensor, Tensor, Tensor] = backward(
+            slope, some, key, value, out, log_sums, 0.0, False, attn_mask=mask, scale=0.3
+        )
+        return found
+
+    found, expected = gradients([0, 1, 2, 3]), gradients([0, 1, 3])
+    assert found[0][0, 0, 2].eq(0).all()
+    assert torch.equal(found[0][:, :, [0, 1, 3]], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+
+
 def test_what_is_not_a_number_stays_so() -> None:
     query, key = numbers(1, 1, 4, 8), numbers(1, 1, 4, 8, seed=1)
     query[0, 0, 2, 3] = torch.nan

@@ -125,6 +125,33 @@ assert checks.digests() == checks.DIGESTS
 """
 
 
+PROGRAM_IN_INFERENCE = """
+import torch
+from phalanx.hardware.portable import checks, operations
+with torch.inference_mode():
+    operations.begin()
+assert checks.digests() == checks.DIGESTS
+operations.end()
+checks.DIGESTS["sums"] = "other"
+for _ in range(2):
+    try:
+        operations.begin()
+    except Exception:
+        assert not operations.begun()
+    else:
+        raise AssertionError
+"""
+
+
+def test_a_process_begins_in_inference_too_and_not_where_a_check_fails() -> None:
+    if reason := operations.unfit_processor():
+        pytest.skip(reason)
+    path = str(Path(operations.__file__).parents[3])
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM_IN_INFERENCE], env={**os.environ, "PYTHONPATH": path}, check=True
+    )
+
+
 def test_kernels_that_are_withdrawn_leave_pytorchs_own() -> None:
     if reason := operations.unfit_processor():
         pytest.skip(reason)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 
 import pytest
 
-from phalanx.run.identity import run_owned
+from phalanx.run.identity import differences, identity, run_owned
 from phalanx.run.resolve import device_of
-from phalanx.run.rules.portable import ARITHMETIC, problems
+from phalanx.run.rules.portable import problems
 from phalanx.run.spec import ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
 
 RUN = RunSpec(name="portable", runtime=RuntimeSpec(numerics="portable"))
@@ -31,12 +33,24 @@ def test_what_its_kernels_do_not_compute_is_refused_by_its_field(path: str, spec
     assert list(problems(replace(spec, runtime=replace(spec.runtime, numerics="native")))) == []
 
 
-def test_a_run_that_does_not_ask_for_it_keeps_its_identity() -> None:
-    assert "runtime.numerics" not in run_owned(RunSpec(name="native"))
+def with_numerics(numerics: str) -> RunSpec:
+    return RunSpec(runtime=RuntimeSpec(numerics=numerics))  # type: ignore[arg-type]
 
 
-def test_a_run_that_asks_for_it_is_another_run_and_names_the_definition_of_its_arithmetic() -> None:
-    assert run_owned(RUN)["runtime.numerics"] == ARITHMETIC
+def test_native_numerics_are_no_part_of_an_identity_and_portable_ones_are_another_runs() -> None:
+    before_there_was_a_choice = {
+        path: value
+        for path, value in run_owned(with_numerics("native")).items()
+        if path != "runtime.numerics"
+    }
+    canonical = json.dumps(before_there_was_a_choice, sort_keys=True, separators=(",", ":"))
+    assert identity(with_numerics("native")) == hashlib.sha256(canonical.encode()).hexdigest()
+    assert identity(with_numerics("portable")) != identity(with_numerics("native"))
+
+
+def test_runs_that_differ_in_it_are_told_apart_by_values_that_can_be_set() -> None:
+    (line,) = differences(with_numerics("native"), with_numerics("portable"))
+    assert line == "runtime.numerics: 'native' != 'portable'"
 
 
 def test_it_computes_on_the_processor_even_where_there_is_a_gpu() -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.read import to_table
 from phalanx.run.rules.portable import not_portable
 from phalanx.run.spec import CheckpointSpec, OptimizerSpec, RunSpec, RuntimeSpec
 from phalanx.train.start.numerics import note_of_fallback, reason_for_native, with_numerics
-from phalanx.train.start.open_run import choose
+from phalanx.train.start.open_run import choose, open_run
 
 OPEN = RunSpec(name="open", runtime=RuntimeSpec(device="cpu"))
 FINGERPRINT = "f" * 64
@@ -41,7 +42,7 @@ def of(numerics: str, **fields: object) -> RunSpec:
 def begin(spec: RunSpec, *, finished: bool = False) -> Path:
     """Writes what the first start of a run leaves."""
     directory = choose(spec, FINGERPRINT)
-    directory.path.mkdir(parents=True)
+    (directory.checkpoints / "step-00000001").mkdir(parents=True)
     directory.record.write_text(json.dumps({"identity": identity(spec)}))
     directory.run_file.write_text(tomli_w.dumps(to_table(spec)))
     if finished:
@@ -92,6 +93,22 @@ def test_a_run_that_has_begun_keeps_its_arithmetic(machine: Path, numerics: str)
     assert chosen(OPEN) == numerics
     assert choose(with_numerics(OPEN, FINGERPRINT), FINGERPRINT).path == folder
     assert note_of_fallback(OPEN, with_numerics(OPEN, FINGERPRINT)) == "" or numerics == "native"
+
+
+def test_a_start_that_failed_before_it_saved_does_not_decide(machine: Path) -> None:
+    folder = begin(of("portable"))
+    (folder / "checkpoints" / "step-00000001").rmdir()
+    (machine / "gcc").unlink()
+    assert chosen(OPEN) == "native"
+
+
+def test_a_run_of_another_definition_is_not_gone_on_with(tmp_path: Path) -> None:
+    spec = of("portable", run_dir="mine")
+    folder = begin(spec)
+    for record in ({"attempts": 1}, {"attempts": 1, "arithmetic": "portable 0"}):
+        (folder / "record.json").write_text(json.dumps(record))
+        with pytest.raises(RunDirectoryError, match="another definition of portable numerics"):
+            open_run(spec, FINGERPRINT, tmp_path)
 
 
 def test_a_finished_run_does_not_decide_for_the_next() -> None:

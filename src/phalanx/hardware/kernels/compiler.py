@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""
 _COMPILATION_S = 600
 """Time for a compilation, which takes seconds of a processor that others may use too."""

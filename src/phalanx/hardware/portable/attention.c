@@ -101,6 +101,10 @@ FUSING static void attend_backward(const head *h, matrix grad_out, matrix out, c
         sums[j & 15] += slope_of_out * result;
       }
       float common = added(sums);
+      if (log_sum == -INFINITY) { /* a query that sees no key moves nothing */
+        for (int64_t j = 0; j < keys; j++) row[j] = slope[j] = 0.0f;
+        continue;
+      }
       exponentials(row, seen, log_sum);
       for (int64_t j = 0; j < seen; j++) slope[j] = row[j] * (slope[j] - common) * h->scale;
       for (int64_t j = seen; j < keys; j++) row[j] = slope[j] = 0.0f;

@@ -136,12 +136,24 @@ int32_t format_of(ScalarType type) {
 
 int64_t bytes_of(int32_t format) { return format == FP32 ? 4 : format == BF16 ? 2 : 8; }
 
+void require_real(ScalarType type) {
+  if (type == ScalarType::ComplexHalf || type == ScalarType::ComplexFloat || type == ScalarType::ComplexDouble)
+    throw std::runtime_error("portable numerics has no complex numbers: compute with real ones, or set runtime.numerics = \"native\"");
+}
+
+void require_sizes(const Tensor &one, const Tensor &other) {
+  if (sizes_of(one) != sizes_of(other)) throw std::runtime_error("the tensors of a backward pass have other shapes than their results");
+}
+
 bool is_floating(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::BFloat16 || type == ScalarType::Half;
 }
 
 /* The type that the elementary functions and softmax compute in: their operand's, or fp32. */
-ScalarType computed_in(ScalarType type) { return is_floating(type) && type != ScalarType::Half ? type : ScalarType::Float; }
+ScalarType computed_in(ScalarType type) {
+  require_real(type);
+  return is_floating(type) && type != ScalarType::Half ? type : ScalarType::Float;
+}
 
 /* --- products ----------------------------------------------------------------------------------------------------------------------- */
 
@@ -268,6 +280,7 @@ attention_operands operands_of(const Tensor &query, const Tensor &key, const Ten
   add_operand(operands, 1, key);
   add_operand(operands, 2, value);
   if (bias) { /* of one or two dimensions, or with some of size one, as PyTorch spreads them */
+    if (bias->dim() > 4) throw std::runtime_error("the mask of an attention has another shape");
     int64_t whole[4] = {shape[0], shape[1], shape[3], shape[4]}, strides[4] = {0, 0, 0, 0};
     for (int64_t d = 0; d < bias->dim(); d++) {
       int64_t place = 4 - bias->dim() + d;
@@ -314,6 +327,10 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor slope, Tensor query, T
   auto bias = added_to_scores(mask);
   attention_operands o = operands_of(query, key, value, bias, dropout);
   require_product(slope, out, true);
+  require_sizes(slope, out);
+  if (out.dim() != 4 || out.size(0) != o.shape[0] || out.size(1) != o.shape[1] || out.size(2) != o.shape[3] || out.size(3) != o.shape[6] ||
+      log_sums.numel() != o.shape[0] * o.shape[1] * o.shape[3])
+    throw std::runtime_error("the tensors of an attention's backward pass have other shapes than its results");
   add_operand(o, 4, slope);
   add_operand(o, 5, out);
   Tensor of_query = empty(sizes_of(query), query.scalar_type()), of_key = empty(sizes_of(key), query.scalar_type()),
@@ -376,16 +393,23 @@ Tensor unary_in_place(Tensor x) {
   return x;
 }
 
-int32_t gelu_kind(const std::string &approximate, int32_t exact, int32_t by_tanh) {
+/* The handle is read here, since PyTorch 2.13's own conversion to a string leaks it. */
+int32_t gelu_kind(StringHandle handle, int32_t exact, int32_t by_tanh) {
+  const char *characters;
+  size_t length;
+  check(torch_string_length(handle, &length));
+  check(torch_string_c_str(handle, &characters));
+  const std::string approximate(characters, length);
+  check(torch_delete_string(handle));
   if (approximate != "none" && approximate != "tanh") throw std::runtime_error("the approximation of gelu is \"none\" or \"tanh\"");
   return approximate == "none" ? exact : by_tanh;
 }
 
-Tensor gelu(Tensor x, std::string approximate) { return applied(gelu_kind(approximate, FUNCTION_GELU, FUNCTION_GELU_TANH), x); }
+Tensor gelu(Tensor x, StringHandle approximate) { return applied(gelu_kind(approximate, FUNCTION_GELU, FUNCTION_GELU_TANH), x); }
 
-Tensor gelu_into(Tensor x, std::string approximate, Tensor out) { return into(gelu(x, approximate), out); }
+Tensor gelu_into(Tensor x, StringHandle approximate, Tensor out) { return into(gelu(x, approximate), out); }
 
-Tensor gelu_in_place(Tensor x, std::string approximate) {
+Tensor gelu_in_place(Tensor x, StringHandle approximate) {
   copy(gelu(x, approximate), x);
   return x;
 }
@@ -394,11 +418,8 @@ Tensor gelu_in_place(Tensor x, std::string approximate) {
 Tensor slope_of(int32_t function, const Tensor &slope, const Tensor &at) {
   ScalarType type = computed_in(at.scalar_type());
   Tensor g = as_type(slope, type), x = as_type(at, type);
-  if (strides_of(g) != strides_of(x) || sizes_of(g) != sizes_of(x) || !is_dense(x)) {
-    sizes_t sizes = sizes_of(x);
-    if (sizes_of(g) != sizes) g = view(g, sizes, sizes_t(sizes.size(), 0)); /* of one number, spread */
-    g = contiguous(g), x = contiguous(x);
-  }
+  require_sizes(g, x);
+  if (strides_of(g) != strides_of(x) || !is_dense(x)) g = contiguous(g), x = contiguous(x);
   sizes_t strides = strides_of(x);
   Tensor out = empty(sizes_of(x), type, &strides);
   int32_t format = format_of(type);
@@ -421,11 +442,11 @@ Tensor slope_into(Tensor slope, Tensor at, Tensor out) {
   return into(slope_of(function, slope, at), out);
 }
 
-Tensor gelu_slope(Tensor slope, Tensor x, std::string approximate) {
+Tensor gelu_slope(Tensor slope, Tensor x, StringHandle approximate) {
   return slope_of(gelu_kind(approximate, FUNCTION_GELU_SLOPE, FUNCTION_GELU_TANH_SLOPE), slope, x);
 }
 
-Tensor gelu_slope_into(Tensor slope, Tensor x, std::string approximate, Tensor out) {
+Tensor gelu_slope_into(Tensor slope, Tensor x, StringHandle approximate, Tensor out) {
   return into(gelu_slope(slope, x, approximate), out);
 }
 
@@ -466,8 +487,9 @@ void sum_matrices(int32_t format, const void *from, void *to, int64_t outer, int
 /* The sum over dimensions, all of them where none are named. */
 Tensor summed(const Tensor &t, const std::optional<sizes_t> &dimensions, bool keep, const std::optional<ScalarType> &wanted) {
   ScalarType type = wanted ? *wanted : is_floating(t.scalar_type()) ? t.scalar_type() : ScalarType::Long;
+  require_real(t.scalar_type()), require_real(type);
   ScalarType added_as = type == ScalarType::Half ? ScalarType::Float : is_floating(type) ? type : ScalarType::Long;
-  Tensor x = as_type(t, added_as);
+  Tensor x = as_type(as_type(t, type), added_as); /* of booleans, too, as many as are true */
   int64_t count = x.dim();
   std::vector<bool> is_reduced(count, !dimensions || dimensions->empty());
   if (dimensions)
@@ -541,6 +563,7 @@ Tensor softmax_along(const Tensor &x, int64_t dimension, bool widen, bool logari
 
 Tensor softmax_slope_along(const Tensor &slope, const Tensor &result, int64_t dimension, ScalarType wanted, bool logarithm) {
   ScalarType type = computed_in(result.scalar_type());
+  require_sizes(slope, result);
   Tensor out = along({as_type(slope, type), as_type(result, type)}, dimension, [&](const std::vector<Tensor> &operands) {
     Tensor made = empty(sizes_of(operands[0]), type);
     int64_t width = width_of(made), size = bytes_of(format_of(type));

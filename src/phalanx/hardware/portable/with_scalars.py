@@ -88,6 +88,7 @@ def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 
 def _power(base: Tensor | float, exponent: Tensor | float) -> Tensor:
     dtype = torch.result_type(base, exponent)
+    _require_real(dtype)
     if not dtype.is_floating_point:
         return _integer_power(base, exponent, dtype)
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -98,6 +99,14 @@ def _power(base: Tensor | float, exponent: Tensor | float) -> Tensor:
             return simple.to(dtype)
     bases, exponents = _broadcast(_tensor(base, wide), _tensor(exponent, wide))
     return library.power(bases, exponents).to(dtype)
+
+
+def _require_real(dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise RuntimeError(
+            "portable numerics has no complex numbers: "
+            'compute with real ones, or set runtime.numerics = "native"'
+        )
 
 
 def _tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -166,6 +175,7 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     numbers = x if dtype is None else x.to(dtype)
+    _require_real(numbers.dtype)
     wide = numbers.float() if numbers.dtype in (torch.bfloat16, torch.float16) else numbers
     dims = dim or list(range(x.dim()))
     if math.isinf(ord):

@@ -1,6 +1,6 @@
 """Chooses the arithmetic of a run whose file leaves it open (``runtime.numerics = "auto"``).
 
-A run that has begun keeps its arithmetic, and a run that goes on from another one as training takes over that one's. Else it is portable wherever
+A run that has saved keeps its arithmetic, and a run that goes on from another one as training takes over that one's. Else it is portable wherever
 it can be: the bits then belong to the run and not to a kind of processor.
 """
 
@@ -14,7 +14,7 @@ from phalanx.hardware.portable.processor import missing_compiler, unfit_processo
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.rules.portable import not_portable
 from phalanx.run.spec import RunSpec
-from phalanx.train.start.open_run import choose
+from phalanx.train.start.open_run import choose, holds_steps
 
 
 def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
@@ -36,6 +36,8 @@ def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[R
         if native.checkpoint.init_with == "training":
             places.append(Path(native.checkpoint.init_from).parent.parent)
         for place in places:
+            if not holds_steps(RunDirectory(place)):
+                continue
             try:
                 recorded = read_resolved(RunDirectory(place)).runtime.numerics
             except RunDirectoryError:
@@ -43,7 +45,7 @@ def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[R
             yield portable if recorded == "portable" else native
         return
     for candidate in (portable, native):
-        if choose(candidate, fingerprint).record.exists():
+        if holds_steps(choose(candidate, fingerprint)):
             yield candidate
 
 

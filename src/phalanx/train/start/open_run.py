@@ -28,10 +28,13 @@ from phalanx.run.directory.lineage import extending_command, shares_past
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.identity import differences, identity, layout_changes, run_owned
 from phalanx.run.read import to_table
+from phalanx.run.rules.portable import ARITHMETIC
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.claim_store import claim_store
 
 _PATIENCE_S = 3.0
+_FIRST_ARITHMETIC = "portable 1"
+"""Definition of portable numerics in runs whose record names none."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ def open_run(
             record = {
                 "identity": identity(spec),
                 "data_fingerprint": fingerprint,
+                **({"arithmetic": ARITHMETIC} if spec.runtime.numerics == "portable" else {}),
                 **record_of(spec.data),
                 **({"data_sources": dict(sources)} if sources else {}),
                 "attempts": attempt + 1,
@@ -201,6 +205,12 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
             + "\n".join(f"  {line}" for line in found)
             + (child if command else "")
+        )
+    arithmetic = directory.read_record().get("arithmetic", _FIRST_ARITHMETIC)
+    if last.runtime.numerics == "portable" and arithmetic != ARITHMETIC:
+        raise RunDirectoryError(
+            f"run directory {directory.path} was computed with another definition of portable numerics ({arithmetic}, here {ARITHMETIC}): go on with "
+            "the release that it was begun with, or begin another run, which takes its weights over with checkpoint.init_from"
         )
     recorded = directory.read_record().get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
