@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -55,6 +56,9 @@ def _serve(connection: Connection) -> None:
                 leave()
         except BaseException:
             answer = False, traceback.format_exc()
+        # The next function computes natively, unless it says otherwise.
+        if (operations := sys.modules.get("phalanx.hardware.portable.operations")) is not None:
+            operations.end()
         gc.collect()  # process groups in reference cycles keep their threads and their store
         # Only now: the answer lets the store's folder be removed, and a FileStore whose file goes while it closes
         # waits for it to come back, for its 300 s (c10d/FileStore.cpp: access, then open with retries).

@@ -18,6 +18,7 @@ from ranks import Ranks
 def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
     """What the parts tell on a CPU."""
     from bench.gpu import bits, layers, serving, speed, trace
+    from phalanx.hardware.portable import operations
 
     device, found = torch.device("cpu"), {}
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -46,6 +47,7 @@ def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
                 bits.kinds(device, mine.__setitem__)
             case _:
                 bits.hashes_elsewhere(device, mine.__setitem__)
+        operations.end()  # parts have processes of their own, and exact serving computes by portable kernels in its
     torch.use_deterministic_algorithms(deterministic)
     return found
 

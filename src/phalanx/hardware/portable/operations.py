@@ -63,8 +63,7 @@ def begun() -> bool:
 
 
 def end() -> None:
-    """Gives PyTorch's own kernels back to this process: for tests and benchmarks, which compute in several ways. A program keeps the numerics that it has
-    begun with."""
+    """Gives PyTorch's own kernels back to this process, which computes natively from now on."""
     if _ended:
         torch.backends.mkldnn.set_flags(True)  # type: ignore[no-untyped-call]
     while _ended:

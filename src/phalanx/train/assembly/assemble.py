@@ -25,6 +25,7 @@ from phalanx.hardware.local.device import device_name, on_gpu
 from phalanx.hardware.local.device_peak import accelerator_named
 from phalanx.hardware.local.matmul_peak import measure_matmul_flops
 from phalanx.hardware.portable.operations import begin as begin_portable
+from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.place import Place
@@ -146,6 +147,8 @@ def make_deterministic(spec: RunSpec, device: torch.device) -> None:
     """
     if spec.runtime.numerics == "portable":
         begin_portable()
+    else:
+        end_portable()  # of what this process computed before
     torch.set_num_threads(spec.runtime.threads)
     torch.manual_seed(spec.runtime.seed)
     torch.use_deterministic_algorithms(True)
