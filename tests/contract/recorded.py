@@ -35,20 +35,23 @@ NAMED_BY_DATA = frozenset(
 """Keys of objects whose own keys are names of data: these are recorded as ``*``."""
 MACHINE_FACTS = frozenset(("arithmetic", "code", "data", "numerics", "packages", "variables"))
 """Keys of objects whose contents depend on the machine, the checkout or installed software: only their type is recorded."""
-_JSON_TYPES = frozenset(("array", "boolean", "null", "number", "object", "string"))
+MACHINE_LISTS = frozenset(("accelerators",))
+"""Keys of arrays of which the same is true."""
+_JSON_TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _CONTAINERS = ("null", "array", "object")
 
 
 def differences(recorded: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
     """List what was removed, changed and added, one line each.
 
-    ``null`` agrees with any type, and an empty array or object with any contents: a value may be absent on another machine.
-    So does a type with a union that contains it.
+    A value may be absent on another machine: ``null`` agrees with any recorded type, and an empty array or object with recorded contents. The
+    reverse is a difference, since nothing is promised of what was recorded as empty. A type agrees with a recorded union that contains it, and an
+    integer with a recorded number.
     """
     lines = [
         f"removed: {name} ({recorded[name]})"
         for name in sorted(recorded.keys() - present.keys())
-        if not (_absent_there(name, present) or _is_empty_form(name, recorded, present))
+        if not (_absent_there(name, present) or _has_contents_too(name, recorded, present))
     ]
     lines += [
         f"changed: {name}: {recorded[name]} -> {present[name]}"
@@ -58,7 +61,7 @@ def differences(recorded: Mapping[str, str], present: Mapping[str, str]) -> list
     lines += [
         f"added: {name} ({present[name]})"
         for name in sorted(present.keys() - recorded.keys())
-        if not (_absent_there(name, recorded) or _is_empty_form(name, present, recorded))
+        if not _is_empty_form(name, present, recorded)
     ]
     return lines
 
@@ -82,7 +85,12 @@ def key_paths(value: Any, path: str = "") -> dict[str, str]:
     """
     types: dict[str, set[str]] = {}
     _collect(value, path, types)
-    return {name: "|".join(sorted(kinds - {"null"} or kinds)) for name, kinds in types.items()}
+    return {name: "|".join(sorted(_without_special_cases(kinds))) for name, kinds in types.items()}
+
+
+def _without_special_cases(kinds: set[str]) -> set[str]:
+    """Leave out ``null`` beside other types, and integers beside numbers."""
+    return kinds - {"null"} - ({"integer"} if "number" in kinds else set()) or kinds
 
 
 def _collect(value: Any, path: str, types: dict[str, set[str]]) -> None:
@@ -91,7 +99,7 @@ def _collect(value: Any, path: str, types: dict[str, set[str]]) -> None:
         by_data = last in NAMED_BY_DATA
         for key, part in value.items():
             _collect(part, f"{path}.{'*' if by_data else key}", types)
-    elif isinstance(value, list) and value:
+    elif isinstance(value, list) and value and last not in MACHINE_LISTS:
         for part in value:
             _collect(part, f"{path}[]", types)
     else:
@@ -99,7 +107,7 @@ def _collect(value: Any, path: str, types: dict[str, set[str]]) -> None:
 
 
 def _type_name(value: Any) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
     return names.get(type(value), "null")
 
 
@@ -114,9 +122,16 @@ def _is_empty_form(name: str, facts: Mapping[str, str], other: Mapping[str, str]
     return facts[name] in _CONTAINERS and any(path.startswith((f"{name}.", f"{name}[")) for path in other)
 
 
+def _has_contents_too(name: str, recorded: Mapping[str, str], present: Mapping[str, str]) -> bool:
+    """Return True if ``name`` was recorded both empty and with contents, and is never empty now."""
+    return _is_empty_form(name, recorded, recorded) and _is_empty_form(name, recorded, present)
+
+
 def _agree(recorded: str, present: str) -> bool:
-    """Return True if two promises are equal, or one JSON type is a case of the other."""
+    """Return True if two promises are equal, or the present JSON type is a case of the recorded one."""
     before, now = set(recorded.split("|")), set(present.split("|"))
     if not before | now <= _JSON_TYPES:
         return recorded == present
-    return before <= now or now <= before or bool((before | now) & {"null"})
+    if "number" in before:
+        before |= {"integer"}
+    return now <= before or now == {"null"}

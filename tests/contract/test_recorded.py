@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from contract.recorded import differences, key_paths
 
 
@@ -19,11 +21,37 @@ def test_equal_records_have_no_differences() -> None:
     assert differences({"a": "number"}, {"a": "number"}) == []
 
 
-def test_a_value_that_is_null_or_empty_agrees_with_any_contents() -> None:
+def test_a_value_may_be_null_or_empty_where_contents_are_recorded() -> None:
     full = {".a.b": "number", ".c[].d": "string", ".e": "number"}
     bare = {".a": "null", ".c": "array", ".e": "null"}
     assert differences(full, bare) == []
-    assert differences(bare, full) == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "present"),
+    [
+        ({}, {"b": 1}),
+        ([], [1]),
+        ([], [{"b": 1}]),
+        (None, {"b": 1}),
+        (None, 1),
+        (None, []),
+        ({}, []),
+        ({}, 1),
+    ],
+)
+def test_a_value_that_was_recorded_as_null_or_empty_agrees_with_its_like_alone(
+    recorded: object, present: object
+) -> None:
+    before, now = key_paths({"a": recorded}), key_paths({"a": present})
+    assert differences(before, before) == []
+    assert differences(before, now) != []
+
+
+def test_an_item_that_was_recorded_empty_beside_one_with_contents_may_have_contents() -> None:
+    recorded = key_paths([{"a": []}, {"a": [1]}])
+    assert differences(recorded, key_paths([{"a": [2]}])) == []
+    assert differences(recorded, key_paths([{"a": []}])) == []
 
 
 def test_another_json_type_is_a_difference_but_one_of_a_union_is_not() -> None:
@@ -31,9 +59,22 @@ def test_another_json_type_is_a_difference_but_one_of_a_union_is_not() -> None:
     assert differences({".a": "number|string"}, {".a": "string"}) == []
 
 
+@pytest.mark.parametrize(
+    ("recorded", "present"),
+    [(1, 1.5), (1, "1"), (1, True), (1.5, "1.5"), ("x", 1)],
+)
+def test_a_type_that_became_wider_is_a_difference(recorded: object, present: object) -> None:
+    before = key_paths([{"a": recorded}])
+    assert differences(before, key_paths([{"a": recorded}, {"a": present}])) != []
+
+
+def test_an_integer_may_stand_where_a_number_is_recorded() -> None:
+    assert differences(key_paths({"a": 1.5}), key_paths({"a": 1})) == []
+
+
 def test_key_paths_join_the_types_of_an_arrays_items() -> None:
     assert key_paths({"a": [{"b": 1}, {"b": None, "c": "x"}], "d": True}) == {
-        ".a[].b": "number",
+        ".a[].b": "integer",
         ".a[].c": "string",
         ".d": "boolean",
     }
@@ -45,3 +86,4 @@ def test_keys_that_data_names_are_recorded_as_one() -> None:
 
 def test_facts_of_a_machine_are_recorded_as_their_type_alone() -> None:
     assert key_paths({"packages": {"torch": "2.13.0"}}) == {".packages": "object"}
+    assert key_paths({"accelerators": [{"name": "H100"}]}) == {".accelerators": "array"}
