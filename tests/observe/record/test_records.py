@@ -111,6 +111,16 @@ def test_the_processor_has_a_name_even_without_proc(tmp_path: Path) -> None:
     assert cpu_model(cpuinfo) == "Abacus 3000"
 
 
+@pytest.mark.parametrize(("part", "name"), [("0xd4f", "Neoverse-V2 r1p0"), ("0xfff", "Arm 0x41 0xfff r1p0")])
+def test_an_arm_processor_is_named_by_its_core_or_else_by_its_numbers(
+    part: str, name: str, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    numbers = f"CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x1\nCPU part\t: {part}\nCPU revision\t: 0\n"
+    cpuinfo.write_text(f"processor\t: 0\nFeatures\t: fp asimd\n{numbers}")
+    assert cpu_model(cpuinfo) == name
+
+
 @pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="Linux tells the start of a process in /proc"
 )

@@ -34,6 +34,17 @@ OWN_PACKAGE = Path(of_package.__file__).resolve().parent
 """All of our code, wherever below it this module lies."""
 GIT_TIMEOUT_S = 10.0
 
+_ARM_CORES = {
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+    ("0x46", "0x001"): "A64FX",
+    ("0x48", "0xd01"): "Kunpeng-920",
+    ("0xc0", "0xac3"): "Ampere-1",
+    ("0xc0", "0xac4"): "Ampere-1a",
+}
+"""Names of cores by implementer and part, as ``lscpu`` has them (util-linux, ``sys-utils/lscpu-arm.c``)."""
 
 _VARIABLES = re.compile(
     r"(PHALANX|OMP|MKL|KMP|GOMP|OPENBLAS|NCCL|TORCH|PYTORCH|CUDA|CUBLAS|HIP|ROCR|GLOO|UCX|XLA)_\w+"
@@ -176,12 +187,23 @@ def usable_cores() -> int:
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name, as the kernel or else the platform gives it."""
+    fields: dict[str, str] = {}
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Hardware") and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine()
+            fields.setdefault(key.strip(), value.strip())
+    named = fields.get("model name") or fields.get("Hardware")
+    return named or _arm_model(fields) or platform.processor() or platform.machine()
+
+
+def _arm_model(fields: Mapping[str, str]) -> str:
+    """The name of an Arm processor, of which Linux gives only the numbers in its identification register; empty if it is none."""
+    numbers = [fields.get(f"CPU {key}", "") for key in ("implementer", "part", "variant", "revision")]
+    if not all(numbers):
+        return ""
+    implementer, part, variant, revision = numbers
+    core = _ARM_CORES.get((implementer, part), f"Arm {implementer} {part}")
+    return f"{core} r{variant.removeprefix('0x')}p{revision}"
 
 
 def process_age_ns() -> int:
