@@ -101,6 +101,14 @@ BENCHES: dict[str, Needs] = {
         (),
         slow=True,
     ),
+    "reproduce.arm": Needs(
+        "the quickstart's first steps on 64-bit Arm, emulated, and on a fleet of both: one hash",
+        6.0,
+        60.0,
+        ("--set", "train.seq_len=32", "--set", "train.batch_size=2", "--set", "train.slots=2"),
+        ("--set",),
+        peers=(("the emulated machine", "bench/reproduce/arm_root.sh ROOT, then --root ROOT"),),
+    ),
     "reproduce.reproducibility": Needs(
         "one hash on every fleet, with kills and restarts (writes docs/reproducibility.md)",
         4.0,
