@@ -3,7 +3,8 @@
     python tests/processors/table.py
 
 Prints a table of instruction sets and threads: tests that passed, failed and were skipped, and the hash of the weights after the first steps, in portable
-and in native numerics. Tests assert equal bits, never which processor they run on. Exit code 1: a test failed, a training run failed, or the portable hash differs between two cells. Native hashes are shown and not compared.
+and in native numerics. Tests assert equal bits, never which processor they run on. Exit code 1: a test failed, none passed, a training run failed, or the
+portable hash differs between two cells. Native hashes are shown and not compared.
 
 An instruction set is a limit on PyTorch's, oneDNN's and MKL's dispatchers. It shows which code each chooses, and not what another vendor's processor rounds
 otherwise.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +67,7 @@ SMALL = (
     "data.path=data", 'data.corpus=["corpus.txt"]', "data.tokenizer=bytes", "sample.tokens=1",
 )  # fmt: skip
 """Fields of ``configs/quickstart.toml`` that make its first steps a matter of seconds."""
+OUTCOMES = ("passed", "failed", "skipped")
 _HASH = re.compile(r"weights_sha256=([0-9a-f]{64})")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
@@ -142,29 +145,44 @@ def first_steps(numerics: str, threads: int, environment: dict[str, str], folder
     return (match[1] if match and not done.returncode else ""), done.stdout[-3000:] + done.stderr[-3000:]
 
 
+def problems_of(cells: Mapping[tuple[str, int], Cell]) -> list[str]:
+    """Return a line for each failure of a table, whose keys are instruction sets and numbers of threads."""
+    problems = []
+    for (name, threads), result in cells.items():
+        where = f"{name}, {threads} threads"
+        if result.counts.get("failed", 0):
+            problems.append(f"{where}: {result.counts['failed']} tests failed")
+        if not result.counts.get("passed", 0):
+            problems.append(f"{where}: no test passed")
+        problems += [
+            f"{where}: {numerics} numerics gave no hash: the run failed"
+            for numerics, weights in (("portable", result.portable), ("native", result.native))
+            if not weights
+        ]
+    if len({result.portable for result in cells.values()} - {""}) > 1:
+        problems.append("portable numerics has other bits in some cells")
+    return problems
+
+
 def main() -> int:
     """Print the table; return the exit code."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
         places = [(name, threads) for name in instruction_sets() for threads in THREADS]
         cells = list(pool.map(lambda place: cell(*place, Path(scratch) / f"{place[0]}-{place[1]}"), places))
-    print(
-        f"{'instructions':<14}{'threads':>8}{'passed':>8}{'failed':>8}{'skipped':>9}  {'portable':<14}native"
-    )
+    heads = "".join(f"{outcome:>9}" for outcome in OUTCOMES)
+    print(f"{'instructions':<14}{'threads':>8}{heads}  {'portable':<14}native")
     for (name, threads), result in zip(places, cells, strict=True):
-        passed, failed, skipped = (
-            result.counts.get(outcome, 0) for outcome in ("passed", "failed", "skipped")
-        )
+        counts = "".join(f"{result.counts.get(outcome, 0):>9}" for outcome in OUTCOMES)
         hashes = f"{result.portable[:12] or 'failed':<14}{result.native[:12] or 'failed'}"
-        print(f"{name:<14}{threads:>8}{passed:>8}{failed:>8}{skipped:>9}  {hashes}")
+        print(f"{name:<14}{threads:>8}{counts}  {hashes}")
     print(f"{time.monotonic() - began:.0f} s")
     for place, result in zip(places, cells, strict=True):
         if result.output:
             print(f"\n{place[0]}, {place[1]} threads:\n{result.output}")
-    different = len({result.portable for result in cells}) > 1
-    if different:
-        print("portable numerics has other bits in some cells")
-    return int(different or any(result.output for result in cells))
+    problems = problems_of(dict(zip(places, cells, strict=True)))
+    print("\n".join(problems))
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
