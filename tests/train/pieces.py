@@ -28,6 +28,9 @@ MODELS = {
     # The heads of absorbed latent attention multiply with their own rows of a matrix.
     "absorbed": dataclasses.replace(MIXTURE, layers=2, mla=dataclasses.replace(LATENT, absorbed=True)),
     "ahead": dataclasses.replace(DENSE, layers=1, kv_heads=1, sinks=False, tie_embeddings=True, mtp_depth=1),
+    "two ahead": dataclasses.replace(DENSE, layers=1, mtp_depth=2),
+    # As many as a pipeline of two ranks needs whose stages are in two parts.
+    "four layers": DENSE,
     # Lanes and tiles of odd widths begin within cache lines, where a product may be rounded otherwise.
     "odd widths": ModelSpec(layers=1, dim=33, heads=4, kv_heads=4, head_dim=6, ffn_dim=28, vocab_size=61),
 }
@@ -45,16 +48,17 @@ def model_in(pieces: str, model: str, **changes: Any) -> ModelSpec:
 
 
 def run_in_pieces(model: ModelSpec, parallel: ParallelSpec = ONE_RANK, compute: str = "fp32") -> RunSpec:
-    """Return a run of two slots; the loss has a chunk and a half for each lane or tile, and documents end now and then.
+    """Return a run whose loss has a chunk and a half for each lane or tile.
 
-    In lanes alone a slot is one micro-batch of two sequences, in tiles two micro-batches of one.
+    In lanes alone it has four slots of one micro-batch of two sequences. In tiles it has two slots of two micro-batches of one sequence, in
+    which documents end now and then.
     """
     spec = tiny(model, parallel)
     tiles = bool(model.context_tiles)
     train = dataclasses.replace(
         spec.train,
-        batch_size=4,
-        slots=2,
+        batch_size=4 if tiles else 8,
+        slots=2 if tiles else 4,
         micro_batch_size=1 if tiles else 2,
         loss_chunk=5 if tiles else 40,
         document_mask=tiles,
