@@ -1,12 +1,15 @@
 """Runs a bench: checks memory first, keeps results as they come, and leaves no process behind.
 
-``run_bench(main)`` forks. The child runs ``main``; the parent is a subreaper (prctl(2)) and supervises it:
+``run_bench(main)`` forks twice. The first child is the supervisor, in a process group of its own; its child, the bench, runs ``main``:
 
 - A child of the bench that dies by a signal and is not waited for ends the bench with an error (``CHILD_DIED``). A bench that waits
   for the answer of a killed process would otherwise wait for ever.
 - However the bench ends (finished, failed, Ctrl-C, SIGTERM, killed), the supervisor kills every process that descends from it.
+- The first process passes SIGINT, SIGTERM and SIGHUP on to the supervisor. If one of both is killed, the other ends all that is left: the
+  supervisor gets SIGTERM from the kernel, and the first process becomes the parent of the supervisor's descendants. Both are subreapers
+  (prctl(2)), so that no process escapes by the death of its parent.
 
-The temporary files of the bench are in one folder, which the supervisor removes.
+The temporary files of the bench are in one folder, which the supervisor and the first process remove.
 
 Options of every bench are ``--small`` (tiny sizes, the same code) and ``--out FILE`` (results as JSON lines). Each printed line is flushed
 and appended to that file at once, so that a killed bench loses only the row in progress.
@@ -42,6 +45,7 @@ _INSIDE = "PHALANX_BENCH"
 """Environment variable that processes of a running bench inherit: its name."""
 _OUT = "PHALANX_BENCH_OUT"
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GIB = 1 << 30
 _POLL_S = 0.2
 _UNREAPED_S = 1.0
@@ -153,22 +157,36 @@ def run_bench(main: Callable[[], object], needs: Needs | None = None) -> NoRetur
     _exit_with(name, lambda: _check_memory(resources, is_small, sys.argv[1:]))
     os.environ[_INSIDE] = name
     _prctl(_SET_CHILD_SUBREAPER, 1)
+    first = os.getpid()
+    supervisor = _fork()
+    if supervisor:
+        sys.exit(_wait_for_supervisor(supervisor, name))
+    atexit.unregister(shutil.rmtree)
+    os.setpgid(0, 0)  # Ctrl-C reaches the first process alone
+    _prctl(_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
+    bench = _fork()
+    if bench:
+        code = _supervise(bench, name, first)
+        shutil.rmtree(folder, ignore_errors=True)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    os.environ["TMPDIR"], tempfile.tempdir = folder, folder
+    with _rows_kept(out):
+        _exit_with(name, main)
+    sys.exit(0)
+
+
+def _fork() -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads, which survive a fork
-        pid = os.fork()
-    if pid == 0:
-        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:
-            os._exit(1)
-        atexit.unregister(shutil.rmtree)
-        os.environ["TMPDIR"], tempfile.tempdir = folder, folder
-        with _rows_kept(out):
-            _exit_with(name, main)
-        sys.exit(0)
-    sys.exit(_supervise(pid, name))
+        return os.fork()
 
 
 def _own_options(argv: list[str], needs: Needs, folder: str) -> tuple[list[str], bool, Path | None]:
@@ -255,6 +273,12 @@ class _RowStream:
             self.terminal.flush()
         return len(text)
 
+    def end(self) -> None:
+        """Append a last line without its end."""
+        if self._line.strip():
+            _append(_row_of(self._line))
+        self._line = ""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
 
@@ -273,10 +297,12 @@ def _rows_kept(out: Path | None) -> Iterator[None]:
     plain = sys.stdout
     if out:
         os.environ[_OUT] = str(out.absolute())
-    sys.stdout = _RowStream(plain)  # type: ignore[assignment]
+    rows = _RowStream(plain)
+    sys.stdout = rows  # type: ignore[assignment]
     try:
         yield
     finally:
+        rows.end()
         plain.flush()
         sys.stdout = plain
 
@@ -284,15 +310,39 @@ def _rows_kept(out: Path | None) -> Iterator[None]:
 # --- supervisor ------------------------------------------------------------------------------------
 
 
-def _supervise(bench: int, name: str) -> int:
-    """Wait until the bench has ended, end what is left of it, and return the exit code."""
+def _wait_for_supervisor(supervisor: int, name: str) -> int:
+    """Pass signals on to the supervisor until it has ended; end what it has left, and return the exit code."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        _send(supervisor, number)
+
+    for number in _STOPPING:
+        signal.signal(number, pass_on)
+    _, status = os.waitpid(supervisor, 0)
+    _end_all()
+    return _exit_code(os.waitstatus_to_exitcode(status), name)
+
+
+def _exit_code(code: int, name: str) -> int:
+    """Return the exit code of a shell for a process that ended with ``code``, which is negative for a signal."""
+    if code >= 0:
+        return code
+    print(f"bench.{name}: was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+    return 128 - code
+
+
+def _supervise(bench: int, name: str, first: int) -> int:
+    """Wait until the bench has ended, end what is left of it, and return the exit code; stop the bench if the ``first`` process dies."""
     stopped: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
         stopped.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _STOPPING:
         signal.signal(number, stop)
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != first:
+        stopped.append(signal.SIGTERM)
     unreaped: dict[int, float] = {}
     commands: dict[int, str] = {}
     deadline_s, died, is_interrupted = float("inf"), "", False
@@ -304,8 +354,7 @@ def _supervise(bench: int, name: str) -> int:
             deadline_s = time.monotonic() + _GRACE_S
         if (died or stopped) and not is_interrupted:
             is_interrupted = True
-            if died or signal.SIGINT not in stopped:  # the terminal sends SIGINT to the bench, too
-                _send(bench, signal.SIGINT)
+            _send(bench, signal.SIGINT)
             time.sleep(_POLL_S)
             if died:
                 _kill(pid for pid in _descendants(bench))
@@ -316,10 +365,7 @@ def _supervise(bench: int, name: str) -> int:
         return CHILD_DIED
     if stopped:
         return 128 + stopped[0]
-    if code < 0:
-        print(f"bench.{name}: was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
-        return 128 - code
-    return code
+    return _exit_code(code, name)
 
 
 def _reap(bench: int) -> int | None:

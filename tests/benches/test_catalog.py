@@ -31,7 +31,10 @@ def run(*words: str, timeout_s: float = 280.0) -> tuple[int, str, str]:
     process = Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
-    out, errors = process.communicate(timeout=timeout_s)
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()  # if it takes longer; a supervised bench then ends its own processes
     return process.returncode, out, errors
 
 
