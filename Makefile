@@ -6,6 +6,7 @@ BASE := requirements/base.txt
 DEV := requirements/dev.txt
 # Files that wait for processes and clocks run one after the other, files that compute beside them (tests/lanes.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Phalanx needs Python 3.11 or later; say which with: make PYTHON=python3.12 $(or $(RESOLVED:%=test-%),$(MAKECMDGOALS))"; exit 1; }
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
@@ -64,7 +65,9 @@ test-newest:  ## the suite with the newest releases of all dependencies; TORCH=t
 test-oldest:  ## the suite with the oldest releases that pyproject.toml declares; TORCH=torch==2.13.0 chooses one of PyTorch
 	$(MAKE) VENV=$(VENV)-oldest RESOLVED=oldest test-resolved
 
-test-resolved:
+test-resolved:  ## the suite in an environment of its own; test-newest and test-oldest call it with RESOLVED
+	@test -n '$(RESOLVED)' || { echo "call make test-newest or make test-oldest"; exit 1; }
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(PYTHON) requirements/resolved.py $(RESOLVED) $(TORCH) > $(VENV)/resolved.txt
 	$(BIN)/pip install --quiet 'setuptools>=77' -r $(VENV)/resolved.txt
@@ -79,7 +82,7 @@ env: $(VENV)/.base
 env-dev: $(VENV)/.dev
 
 $(VENV)/.base: $(BASE) pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Phalanx needs Python 3.11 or later; say which with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r $(BASE)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .

@@ -106,7 +106,8 @@ class Outcome:
 def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -> Outcome:
     """Trains ``steps`` steps on random tokens that depend on the slot alone, as one rank of the process group.
 
-    The weights' hash is put together of ``piece_bytes`` at a time: so few that a tensor has several.
+    The weights' hash is put together of ``piece_bytes`` at a time: so few that a tensor has several. Activations of any size are offloaded, if
+    the run offloads any: those of tiny models would all be too small.
     """
     import time
 
@@ -124,7 +125,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -
     device = torch.device("cpu")
     make_deterministic(spec, device)
     mesh = build_mesh(spec, dist.get_world_size(), device)
-    built = build_model(spec, mesh)
+    built = build_model(spec, mesh, smallest_offload_bytes=1)
     fill_initial(built.model.parts, built.placement, spec)
     gradients: list[tuple[Box, NDArray[np.float32]]] = []
 

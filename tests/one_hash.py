@@ -20,10 +20,6 @@ Flaw = tuple[str, str, Any]
 """A module, a function or method in it, and what takes its place."""
 
 
-OFFLOADS_ALL: Flaw = ("phalanx.train.transforms.offload", "offload_activations.__defaults__", (1,))
-"""No flaw: activations of any size are offloaded; else those of tiny models would all be too small."""
-
-
 def same(found: Whole, reference: Whole) -> bool:
     """True if two runs have the same losses, gradient norms and weights, bit for bit."""
     return (found.losses, found.norms, found.weights_sha256) == (

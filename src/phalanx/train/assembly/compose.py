@@ -35,17 +35,20 @@ from phalanx.train.step.built import Built
 from phalanx.train.step.placement import Placement
 from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
 from phalanx.train.transforms.compile_blocks import compile_blocks
-from phalanx.train.transforms.offload import apply_activation_offload
+from phalanx.train.transforms.offload import SMALLEST_BYTES, apply_activation_offload
 from phalanx.train.transforms.precision import apply_precision
 from phalanx.train.transforms.recompute import apply_recompute
 
 _AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP, Bucket.COMM_EXPOSED_EP)
 
 
-def build_model(spec: RunSpec, mesh: Mesh) -> Built:
-    """Builds this rank's parts of the model of a resolved ``spec``, their optimizer, and the runner of their slots."""
+def build_model(spec: RunSpec, mesh: Mesh, *, smallest_offload_bytes: int = SMALLEST_BYTES) -> Built:
+    """Builds this rank's parts of the model of a resolved ``spec``, their optimizer, and the runner of their slots.
+
+    ``smallest_offload_bytes``: smaller activations are not offloaded.
+    """
     waits, facts = clocks(mesh.device), model_facts(spec)
-    parts, partitions = divided_parts(spec, mesh, waits, facts.stages)
+    parts, partitions = divided_parts(spec, mesh, waits, facts.stages, smallest_offload_bytes)
     model = spread(parts, mesh, spec, waits[Bucket.COMM_EXPOSED_DP])
     placement = Placement(mesh, facts.parameters, partitions)
     held = named_parameters(parts)
@@ -69,7 +72,11 @@ def clocks(device: torch.device) -> dict[Bucket, CommClock]:
 
 
 def divided_parts(
-    spec: RunSpec, mesh: Mesh, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
+    spec: RunSpec,
+    mesh: Mesh,
+    waits: Mapping[Bucket, CommClock],
+    stages: Sequence[range],
+    smallest_offload_bytes: int = SMALLEST_BYTES,
 ) -> tuple[list[Transformer | Chain], dict[str, Partition]]:
     """Builds this rank's stages of the model on the meta device, divided by all axes but FSDP's.
 
@@ -80,6 +87,7 @@ def divided_parts(
     partitions: dict[str, Partition] = {}
     for stage in _stages(spec, mesh):
         part, divided = _part(spec, mesh, stage, waits, stages)
+        apply_activation_offload(part, spec.memory, mesh.device, smallest_offload_bytes)
         parts.append(part)
         partitions |= divided
     return parts, partitions
@@ -114,7 +122,6 @@ def _part(
     if spec.runtime.compile:
         compile_blocks(part)
     apply_recompute(part, spec)
-    apply_activation_offload(part, spec.memory, mesh.device)
     return part, partitions
 
 

@@ -329,16 +329,18 @@ class _Offloading:
         return uncompiled(forward, recursive=False)
 
 
-def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.device) -> None:
-    """Offloads the activations of each block of ``module`` to where ``spec.offload_activations`` says.
+def apply_activation_offload(
+    module: nn.Module, spec: MemorySpec, device: torch.device, smallest: int = SMALLEST_BYTES
+) -> None:
+    """Offloads the activations of each block of ``module`` that have at least ``smallest`` bytes to where ``spec.offload_activations`` says.
 
     Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are sharded. On a CPU, activations are in host memory already: "host" changes nothing.
     """
     where = spec.offload_activations
     if where == "host" and on_gpu(device):
-        offload_activations(module, HostStore(device))
+        offload_activations(module, HostStore(device), smallest)
     elif where == "file":
-        offload_activations(module, FileStore(Path(spec.offload_path), device))
+        offload_activations(module, FileStore(Path(spec.offload_path), device), smallest)
 
 
 def offload_activations(module: nn.Module, store: Store, smallest: int = SMALLEST_BYTES) -> None:
