@@ -2,13 +2,9 @@
 #include "numbers.h"
 #include "kernels/team.h"
 #include "portable/kernels.h"
-#include "portable/kernels.h"
+#include "portable/layer_step.h"
 #include "portable/matrix.h"
 
-int row_product(const float *x, const float *w, const float *bias, float *y, int64_t rows, int64_t inputs, int64_t outputs,
-                int64_t block, parallel_function parallel, int64_t threads);
-int half_row_product(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, float *arranged, int64_t rows,
-                     int64_t inputs, int64_t outputs, parallel_function parallel, int64_t threads);
 void adamw(float *weights, const float *grads, float *means, float *squares, int64_t count, const float *factors, void *roots);
 uint32_t peak_bits(const float *values, int64_t count);
 void extract(const float *values, int64_t count, const double *constants, double *sums);
@@ -18,12 +14,10 @@ void turn(const float *x, const float *cos, const float *sin, float *out, int64_
           const int64_t *strides, int back, int64_t at_once, parallel_function parallel, int64_t threads);
 void norm(int kind, const float *x, const float *y, const float *inverse, const float *weights, const float *along, float *out,
           int64_t rows, int64_t width, int64_t at_once, parallel_function parallel, int64_t threads);
-void report_layer_fp32(void);
-void report_layer_bf16(void);
 
 /* Shapes that fill whole tiles and shapes that leave rows, columns and terms over. */
 static void report_products(void) {
-    const int64_t shapes[][3] = {{1, 40, 300}, {7, 17, 600}, {96, 64, 256}, {13, 33, 37}, {2, 16, 8}};
+    const int64_t shapes[][3] = {{1, 40, 300}, {7, 17, 600}, {96, 64, 256}, {13, 33, 37}, {2, 16, 8}, {3, 21, 37}, {4, 64, 64}, {50, 17, 130}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         const int64_t m = shapes[i][0], n = shapes[i][1], k = shapes[i][2];
         for (int narrow = 0; narrow < 2; narrow++)
@@ -69,22 +63,31 @@ static void report_attention(void) {
         }
 }
 
-static void report_rows(void) {
-    const int64_t shapes[][3] = {{1, 96, 40}, {3, 37, 21}, {4, 64, 64}, {7, 300, 35}, {50, 130, 17}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        const int64_t rows = shapes[i][0], inputs = shapes[i][1], outputs = shapes[i][2];
-        float *y = calloc((size_t)(rows * outputs), sizeof *y), *arranged = calloc((size_t)(rows * inputs), sizeof *arranged);
-        uint16_t *narrow = calloc((size_t)(rows * outputs), sizeof *narrow);
+/* Attention of three rows, the end of a layer, and the beginning of the next. */
+static void report_layer_step(int32_t narrow) {
+    enum { DIM = 60, HEADS = 4, KV_HEADS = 2, WIDTH = 16, INNER = 90, ROWS_ = 3, CAPACITY = 48, QUERIES_ = ROWS_ * HEADS * WIDTH };
+#define WEIGHTS(count, seed) (narrow ? (void *)halves_of(count, seed, 12) : (void *)numbers(count, seed, 12))
+#define LINEAR(outputs, inputs, seed) {WEIGHTS((outputs) * (inputs), seed), numbers(outputs, seed + 1, 9), outputs, inputs}
+    const layer l = {LINEAR(HEADS * WIDTH, DIM, 1), LINEAR(KV_HEADS * WIDTH, DIM, 3), LINEAR(KV_HEADS * WIDTH, DIM, 5), LINEAR(DIM, HEADS * WIDTH, 7),
+                     LINEAR(INNER, DIM, 9), LINEAR(INNER, DIM, 11), LINEAR(DIM, INNER, 13), numbers(DIM, 15, 8), numbers(DIM, 16, 8),
+                     numbers(WIDTH, 17, 8), numbers(WIDTH, 18, 8), DIM, HEADS, KV_HEADS, WIDTH, INNER, WIDTH, 1e-5f};
+    cached_row rows[ROWS_];
+    for (int i = 0; i < ROWS_; i++)
+        rows[i] = (cached_row){WEIGHTS(KV_HEADS * CAPACITY * WIDTH, 20 + i), WEIGHTS(KV_HEADS * CAPACITY * WIDTH, 30 + i), CAPACITY * WIDTH, 5 + 13 * i};
+    step s = {.previous = &l, .next = &l, .cached = rows, .scale = 0.25f, .narrow = narrow, .rows = ROWS_};
+    s.states = numbers(ROWS_ * DIM, 40, 6), s.mixed = numbers(QUERIES_, 0, 9);
+    s.cos = numbers(ROWS_ * WIDTH, 42, 9), s.sin = numbers(ROWS_ * WIDTH, 43, 9);
+    s.query = numbers(QUERIES_, 44, 8), s.key = numbers(QUERIES_, 45, 8), s.value = numbers(QUERIES_, 46, 8);
+    s.normed = numbers(ROWS_ * DIM, 0, 9), s.added = numbers(ROWS_ * DIM, 0, 9);
+    s.gate = numbers(ROWS_ * INNER, 0, 9), s.up = numbers(ROWS_ * INNER, 0, 9);
+    if (layer_step(&s, 0, 1)) exit(1);
+    const char *names[] = {"states", "query", "key", "value"};
+    const float *results[] = {s.states, s.query, s.key, s.value};
+    const int64_t counts[] = {ROWS_ * DIM, QUERIES_, QUERIES_ / HEADS * KV_HEADS, QUERIES_ / HEADS * KV_HEADS};
+    for (int i = 0; i < 4; i++) {
         char name[64];
-        if (!row_product(numbers(rows * inputs, 0, 6), numbers(outputs * inputs, 1, 7), numbers(outputs, 2, 5), y, rows, inputs, outputs, 48, 0, 1))
-            exit(1);
-        snprintf(name, sizeof name, "rows-%dx%dx%d-fp32", (int)rows, (int)outputs, (int)inputs);
-        report(name, y, (size_t)(rows * outputs) * sizeof *y);
-        if (!half_row_product(halves_of(rows * inputs, 0, 6), halves_of(outputs * inputs, 1, 7), halves_of(outputs, 2, 5), narrow, arranged,
-                              rows, inputs, outputs, 0, 1))
-            exit(1);
-        snprintf(name, sizeof name, "rows-%dx%dx%d-bf16", (int)rows, (int)outputs, (int)inputs);
-        report(name, narrow, (size_t)(rows * outputs) * sizeof *narrow);
+        snprintf(name, sizeof name, "layer-%s-%s", narrow ? "bf16" : "fp32", names[i]);
+        report(name, results[i], (size_t)counts[i] * sizeof(float));
     }
 }
 
@@ -204,9 +207,8 @@ int main(void) {
     report_sums();
     report_products();
     report_attention();
-    report_rows();
-    report_layer_fp32();
-    report_layer_bf16();
+    report_layer_step(0);
+    report_layer_step(1);
     report_passes_over_memory();
     report_functions();
     return 0;

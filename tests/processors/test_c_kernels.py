@@ -21,13 +21,16 @@ pytestmark = pytest.mark.processors
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "src" / "phalanx" / "hardware"
 SOURCES = (
-    *(HERE / name for name in ("bits.c", "layer_fp32.c", "layer_bf16.c")),
-    *(KERNELS / "portable" / name for name in ("products.c", "products_fp64.c", "attention.c", "sums.c")),
+    HERE / "bits.c",
+    *(
+        KERNELS / "portable" / f"{name}.c"
+        for name in ("products", "products_fp64", "attention", "sums", "layer_step")
+    ),
     *(
         KERNELS / "portable" / "functions" / f"{name}.c"
         for name in ("functions", "functions_avx512", "functions_fp64", "slopes")
     ),
-    *(KERNELS / "kernels" / name for name in ("host.c", "bins.c", "layers.c", "rows/rows.c", "rows/bf16.c")),
+    *(KERNELS / "kernels" / name for name in ("host.c", "bins.c", "layers.c")),
 )
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 STORED = dict(line.split() for line in (HERE / "bits.txt").read_text().splitlines())

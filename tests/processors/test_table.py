@@ -22,8 +22,7 @@ def test_a_table_whose_cells_have_one_portable_hash_has_no_problem() -> None:
 def test_a_run_without_a_hash_is_a_failure_also_if_every_cell_is_like_it(numerics: str) -> None:
     cells = {("avx2", threads): cell(**{numerics: ""}) for threads in (1, 2)}  # type: ignore[arg-type]
     assert problems_of(cells) == [
-        f"avx2, {threads} threads: {numerics} numerics gave no hash: the run failed"
-        for threads in (1, 2)
+        f"avx2, {threads} threads: {numerics} numerics gave no hash: the run failed" for threads in (1, 2)
     ]
 
 

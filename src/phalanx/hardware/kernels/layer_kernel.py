@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
-from phalanx.hardware.kernels.rows.product import Team
+from phalanx.hardware.kernels.team import Team
 
 _SOURCE = Path(__file__).with_name("layers.c")
 _LEAST_SHARE = 1 << 14

@@ -49,12 +49,15 @@ INLINE lanes at(const float *from) { return *(const lanes_anywhere *)from; }
 INLINE void put(float *to, lanes x) { *(lanes_anywhere *)to = x; }
 
 #if !defined(PHALANX_AVX512)
-/* Four numbers and four others. */
-INLINE lanes joined(const float *low, const float *high) {
+/* Four words and four others, of memory of any type. */
+INLINE lanes joined(const void *low, const void *high) {
 #if defined(__x86_64__) && !defined(PHALANX_NO_VECTORS)
     return (lanes)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
 #else
-    return (lanes){low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]};
+    lanes both;
+    __builtin_memcpy(&both, low, 16);
+    __builtin_memcpy((char *)&both + 16, high, 16);
+    return both;
 #endif
 }
 #endif

@@ -49,7 +49,7 @@ FUSING static void score(const head *h, int64_t first, int64_t count, float *sco
 
 /* out (queries, value_width) = softmax(scale query key^T + bias) value, and the logarithm of each row's denominator. */
 FUSING static void attend(const head *h, void *out, int64_t out_step, int32_t narrow, float *log_sums, int64_t log_step, float *scratch, workspace w) {
-  float *scores = scratch, *block = scratch + QUERIES * h->keys;
+  float *scores = scratch, *block = scratch + least(QUERIES, h->queries) * h->keys;
   matrix weights = {scores, h->keys, 1, 0};
   for (int64_t first = 0; first < h->queries; first += QUERIES) {
     int64_t count = least(QUERIES, h->queries - first), keys = seen_keys(h, first + count - 1);
@@ -127,8 +127,9 @@ static matrix at_head(const matrix *m, const int64_t steps[2], int64_t sequence,
 int attention(const int64_t shape[7], const matrix inputs[4], const int64_t steps[8], float scale, int32_t causal, void *out, int32_t narrow,
               float *log_sums, int64_t first, int64_t last) {
   int64_t heads = shape[1], shared = heads / shape[2], queries = shape[3], keys = shape[4], v = shape[6];
-  workspace w = whole_workspace();
-  float *scratch = malloc((QUERIES * keys + QUERIES * v + 1) * sizeof(float));
+  int64_t rows = least(QUERIES, queries);
+  workspace w = make_workspace(rows, most(keys, v), most(keys, shape[5]));
+  float *scratch = malloc((rows * keys + rows * v + 1) * sizeof(float));
   int failed = !w.rows || !w.columns || !scratch;
   for (int64_t at = first; at < last && !failed; at++) {
       int64_t b = at / heads, n = at % heads;
@@ -149,7 +150,7 @@ int attention_backward(const int64_t shape[7], const matrix inputs[6], const int
                        int64_t last) {
   int64_t heads = shape[1], shared = heads / shape[2], queries = shape[3], keys = shape[4], e = shape[5], v = shape[6];
   int64_t size = narrow ? 2 : 4;
-  workspace w = whole_workspace();
+  workspace w = make_workspace(most(QUERIES, keys), most(keys, most(e, v)), most(QUERIES, most(keys, most(e, v))));
   float *scratch = malloc((2 * QUERIES * keys + 1) * sizeof(float));
   float *sums = malloc((queries * e + keys * e + keys * v + 1) * sizeof(float));
   int failed = !w.rows || !w.columns || !scratch || !sums;

@@ -1,6 +1,6 @@
 """Compiles the portable kernels, loads them and registers them with PyTorch.
 
-The kernels are C files (``products.c``, ``attention.c``, ``sums.c``, ``functions/``), which define what is computed, and one C++ file
+The kernels are C files (``products.c``, ``attention.c``, ``sums.c``, ``functions/``, and ``layer_step.c``, which calls the others), which define what is computed, and one C++ file
 (``registered.cpp``), which brings PyTorch's tensors to them through PyTorch's stable C interface. The library is compiled at its first use, in seconds, once for
 each release of PyTorch.
 """
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled
+from phalanx.hardware.portable.processor import unfit_processor
 
 _SOURCE = Path(__file__).with_name("products.c")
 _BESIDE = tuple(
     _SOURCE.parent / name
     for name in (
         "attention.c",
+        "layer_step.c",
         "products_fp64.c",
         "sums.c",
         "registered.cpp",
@@ -58,10 +60,20 @@ def load() -> ctypes.CDLL:
     for function in (library.power_fp32, library.power_fp64):
         function.argtypes = [pointer, pointer, pointer, ctypes.c_int64]
         function.restype = None
+    library.layer_step.argtypes = [pointer, pointer, ctypes.c_int64]
+    library.layer_step.restype = ctypes.c_int
     for function in (library.function_fp32, library.function_fp64):
         function.argtypes = [ctypes.c_int32, pointer, pointer, ctypes.c_int64]
         function.restype = None
     return library
+
+
+def is_available() -> bool:
+    """Return True if the processor can run the library and the library can be compiled and loaded."""
+    try:
+        return not unfit_processor() and bool(load())
+    except (NoHostKernelsError, OSError):
+        return False
 
 
 def kernel_names() -> list[str]:

@@ -25,6 +25,7 @@
 #define DEPTH 256 /* terms of a chain: part of the definition */
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static inline float widened(uint16_t bits) {
   uint32_t wide = (uint32_t)bits << 16;
@@ -59,10 +60,12 @@ static inline void store(const float *from, int64_t count, void *to, int32_t nar
 /* Room for the rows and columns that a product lays side by side. */
 typedef struct {
   float *rows, *columns;
+  int64_t room; /* numbers in `rows` */
 } workspace;
 
-/* Room for any product; what it points to is NULL if there is no memory. */
-SHARED workspace whole_workspace(void);
+/* Room for products of m rows, n columns and k terms, or of fewer columns and terms; what it points to is NULL if there is no memory. A small
+   one's comes from memory that the process has in use already. */
+SHARED workspace make_workspace(int64_t m, int64_t n, int64_t k);
 SHARED void free_workspace(workspace w);
 
 /* c (m, n), rows `step` apart, becomes a (m, k) times b (k, n); `more`: has the product's chains added to it, one after the other. */

@@ -8,8 +8,8 @@
 
 #include <stdlib.h>
 
-#define ROW_STRIPS 16      /* strips of rows side by side: 96 KiB and more, for the second cache */
-#define COLUMN_BLOCK 1024  /* columns side by side: 1 MiB, for the third */
+#define ROW_BLOCK 96       /* rows side by side, whole tiles of either height: 96 KiB, for the second cache */
+#define COLUMN_BLOCK 4096  /* columns side by side: 4 MiB, for the third */
 
 /* Tiles of 6 x 16 sums: twelve of the sixteen registers of AVX2, twenty-four of the thirty-two of NEON. */
 #define VECTOR lanes
@@ -23,7 +23,7 @@
 
 typedef struct {
   int64_t rows, columns; /* of a tile */
-  void (*compute)(int64_t height, int64_t depth, const float *a, const float *b, int64_t step, float *sums);
+  void (*compute)(int64_t count, int64_t depth, const float *a, const float *b, int64_t between, float *c, int64_t step, int more);
 } tiling;
 
 #if defined(__x86_64__) && !defined(PHALANX_NO_VECTORS) && !defined(PHALANX_NO_AVX512)
@@ -47,14 +47,14 @@ static tiling tiling_here(void) { return (tiling){6, 16, tile_of_8}; }
 
 enum { MOST_ROWS = 12, MOST_COLUMNS = 32 };
 
-/* Elements k to k + 7 of eight rows, as eight vectors of one element of each row. Halves of vectors are loaded, so that only pairs and
-   quarters remain to be exchanged. */
-INLINE void load_8x8(const float *const rows[8], int64_t k, lanes to[8]) {
+/* Eight rows of eight 32-bit words, as eight vectors of one word of each row. Halves of vectors are loaded, so that only pairs and quarters
+   remain to be exchanged. */
+INLINE void load_8x8(const char *const rows[8], lanes to[8]) {
   UNROLL
   for (int half = 0; half < 2; half++) {
     lanes r[4], s[4];
     UNROLL
-    for (int i = 0; i < 4; i++) r[i] = joined(rows[i] + k + 4 * half, rows[i + 4] + k + 4 * half);
+    for (int i = 0; i < 4; i++) r[i] = joined(rows[i] + 16 * half, rows[i + 4] + 16 * half);
     UNROLL
     for (int i = 0; i < 4; i += 2) {
       s[i] = SHUFFLED(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
@@ -68,29 +68,60 @@ INLINE void load_8x8(const float *const rows[8], int64_t k, lanes to[8]) {
   }
 }
 
-/* Eight rows of eight numbers become eight columns, `width` apart. */
-FUSING static inline void transpose_8x8(const float *const rows[8], int64_t k, float *to, int64_t width) {
-  lanes columns[8];
-  load_8x8(rows, k, columns);
+/* Vectors of one element of each of eight rows: eight of fp32 rows, sixteen of bf16 rows, of which a word has two. */
+enum { MOST_TERMS = 16 };
+INLINE int load_terms(const char *const rows[8], const int narrow, lanes to[MOST_TERMS]) {
+  if (!narrow) {
+    load_8x8(rows, to);
+    return 8;
+  }
+  lanes pairs[8];
+  load_8x8(rows, pairs);
   UNROLL
-  for (int i = 0; i < 8; i++) put(to + i * width, columns[i]);
+  for (int i = 0; i < 8; i++) {
+    to[2 * i] = (lanes)((words)pairs[i] << 16);
+    to[2 * i + 1] = (lanes)((words)pairs[i] & (int32_t)0xffff0000);
+  }
+  return 16;
+}
+
+INLINE float number_at(const char *row, int64_t i, const int narrow) {
+  return narrow ? widened(((const uint16_t *)row)[i]) : ((const float *)row)[i];
 }
 
 /* Lays `count` rows of m, from row 0 and from column k0 on, side by side: to[k * width + i], rows that are missing as zeros. */
-FUSING static void pack(matrix m, int64_t count, int64_t k0, int64_t depth, int64_t width, float *to) {
+/* Eight rows at a time, whose elements lie in one piece each. */
+INLINE void pack_rows(matrix m, int64_t count, int64_t k0, int64_t depth, int64_t width, float *to, const int narrow) {
+  const int64_t size = narrow ? 2 : 4, terms = narrow ? 16 : 8;
+  const char *from = (const char *)m.at + k0 * size;
+  const int far = m.row * size > 4096; /* rows in pages of their own, which no prefetcher of a processor follows */
   int64_t i = 0;
-  if (!m.narrow && m.column == 1) {
-    const float *from = (const float *)m.at + k0;
-    for (; i + 8 <= count; i += 8) {
-      const float *rows[8];
-      for (int r = 0; r < 8; r++) rows[r] = from + (i + r) * m.row;
-      int64_t k = 0;
-      for (; k + 8 <= depth; k += 8) transpose_8x8(rows, k, to + k * width + i, width);
-      for (; k < depth; k++)
-        for (int r = 0; r < 8; r++) to[k * width + i + r] = rows[r][k];
+  for (; i + 8 <= count; i += 8) {
+    int64_t k = 0;
+    for (; k + terms <= depth; k += terms) {
+      const char *rows[8];
+      lanes columns[MOST_TERMS];
+      UNROLL
+      for (int r = 0; r < 8; r++) {
+        rows[r] = from + ((i + r) * m.row + k) * size;
+        if (far) __builtin_prefetch(rows[r] + 8 * m.row * size); /* of the next eight */
+      }
+      load_terms(rows, narrow, columns);
+#pragma GCC unroll 16
+      for (int c = 0; c < terms; c++) put(to + (k + c) * width + i, columns[c]);
     }
-    for (; i < count; i++)
-      for (int64_t k = 0; k < depth; k++) to[k * width + i] = from[i * m.row + k];
+    for (; k < depth; k++)
+      for (int r = 0; r < 8; r++) to[k * width + i + r] = number_at(from + (i + r) * m.row * size, k, narrow);
+  }
+  for (; i < count; i++)
+    for (int64_t k = 0; k < depth; k++) to[k * width + i] = number_at(from + i * m.row * size, k, narrow);
+}
+
+FUSING static void pack(matrix m, int64_t count, int64_t k0, int64_t depth, int64_t width, float *to) {
+  if (m.column == 1 && m.narrow) {
+    pack_rows(m, count, k0, depth, width, to, 1);
+  } else if (m.column == 1) {
+    pack_rows(m, count, k0, depth, width, to, 0);
   } else if (!m.narrow && m.row == 1) {
     const float *from = (const float *)m.at + k0 * m.column;
     if (count == width && width == 16) /* lengths that the compiler knows */
@@ -101,64 +132,133 @@ FUSING static void pack(matrix m, int64_t count, int64_t k0, int64_t depth, int6
       for (int64_t k = 0; k < depth; k++) memcpy(to + k * width, from + k * m.column, count * sizeof(float));
   } else if (m.narrow) {
     const uint16_t *from = (const uint16_t *)m.at + k0 * m.column;
-    for (; i < count; i++)
-      for (int64_t k = 0; k < depth; k++) to[k * width + i] = widened(from[i * m.row + k * m.column]);
+    for (int64_t k = 0; k < depth; k++)
+      for (int64_t i = 0; i < count; i++) to[k * width + i] = widened(from[i * m.row + k * m.column]);
   } else {
     const float *from = (const float *)m.at + k0 * m.column;
-    for (; i < count; i++)
+    for (int64_t i = 0; i < count; i++)
       for (int64_t k = 0; k < depth; k++) to[k * width + i] = from[i * m.row + k * m.column];
   }
   if (count < width)
     for (int64_t k = 0; k < depth; k++) memset(to + k * width + count, 0, (width - count) * sizeof(float));
 }
 
-/* One row a of k numbers times a matrix whose columns, `step` apart, lie in one piece each: GROUPS of eight columns at a time, every
-   element in the order that is stated above. A column is read once, and laid out nowhere. */
-#define GROUPS 4
-INLINE void row_by_columns(int groups, int64_t count, int64_t k, const float *a,
-                                                                       const float *b, int64_t step, float *c, int more) {
-  const float *rows[GROUPS][8];
-  lanes total[GROUPS];
-  float old[8 * GROUPS] = {0};
-  for (int i = 0; i < 8 * groups; i++) rows[i / 8][i % 8] = b + least(i, count - 1) * step; /* the last one for those that are missing */
-  if (more) memcpy(old, c, count * sizeof(float));
-  for (int g = 0; g < groups; g++) total[g] = at(old + 8 * g);
+/* Few rows times a matrix whose columns lie in one piece each: GROUPS or less of eight columns at a time, every element in the order that
+   is stated above. A column is read once, and laid out nowhere.
+
+   `a`: rows of k numbers, a_step apart. `b`: the first column, of bf16 numbers if `narrow`; columns are `step` bytes apart. With
+   `count` < 8 columns, the last one stands for those that are missing. */
+enum { FEW_ROWS = 4, GROUPS = 2 };
+INLINE void few_rows_of_columns(const int high, const int groups, const int64_t count, const int narrow, int64_t k, const float *a,
+                                int64_t a_step, const char *b, int64_t step, float *c, int64_t c_step, int more) {
+#define COLUMN(i) (b + (count < 8 ? least(i, count - 1) : (i)) * step)
+  const int64_t size = narrow ? 2 : 4, terms = narrow ? 16 : 8;
+  lanes total[FEW_ROWS][GROUPS];
+  UNROLL
+  for (int r = 0; r < high; r++)
+    UNROLL
+    for (int g = 0; g < groups; g++) {
+      float old[8] = {0};
+      if (more) memcpy(old, c + r * c_step + 8 * g, least(8, count) * sizeof(float));
+      total[r][g] = at(old);
+    }
   for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
-    int64_t end = least(k0 + DEPTH, k), t = k0;
-    lanes s[GROUPS];
-    for (int g = 0; g < groups; g++) s[g] = all(0);
-    for (; t + 8 <= end; t += 8)
-#pragma GCC unroll 4
-      for (int g = 0; g < groups; g++) {
-        lanes terms[8];
-        load_8x8(rows[g], t, terms);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) s[g] = fused(all(a[t + i]), terms[i], s[g]);
-      }
-    for (; t < end; t++)
-      for (int g = 0; g < groups; g++) {
-        float terms[8];
-        for (int i = 0; i < 8; i++) terms[i] = rows[g][i][t];
-        s[g] = fused(all(a[t]), at(terms), s[g]);
-      }
-    for (int g = 0; g < groups; g++) total[g] = k0 == 0 && !more ? s[g] : total[g] + s[g];
+    const int64_t end = least(k0 + DEPTH, k);
+    int64_t t = k0;
+    lanes s[FEW_ROWS][GROUPS];
+    UNROLL
+    for (int r = 0; r < high; r++)
+      UNROLL
+      for (int g = 0; g < groups; g++) s[r][g] = all(0);
+#define TERMS(g, t)                                                                                  \
+  {                                                                                                  \
+    const char *rows[8];                                                                             \
+    lanes column[MOST_TERMS];                                                                        \
+    UNROLL                                                                                           \
+    for (int i = 0; i < 8; i++) rows[i] = COLUMN(8 * g + i) + (t) * size;                            \
+    load_terms(rows, narrow, column);                                                                \
+    UNROLL                                                                                           \
+    for (int r = 0; r < high; r++)                                                                   \
+      _Pragma("GCC unroll 16") for (int i = 0; i < terms; i++) s[r][g] =                             \
+          fused(all(a[r * a_step + (t) + i]), column[i], s[r][g]);                                   \
   }
-  for (int g = 0; g < groups; g++) put(old + 8 * g, total[g]);
-  memcpy(c, old, count * sizeof(float));
+    /* Both halves of a cache line at once: if columns are a power of two apart, the lines of all of them share a few places in the cache. */
+    for (; t + 2 * terms <= end; t += 2 * terms) {
+      UNROLL
+      for (int g = 0; g < groups; g++) {
+        TERMS(g, t)
+        TERMS(g, t + terms)
+      }
+    }
+    for (; t + terms <= end; t += terms)
+      UNROLL
+      for (int g = 0; g < groups; g++) TERMS(g, t)
+    for (; t < end; t++)
+      UNROLL
+      for (int g = 0; g < groups; g++) {
+        float column[8];
+        for (int i = 0; i < 8; i++) column[i] = number_at(COLUMN(8 * g + i), t, narrow);
+        UNROLL
+        for (int r = 0; r < high; r++) s[r][g] = fused(all(a[r * a_step + t]), at(column), s[r][g]);
+      }
+    UNROLL
+    for (int r = 0; r < high; r++)
+      UNROLL
+      for (int g = 0; g < groups; g++) total[r][g] = k0 == 0 && !more ? s[r][g] : total[r][g] + s[r][g];
+  }
+  UNROLL
+  for (int r = 0; r < high; r++)
+    UNROLL
+    for (int g = 0; g < groups; g++) {
+      float whole[8];
+      put(whole, total[r][g]);
+      memcpy(c + r * c_step + 8 * g, whole, least(8, count) * sizeof(float));
+    }
+#undef TERMS
+#undef COLUMN
+}
+
+/* All columns of a matrix b (k, n) for a few rows. */
+INLINE void few_rows(const int high, const int narrow, int64_t n, int64_t k, const float *a, int64_t a_step, matrix b, float *c,
+                     int64_t c_step, int more) {
+  const int64_t step = b.column * (narrow ? 2 : 4);
+  const char *columns = b.at;
+  int64_t j = 0;
+  for (; j + 8 * GROUPS <= n; j += 8 * GROUPS)
+    few_rows_of_columns(high, GROUPS, 8 * GROUPS, narrow, k, a, a_step, columns + j * step, step, c + j, c_step, more);
+  for (; j + 8 <= n; j += 8) few_rows_of_columns(high, 1, 8, narrow, k, a, a_step, columns + j * step, step, c + j, c_step, more);
+  if (j < n) few_rows_of_columns(high, 1, n - j, narrow, k, a, a_step, columns + j * step, step, c + j, c_step, more);
+}
+
+FUSING static void multiply_few(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_step, matrix b, float *c, int64_t c_step, int more) {
+#define FEW(HIGH)                                                          \
+  case HIGH:                                                               \
+    if (b.narrow)                                                          \
+      few_rows(HIGH, 1, n, k, a, a_step, b, c, c_step, more);              \
+    else                                                                   \
+      few_rows(HIGH, 0, n, k, a, a_step, b, c, c_step, more);              \
+    break;
+  switch (m) {
+    FEW(1)
+    FEW(2)
+    FEW(3)
+    FEW(4)
+  }
+#undef FEW
 }
 
 static float *aligned(int64_t count) { return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64); }
 
 static int64_t multiple(int64_t size, int64_t of) { return (size + of - 1) / of * of; }
 
-/* Room for products of m rows, n columns and k terms: a small one's comes from memory that the process has in use already. */
-static workspace make_workspace(int64_t m, int64_t n, int64_t k) {
-  int64_t depth = least(k, DEPTH) + 1;
-  return (workspace){aligned(least(multiple(m, MOST_ROWS), ROW_STRIPS * MOST_ROWS) * depth),
-                     aligned(least(multiple(n, MOST_COLUMNS), COLUMN_BLOCK) * depth)};
-}
+/* Few rows use a strip of columns once: it is then laid out and used while it is in the first cache. */
+static int64_t column_block(int64_t m, tiling t) { return m <= 4 * t.rows ? t.columns : COLUMN_BLOCK; }
 
-workspace whole_workspace(void) { return make_workspace(ROW_STRIPS * MOST_ROWS, COLUMN_BLOCK, DEPTH); }
+workspace make_workspace(int64_t m, int64_t n, int64_t k) {
+  int64_t depth = least(k, DEPTH) + 1, room = least(multiple(m, MOST_ROWS), ROW_BLOCK) * depth;
+  if (m <= FEW_ROWS && m * k > room) room = m * k;
+  return (workspace){aligned(room), aligned(least(multiple(n, MOST_COLUMNS), column_block(m, tiling_here())) * depth), room};
+}
 
 void free_workspace(workspace w) {
   free(w.rows);
@@ -170,7 +270,7 @@ FUSING static void lay_rows(matrix m, int64_t first, int64_t count, int64_t k0, 
   for (int64_t i = 0; i < count; i += width) pack(below(m, first + i), least(width, count - i), k0, depth, width, to + i * depth);
 }
 
-/* A tile's chains, as the first of their elements or added to those before. */
+/* The chains of a tile that has fewer columns, as the first of their elements or added to those before. */
 FUSING static void take(const float *sums, int64_t width, int64_t rows, int64_t columns, float *c, int64_t step, int more) {
   for (int64_t r = 0; r < rows; r++, c += step, sums += width)
     if (more)
@@ -181,41 +281,41 @@ FUSING static void take(const float *sums, int64_t width, int64_t rows, int64_t 
 
 FUSING void multiply(int64_t m, int64_t n, int64_t k, matrix a, matrix b, float *c, int64_t step, int more, workspace w) {
   const tiling t = tiling_here();
-  /* Few rows use a strip of columns once: it is then laid out and used while it is in the first cache. */
-  int64_t block = m <= 4 * t.rows ? t.columns : COLUMN_BLOCK;
+  const int64_t block = column_block(m, t);
   float sums[MOST_ROWS * MOST_COLUMNS];
   if (k == 0 && !more)
     for (int64_t i = 0; i < m; i++) memset(c + i * step, 0, n * sizeof(float));
-  if (m == 1 && a.column == 1 && b.row == 1 && !a.narrow && !b.narrow && k > 0) {
-    for (int64_t j = 0; j < n; j += 8 * GROUPS) {
-      const float *columns = (const float *)b.at + j * b.column;
-      if (n - j >= 8 * GROUPS)
-        row_by_columns(GROUPS, 8 * GROUPS, k, a.at, columns, b.column, c + j, more);
-      else
-        for (int64_t i = j; i < n; i += 8)
-          row_by_columns(1, least(8, n - i), k, a.at, columns + (i - j) * b.column, b.column, c + i, more);
+  if (m <= FEW_ROWS && b.row == 1 && k > 0 && m * k <= w.room) {
+    if (a.narrow || a.column != 1) {
+      for (int64_t i = 0; i < m; i++) pack(below(a, i), 1, 0, k, 1, w.rows + i * k);
+      a = (matrix){w.rows, k, 1, 0};
     }
+    multiply_few(m, n, k, a.at, a.row, b, c, step, more);
     return;
   }
-  int64_t rows_at_once = ROW_STRIPS * t.rows;
   for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
     int64_t depth = least(DEPTH, k - k0);
-    if (m <= rows_at_once) lay_rows(a, 0, m, k0, depth, t.rows, w.rows);
+    if (m <= ROW_BLOCK) lay_rows(a, 0, m, k0, depth, t.rows, w.rows);
     for (int64_t j0 = 0; j0 < n; j0 += block) {
       int64_t wide = least(block, n - j0);
       /* Rows of b that lie in one piece need not be laid out for a row that uses them once. */
       int in_place = m <= 2 && !b.narrow && b.column == 1 && wide == t.columns;
       if (!in_place) lay_rows(transposed(b), j0, wide, k0, depth, t.columns, w.columns);
-      for (int64_t i0 = 0; i0 < m; i0 += rows_at_once) {
-        int64_t tall = least(rows_at_once, m - i0);
-        if (m > rows_at_once) lay_rows(a, i0, tall, k0, depth, t.rows, w.rows);
+      for (int64_t i0 = 0; i0 < m; i0 += ROW_BLOCK) {
+        int64_t tall = least(ROW_BLOCK, m - i0);
+        if (m > ROW_BLOCK) lay_rows(a, i0, tall, k0, depth, t.rows, w.rows);
         for (int64_t j = 0; j < wide; j += t.columns) {
           const float *columns = in_place ? (const float *)b.at + k0 * b.row + j0 : w.columns + j * depth;
           int64_t between = in_place ? b.row : t.columns, count = least(t.columns, wide - j);
           for (int64_t i = 0; i < tall; i += t.rows) {
             int64_t high = least(t.rows, tall - i);
-            t.compute(high, depth, w.rows + i * depth, columns, between, sums);
-            take(sums, t.columns, high, count, c + (i0 + i) * step + j0 + j, step, k0 > 0 || more);
+            float *to = c + (i0 + i) * step + j0 + j;
+            if (count == t.columns) {
+              t.compute(high, depth, w.rows + i * depth, columns, between, to, step, k0 > 0 || more);
+            } else { /* a tile beyond the last column */
+              t.compute(high, depth, w.rows + i * depth, columns, between, sums, t.columns, 0);
+              take(sums, t.columns, high, count, to, step, k0 > 0 || more);
+            }
           }
         }
       }

@@ -1,4 +1,4 @@
-/* The innermost loop of a product: one chain of each element of a tile. Included once for each width of vectors, with
+/* The innermost loop of a product: one chain of each element of a tile, stored or added to the chains before. Included once for each width of vectors, with
 
      VECTOR     a vector
      WIDTH      its numbers
@@ -7,14 +7,17 @@
 
 typedef VECTOR NAME(anywhere) __attribute__((aligned(sizeof(float))));
 
-/* `height` rows of a, laid out HEIGHT at a time, by 2 WIDTH columns of b, whose steps over k are `step` apart. */
-static inline __attribute__((always_inline)) TARGET void NAME(rows)(const int height, int64_t depth, const float *a, const float *b,
-                                                                    int64_t step, float *sums) {
+/* `count` rows of a, laid out HEIGHT at a time, by 2 WIDTH columns of b, whose steps over k are `between` apart. `height` >= count rows are computed. */
+static inline __attribute__((always_inline)) TARGET void NAME(rows)(const int height, int64_t count, int64_t depth, const float *a, const float *b,
+                                                                    int64_t between, float *c, int64_t step, int more) {
   VECTOR s[HEIGHT][2]; /* in registers, if every loop over them is unrolled */
 #pragma GCC unroll 16
-  for (int i = 0; i < height; i++) s[i][0] = s[i][1] = FILLED(0);
+  for (int i = 0; i < height; i++) {
+    s[i][0] = s[i][1] = FILLED(0);
+    if (i < count) __builtin_prefetch(c + i * step, 1), __builtin_prefetch(c + i * step + WIDTH, 1);
+  }
   for (int64_t k = 0; k < depth; k++) {
-    VECTOR left = *(const NAME(anywhere) *)(b + k * step), right = *(const NAME(anywhere) *)(b + k * step + WIDTH);
+    VECTOR left = *(const NAME(anywhere) *)(b + k * between), right = *(const NAME(anywhere) *)(b + k * between + WIDTH);
 #pragma GCC unroll 16
     for (int i = 0; i < height; i++) {
       VECTOR factor = FILLED(a[k * HEIGHT + i]);
@@ -24,25 +27,30 @@ static inline __attribute__((always_inline)) TARGET void NAME(rows)(const int he
   }
 #pragma GCC unroll 16
   for (int i = 0; i < height; i++) {
-    *(NAME(anywhere) *)(sums + i * 2 * WIDTH) = s[i][0];
-    *(NAME(anywhere) *)(sums + i * 2 * WIDTH + WIDTH) = s[i][1];
+    if (i >= count) break;
+    NAME(anywhere) *to = (NAME(anywhere) *)(c + i * step), *further = (NAME(anywhere) *)(c + i * step + WIDTH);
+    if (more) s[i][0] = *to + s[i][0], s[i][1] = *further + s[i][1];
+    *to = s[i][0];
+    *further = s[i][1];
   }
 }
 
 /* The same for a number of rows that is known late. */
-TARGET static void NAME(tile)(int64_t height, int64_t depth, const float *a, const float *b, int64_t step, float *sums) {
-  if (height == 1)
-    NAME(rows)(1, depth, a, b, step, sums);
-  else if (height == 2)
-    NAME(rows)(2, depth, a, b, step, sums);
-  else if (height <= 4)
-    NAME(rows)(4, depth, a, b, step, sums);
-  else if (height <= HEIGHT / 2)
-    NAME(rows)(HEIGHT / 2, depth, a, b, step, sums);
-  else if (height <= HEIGHT * 3 / 4)
-    NAME(rows)(HEIGHT * 3 / 4, depth, a, b, step, sums);
+TARGET static void NAME(tile)(int64_t count, int64_t depth, const float *a, const float *b, int64_t between, float *c, int64_t step, int more) {
+#define ROWS(height) NAME(rows)(height, count, depth, a, b, between, c, step, more)
+  if (count == 1)
+    ROWS(1);
+  else if (count == 2)
+    ROWS(2);
+  else if (count <= 4)
+    ROWS(4);
+  else if (count <= HEIGHT / 2)
+    ROWS(HEIGHT / 2);
+  else if (count <= HEIGHT * 3 / 4)
+    ROWS(HEIGHT * 3 / 4);
   else
-    NAME(rows)(HEIGHT, depth, a, b, step, sums);
+    ROWS(HEIGHT);
+#undef ROWS
 }
 
 #undef VECTOR

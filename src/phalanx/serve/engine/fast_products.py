@@ -8,32 +8,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.hardware.kernels.rows.product import BF16_CHAINS, row_kernel
+from phalanx.hardware.portable.library import is_available, operations
 from phalanx.model.layers.linear import Linear
 
 
 class FastProducts:
-    """``torch.nn.functional.linear``, with the kernel of few rows for bf16."""
+    """``torch.nn.functional.linear``, with the portable kernel for bf16."""
+
+    def __init__(self) -> None:
+        self._product = operations().mm
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """``(..., inputs)`` times the transpose of ``(outputs, inputs)``, plus ``(outputs,)``: ``(..., outputs)``."""
         outputs, inputs = matrix.shape
-        kernel, rows = row_kernel(), x.numel() // inputs
         # A model may have been moved since it got these products.
         on_cpu = matrix.dtype == torch.bfloat16 and x.device.type == "cpu"
-        if kernel is None or not on_cpu or not rows or torch.is_grad_enabled():
+        if not on_cpu or not x.numel() or torch.is_grad_enabled():
             return F.linear(x, matrix, bias)
-        return kernel(x.reshape(-1, inputs), matrix, bias, BF16_CHAINS).view(*x.shape[:-1], outputs)
+        product: Tensor = self._product(x.reshape(-1, inputs), matrix.t())
+        return (product if bias is None else product + bias).view(*x.shape[:-1], outputs)
 
 
 def fast_products(model: nn.Module) -> FastProducts | None:
     """Return products that are faster than PyTorch's for ``model``; None where there are none."""
-    kernel, weight = row_kernel(), next(model.parameters())
-    fit = (
-        kernel is not None and kernel.fuses and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    )
+    weight = next(model.parameters())
     library = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not fit or (library and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if (
+        weight.dtype != torch.bfloat16
+        or weight.device.type != "cpu"
+        or (library and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    ):
         return None
     return _products()
 
@@ -49,19 +53,7 @@ def use_fast_products(model: nn.Module) -> FastProducts | None:
     return products
 
 
-def row_block(linear: Linear) -> int:
-    """Return the block of inner elements by which the kernel of few rows adds a product.
-
-    It is 0 if other processes have a part of the product, or if a library computes bf16 rows faster.
-    """
-    products = fast_products(linear)
-    if products is not None:
-        return BF16_CHAINS if linear.affine is products else 0
-    inputs = 0 if linear.weight.dtype == torch.bfloat16 else linear.weight.shape[1]
-    return inputs if linear.affine is None else 0
-
-
 @functools.cache
-def _products() -> FastProducts:
+def _products() -> FastProducts | None:
     # One object, so that layers that have these products are known.
-    return FastProducts()
+    return FastProducts() if is_available() else None

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.rows.product import MOST_ROWS
 from phalanx.hardware.local.device import brought
+from phalanx.hardware.portable.layer_step import MOST_ROWS
 from phalanx.model.layers.linear import Affine
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
@@ -28,6 +28,9 @@ from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
 from phalanx.serve.kv_cache.memory import PageBytes
 from phalanx.serve.kv_cache.page_boxes import PageBox
 from phalanx.train.step.loss import log_probabilities
+
+_MOST_BESIDE_LIBRARY = 2
+"""Rows up to which the kernel of few rows is faster than a library with bf16 instructions, which reads a matrix as fast and multiplies faster."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ class ModelRunner:
         """``projection`` is the product of the output projection; by default PyTorch's, or with fast numerics one that is faster."""
         products = None if rule.exact else use_fast_products(model)
         self._model, self._rule, self._projection = model, rule, projection or products
-        self._few = None if rule.exact else few_rows(model)
+        self._few = few_rows(model)
+        has_library = next(model.parameters()).dtype == torch.bfloat16 and products is None
+        self._most_few = MOST_ROWS if rule.exact or not has_library else _MOST_BESIDE_LIBRARY
 
     @torch.no_grad()
     def compute(
@@ -136,7 +141,7 @@ class ModelRunner:
                 )
             return hidden
 
-        if self._few is not None and count <= MOST_ROWS:
+        if self._few is not None and count <= self._most_few:
             states = self._few(x, spans, self._rule, length)
             if model.norm is not None:
                 states = model.norm(states)
