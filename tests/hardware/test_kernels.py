@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,15 +136,32 @@ def test_without_a_compiler_the_reference_runs_and_a_warning_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert fused_kernels.__wrapped__(CPU) is REFERENCE
     assert "there is no C compiler" in caplog.text
 
 
-def test_a_cache_folder_that_cannot_be_written_is_told_and_costs_nothing_but_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_a_cache_folder_that_can_be_written_a_library_is_in_a_temporary_folder_of_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "phalanx").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library = compiler.compiled(host.SOURCE)
+    assert library.parent.parent == tmp_path
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert compiler.compiled(host.SOURCE) == library
+
+
+def test_a_temporary_folder_that_others_can_write_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "phalanx").write_text("a file where the folder should be")
+    open_to_all = tmp_path / f"phalanx-kernels-{os.getuid()}"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert fused_kernels.__wrapped__(CPU) is REFERENCE
     assert "phalanx" in caplog.text
 
@@ -198,7 +216,8 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(
         Path(command[command.index("-o") + 1]).write_bytes(b"whole")
 
     def sync(descriptor: int) -> None:
-        synced.append((os.pread(descriptor, 9, 0), compiler.library_path(host.SOURCE).exists()))
+        named = any((tmp_path / "phalanx" / "kernels").glob("*.so"))
+        synced.append((os.pread(descriptor, 9, 0), named))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler.subprocess, "run", compile_quickly)
@@ -221,8 +240,8 @@ def test_a_library_is_another_one_when_a_header_changes_that_a_source_or_another
     for name, text in files.items():
         (tmp_path / name).write_text(text)
 
-    def library() -> Path:
-        return compiler.library_path(tmp_path / "sum.c", beside=[tmp_path / "beside.c"])
+    def library() -> str:
+        return compiler.library_name(tmp_path / "sum.c", beside=[tmp_path / "beside.c"])
 
     first = library()
     for name in files:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from phalanx.hardware.portable.build import library_file
+from phalanx.hardware.portable.processor import unfit_processor
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.read import to_table
@@ -22,15 +25,21 @@ FINGERPRINT = "f" * 64
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder of programs in which there are compilers, and a processor that has the instructions; runs lie in another folder."""
+def folder_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs are in a folder of the test's own."""
+    if reason := unfit_processor():
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without compiled kernels; return the one folder in which compilers are looked for."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("gcc", "g++"):
-        (programs / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(programs))
-    monkeypatch.setattr("phalanx.hardware.portable.processor.platform.machine", lambda: "aarch64")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return programs
 
 
@@ -65,18 +74,35 @@ def test_what_the_file_says_holds(numerics: str) -> None:
     assert chosen(of(numerics)) == numerics
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "g++"])
-def test_without_a_compiler_it_is_native_which_is_told_with_what_it_costs(
-    machine: Path, compiler: str
-) -> None:
-    (machine / compiler).unlink()
-    resolved = with_numerics(OPEN, FINGERPRINT)
+def cost(resolved: RunSpec) -> str:
     assert resolved.runtime.numerics == "native"
     note = note_of_fallback(OPEN, resolved)
-    assert note.startswith(
-        "numerics are native, so the weights' bits belong to this kind of processor; there is no C"
-    )
+    start = "numerics are native, so the weights' bits belong to this kind of processor; "
+    assert note.startswith(start)
     assert note_of_fallback(of("native"), resolved) == ""
+    return note.removeprefix(start)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_without_a_compiler_it_is_native_and_a_note_names_the_cost_and_the_remedy() -> None:
+    reason = cost(with_numerics(OPEN, FINGERPRINT))
+    assert "gcc and g++" in reason
+    assert "there is no C compiler" in reason
+
+
+def test_with_a_compiler_that_fails_it_is_native(without_kernels: Path) -> None:
+    broken = without_kernels / "gcc"
+    broken.write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
+    broken.chmod(0o755)
+    assert "no room" in cost(with_numerics(OPEN, FINGERPRINT))
+
+
+def test_kernels_that_are_compiled_already_need_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library_file()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert chosen(OPEN) == "portable"
 
 
 def test_what_portable_kernels_do_not_compute_is_native() -> None:
@@ -87,18 +113,18 @@ def test_what_portable_kernels_do_not_compute_is_native() -> None:
 
 
 @pytest.mark.parametrize("numerics", ["portable", "native"])
-def test_a_run_that_has_begun_keeps_its_arithmetic(machine: Path, numerics: str) -> None:
+@pytest.mark.usefixtures("without_kernels")
+def test_a_run_that_has_begun_keeps_its_arithmetic(numerics: str) -> None:
     folder = begin(of(numerics))
-    (machine / "gcc").unlink()  # on a machine that would choose otherwise
     assert chosen(OPEN) == numerics
     assert choose(with_numerics(OPEN, FINGERPRINT), FINGERPRINT).path == folder
     assert note_of_fallback(OPEN, with_numerics(OPEN, FINGERPRINT)) == "" or numerics == "native"
 
 
-def test_a_start_that_failed_before_it_saved_does_not_decide(machine: Path) -> None:
+@pytest.mark.usefixtures("without_kernels")
+def test_a_start_that_failed_before_it_saved_does_not_decide() -> None:
     folder = begin(of("portable"))
     (folder / "checkpoints" / "step-00000001").rmdir()
-    (machine / "gcc").unlink()
     assert chosen(OPEN) == "native"
 
 

@@ -7,8 +7,9 @@ have as a rule, since ``torch.compile`` needs one too. Where there is none, call
 they do without: PyTorch's own operations, or nothing.
 
 A library lies in ``phalanx/kernels`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), under a name that its source and the
-compiler's options determine. A lock lets one process compile while the others wait, and a rename lets none see a half-written file. It is on the disk by then: of a library that a machine
-lost half of with its power, the loader would end each process that loads it.
+compiler's options determine. If that folder cannot be written, it lies in a folder of the user's in the folder of temporary files. A lock lets one process compile while
+the others wait, and a rename lets none see a half-written file. It is on the disk by then: of a library that a machine lost half of with its power, the loader would end
+each process that loads it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -35,15 +38,28 @@ class NoHostKernelsError(RuntimeError):
     """The kernels could not be compiled or loaded."""
 
 
-def library_path(
+def library_name(
     source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
-) -> Path:
-    """Where the compiled library of ``source``, of the sources ``beside`` it, and of the headers that they include, lies, or is to lie."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+) -> str:
+    """Return the name of the library of ``source``, of the sources ``beside`` it, and of the headers that they include."""
     key = hashlib.sha256(" ".join((*options, *linked, platform.machine())).encode())
     for part in _with_headers((source, *beside)):
         key.update(part.read_bytes())
-    return cache / "phalanx" / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}.so"
+    return f"{source.stem}-{key.hexdigest()[:16]}.so"
+
+
+def _folders() -> Iterator[Path]:
+    """Yield the folders in which a library may be: the user's cache, and a folder for temporary files that is the user's alone."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # a user without a home
+        yield (Path(cache) if cache else Path.home() / ".cache") / "phalanx" / "kernels"
+    own = Path(tempfile.gettempdir()) / f"phalanx-kernels-{os.getuid()}"
+    with suppress(OSError):
+        own.mkdir(mode=0o700, exist_ok=True)
+        status = own.lstat()
+        # Others can make a folder of this name, too, and what is in it would be run.
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            yield own
 
 
 def _with_headers(sources: Sequence[Path]) -> list[Path]:
@@ -59,17 +75,6 @@ def _with_headers(sources: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def is_to_compile(
-    source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
-) -> bool:
-    """True if ``compiled`` will call the compiler, which takes seconds."""
-    try:
-        missing = not library_path(source, options, beside=beside, linked=linked).exists()
-    except (OSError, RuntimeError):  # a user without a home has no library
-        return False
-    return missing and _compiler() is not None
-
-
 def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
@@ -77,31 +82,46 @@ def _compiler() -> str | None:
 def compiled(
     source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
 ) -> Path:
-    """The library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet; ``linked`` are options that name
-    libraries. Raises ``NoHostKernelsError``."""
-    try:
-        target = library_path(source, options, beside=beside, linked=linked)
-        if target.exists():
-            return target
-        compiler = _compiler()
-        if compiler is None:
-            raise NoHostKernelsError("there is no C compiler (cc, gcc or clang)")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (target.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-                    made = Path(folder) / target.name
-                    sources = map(str, (source, *beside))
-                    command = [compiler, *options, *sources, "-o", str(made), *linked, "-lm"]
-                    subprocess.run(
-                        command, check=True, capture_output=True, text=True, timeout=_COMPILATION_S
-                    )
-                    with made.open("rb") as file:
-                        os.fsync(file.fileno())
-                    made.replace(target)
-    except subprocess.CalledProcessError as error:
-        raise NoHostKernelsError(f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}") from error
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        raise NoHostKernelsError(str(error)) from error
+    """Return the library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet.
+
+    ``linked`` are options that name libraries. Raises ``NoHostKernelsError``.
+    """
+    name, folders = library_name(source, options, beside=beside, linked=linked), list(_folders())
+    for folder in folders:
+        if (folder / name).exists():
+            return folder / name
+    compiler = _compiler()
+    if compiler is None:
+        raise NoHostKernelsError("there is no C compiler (cc, gcc or clang)")
+    command = (compiler, *options, *map(str, (source, *beside)), *linked, "-lm")
+    problems = []
+    for folder in folders:
+        try:
+            return _compile_into(folder, name, command)
+        except subprocess.CalledProcessError as error:  # also of a full disk
+            problems.append(f"{compiler} failed: {error.stderr.strip()[-300:]}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problems.append(str(error))
+    raise NoHostKernelsError(
+        "; ".join(problems)
+        or "there is no folder for compiled kernels: set XDG_CACHE_HOME to one that can be written"
+    )
+
+
+def _compile_into(folder: Path, name: str, command: Sequence[str]) -> Path:
+    """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so. Return the library's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                made = Path(scratch) / name
+                subprocess.run(
+                    (*command, "-o", str(made)),
+                    check=True, capture_output=True, text=True, timeout=_COMPILATION_S,
+                )  # fmt: skip
+                with made.open("rb") as file:
+                    os.fsync(file.fileno())
+                made.replace(target)
     return target

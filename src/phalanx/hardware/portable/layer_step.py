@@ -138,7 +138,11 @@ class LayerKernel:
         dim, inner = len(some.attention_norm), len(some.up.matrix)
         widths = {
             **{name: len(getattr(some, name).matrix) for name in ("query", "key", "value")},
-            "mixed": len(some.query.matrix), "normed": dim, "added": dim, "gate": inner, "up": inner,
+            "mixed": len(some.query.matrix),
+            "normed": dim,
+            "added": dim,
+            "gate": inner,
+            "up": inner,
         }
         # whatever the process's defaults are
         self._memory = {

@@ -1,8 +1,7 @@
-"""Compiles the portable kernels, loads them and registers them with PyTorch.
+"""Loads the portable kernels and registers them with PyTorch.
 
-The kernels are C files (``products.c``, ``attention.c``, ``sums.c``, ``functions/``, and ``layer_step.c``, which calls the others), which define what is computed, and one C++ file
-(``registered.cpp``), which brings PyTorch's tensors to them through PyTorch's stable C interface. The library is compiled at its first use, in seconds, once for
-each release of PyTorch.
+The kernels are C files, which define what is computed, and one C++ file (``registered.cpp``), which brings PyTorch's tensors to them through PyTorch's stable C
+interface.
 """
 
 from __future__ import annotations
@@ -11,45 +10,22 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled
+from phalanx.hardware.kernels.compiler import NoHostKernelsError
+from phalanx.hardware.portable.build import library_file
 from phalanx.hardware.portable.processor import unfit_processor
 
-_SOURCE = Path(__file__).with_name("products.c")
-_BESIDE = tuple(
-    _SOURCE.parent / name
-    for name in (
-        "attention.c",
-        "layer_step.c",
-        "products_fp64.c",
-        "sums.c",
-        "registered.cpp",
-        *(f"functions/{name}.c" for name in ("functions", "functions_avx512", "functions_fp64", "slopes")),
-    )
-)
 _TESTED = "phalanx_portable"
-
-
-def _options() -> tuple[str, ...]:
-    """The compiler's options. The release is one of them, so that each has a library of its own."""
-    include = Path(torch.__file__).parent / "include"
-    return (*OPTIONS, f"-I{include}", f'-DPYTORCH_RELEASE="{torch.__version__}"')
-
-
-def _linked() -> tuple[str, ...]:
-    folder = Path(torch.__file__).parent / "lib"
-    return (f"-L{folder}", "-l:libtorch_cpu.so", "-lstdc++")
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
     """Return the library, compiled if need be. Raises ``NoHostKernelsError`` or ``OSError`` if it cannot be had."""
-    library = ctypes.CDLL(str(compiled(_SOURCE, _options(), beside=_BESIDE, linked=_linked())))
+    library = ctypes.CDLL(str(library_file()))
     library.kernel_name.argtypes = [ctypes.c_int64]
     library.kernel_name.restype = ctypes.c_char_p
     pointer: Any = ctypes.c_void_p

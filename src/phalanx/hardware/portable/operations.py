@@ -81,5 +81,6 @@ def prepare() -> None:
         library.load()
     except (NoHostKernelsError, OSError) as error:
         raise NotPortableError(
-            f"portable numerics needs its kernels compiled: {error}; install gcc and g++", _REMEDY
+            f"portable numerics needs its kernels, which cannot be compiled (with gcc and g++): {error}",
+            _REMEDY,
         ) from error

@@ -1,9 +1,8 @@
-"""The conditions of portable numerics on a machine, checked without PyTorch: its processor and its compilers."""
+"""Checks without PyTorch whether a processor can have portable numerics."""
 
 from __future__ import annotations
 
 import platform
-import shutil
 from pathlib import Path
 
 
@@ -15,13 +14,6 @@ def unfit_processor() -> str:
     if machine != "x86_64":
         return f"this one is {machine}"
     return "" if {"avx2", "fma"} <= _processor_flags() else f"this one is {machine} without them"
-
-
-def missing_compiler() -> str:
-    """The compiler that the kernels need and this machine lacks, as a noun; empty if it has both."""
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        return "C compiler"
-    return "" if any(map(shutil.which, ("g++", "clang++"))) else "C++ compiler"
 
 
 def _processor_flags() -> set[str]:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.hardware.portable.processor import missing_compiler, unfit_processor
+from phalanx.hardware.kernels.compiler import NoHostKernelsError
+from phalanx.hardware.portable.build import library_file
+from phalanx.hardware.portable.processor import unfit_processor
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.rules.portable import not_portable
 from phalanx.run.spec import RunSpec
@@ -50,13 +52,15 @@ def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[R
 
 
 def reason_for_native(spec: RunSpec) -> str:
-    """Why a run on CPUs cannot be portable here, as a clause; empty if it can."""
+    """Return why a run on CPUs cannot be portable here, as a clause; empty if it can. Compiles the kernels if they are not there yet, in seconds."""
     for path, reason in not_portable(spec):
         return f"{path}: {reason}"
     if reason := unfit_processor():
         return f"portable ones need an x86-64 processor with AVX2 and FMA, or a 64-bit Arm one, and {reason}"
-    if compiler := missing_compiler():
-        return f"there is no {compiler} for portable ones (gcc and g++)"
+    try:
+        library_file()
+    except NoHostKernelsError as error:
+        return f"the kernels of portable ones cannot be compiled (with gcc and g++): {error}"
     return ""
 
 

@@ -1,0 +1,39 @@
+"""Compiles the library of portable kernels, without importing PyTorch.
+
+The kernels are C files (``products.c``, ``attention.c``, ``sums.c``, ``functions/``, and ``layer_step.c``, which calls the others), which define what is computed, and
+one C++ file (``registered.cpp``) for PyTorch. The library is compiled at its first use, in seconds, once for each release of PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled
+
+_SOURCE = Path(__file__).with_name("products.c")
+_BESIDE = tuple(
+    _SOURCE.parent / name
+    for name in (
+        "attention.c",
+        "layer_step.c",
+        "products_fp64.c",
+        "sums.c",
+        "registered.cpp",
+        *(f"functions/{name}.c" for name in ("functions", "functions_avx512", "functions_fp64", "slopes")),
+    )
+)
+
+
+def library_file() -> Path:
+    """Return the path of the library, compiled if need be. Raises ``NoHostKernelsError``."""
+    package = importlib.util.find_spec("torch")
+    if package is None or found.origin is None:
+        raise NoHostKernelsError("PyTorch is not installed")
+    torch = Path(package.origin).parent
+    # The release is an option, so that each has a library of its own.
+    release = f'-DPYTORCH_RELEASE="{importlib.metadata.version("torch")}"'
+    options = (*OPTIONS, f"-I{torch / 'include'}", release)
+    linked = (f"-L{torch / 'lib'}", "-l:libtorch_cpu.so", "-lstdc++")
+    return compiled(_SOURCE, options, beside=_BESIDE, linked=linked)
