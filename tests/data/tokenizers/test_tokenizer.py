@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from parity.llama3_folder import begins_texts, byte_level_bpe
@@ -153,6 +153,38 @@ def test_added_tokens_stand_for_their_text_and_special_ones_for_none() -> None:
     assert {301, 302} <= set(ids)
     assert tokenizer.decode(ids) == text
     assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+
+
+FLAGS = [
+    {"rstrip": True},
+    {"lstrip": True},
+    {"lstrip": True, "rstrip": True, "normalized": True},
+    {"single_word": True},
+    {"normalized": False},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_an_added_token_changes_no_text_beside_it_whatever_its_flags(flags: dict[str, bool]) -> None:
+    hf = HfTokenizer.from_str(BPE.serialized)
+    hf.add_tokens([AddedToken("<note>", **flags), AddedToken("café", **flags)])
+    tokenizer = BpeTokenizer(hf.to_str(), END_OF_DOCUMENT)
+    text = "a <note>  b<note>\n c  café d<note> "
+    ids = tokenizer.encode(text)
+    assert {BPE.vocab_size, BPE.vocab_size + 1} <= {*ids}
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert [ids.tolist() for ids in tokenizer.encode_batch([text])] == [ids]
+
+
+def test_an_added_token_that_stands_for_other_text_than_its_own_is_refused_by_its_name() -> None:
+    content = json.loads(BPE.serialized)
+    content["normalizer"] = {"type": "NFC"}
+    hf = HfTokenizer.from_str(json.dumps(content))
+    hf.add_tokens([AddedToken("<A\u0301>", normalized=True)])
+    with pytest.raises(TokenizerError, match="<\u00c1>"):
+        BpeTokenizer(hf.to_str(), END_OF_DOCUMENT)
 
 
 def test_the_end_token_is_what_the_config_beside_the_file_says(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from phalanx.data.tokenizers.published.files import (
     require_known_ids,
     save_tokenizer,
 )
+from phalanx.data.tokenizers.published.lossless import longest_token, require_lossless, without_stripping
 from phalanx.data.tokenizers.published.sentencepiece_model import read_model, to_tokenizer_json
 from phalanx.data.tokenizers.published.tiktoken_ranks import (
     bytes_spelling,
@@ -84,6 +85,12 @@ class Tokenizer(Protocol):
     def byte_lengths(
         self,
     ) -> NDArray[np.int64]: ...  # (vocab_size,): bytes of text per token; 0 for special tokens
+    @property
+    def longest_token(self) -> int: ...  # bytes of the longest token, special ones by their names
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of text of a token; none for a special one."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text`` alone, without ``document_start`` and ``end_of_document``."""
@@ -114,6 +121,7 @@ class BytesTokenizer:
     end_of_document: int = field(default=256, init=False)
     document_start: tuple[int, ...] = field(default=(), init=False)
     prefix_bytes: int = field(default=0, init=False)
+    longest_token: int = field(default=1, init=False)
 
     @property
     def fingerprint(self) -> str:
@@ -125,6 +133,9 @@ class BytesTokenizer:
         lengths[self.end_of_document] = 0
         lengths.flags.writeable = False
         return lengths
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token == self.end_of_document else bytes([token])
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -159,7 +170,7 @@ class BpeTokenizer:
 
     def __post_init__(self) -> None:
         """Raises ``TokenizerError`` if this is no byte-level tokenizer or does not give text back as it was."""
-        hf = _parse(self.serialized)
+        hf = _parse(without_stripping(self.serialized))
         end_of_document = hf.token_to_id(self.end_token)
         if end_of_document is None:
             raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")
@@ -170,13 +181,14 @@ class BpeTokenizer:
                 f"text that spells {self.end_token!r} would end its document: mark that token as special, or name "
                 f'another as "eos_token" in {CONFIG_FILE}'
             )
-        lengths = self.byte_lengths
-        ids = self.encode(PROBE)
-        if self.decode(ids) != PROBE or lengths[ids].sum() != len(PROBE.encode()):
-            raise TokenizerError(
-                f"the tokenizer turns {PROBE!r} into {self.decode(ids)!r}; only byte-level BPE, which gives every "
-                "text back as it was, can be used: choose such a tokenizer.json, or train one ('bpe')"
-            )
+        require_lossless(
+            hf,
+            self.encode_batch,
+            self.decode,
+            lambda ids: int(self.byte_lengths[ids].sum()),
+            "only byte-level BPE, which gives every text back as it was, can be used: choose such a tokenizer.json, or train one "
+            "('bpe')",
+        )
 
     @cached_property
     def vocab_size(self) -> int:
@@ -204,15 +216,29 @@ class BpeTokenizer:
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
-        # Each character of a byte-level token is one byte; an added token is itself, and a special one no text at all.
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, number in self._hf.get_vocab(with_added_tokens=False).items():
-            lengths[number] = len(token)
-        for number, added in self._hf.get_added_tokens_decoder().items():
-            lengths[number] = 0 if added.special else len(added.content.encode())
-        lengths[self.end_of_document] = 0
+        lengths = np.array([len(spelled) for spelled in self._spelled], dtype=np.int64)
         lengths.flags.writeable = False
         return lengths
+
+    @cached_property
+    def longest_token(self) -> int:
+        return longest_token(self._spelled, self._hf)
+
+    @cached_property
+    def _spelled(self) -> list[bytes]:
+        # Each character of a byte-level token is one byte; an added token is itself, and a special one no text at all.
+        byte_of = _byte_of_char()
+        spelled = [b""] * self.vocab_size
+        for token, number in self._hf.get_vocab(with_added_tokens=False).items():
+            bytes_of_token = [byte_of.get(char, -1) for char in token]
+            spelled[number] = token.encode() if -1 in bytes_of_token else bytes(bytes_of_token)
+        for number, added in self._hf.get_added_tokens_decoder().items():
+            spelled[number] = b"" if added.special else added.content.encode()
+        spelled[self.end_of_document] = b""
+        return spelled
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._spelled[token]
 
     def encode(self, text: str) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=False).ids)
@@ -227,7 +253,8 @@ class BpeTokenizer:
 
     def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
         require_known_ids(ids, self.vocab_size)
-        return str(self._hf.decode(list(ids), skip_special_tokens=True))
+        # The library's decoder would take the letters of an added token for bytes.
+        return b"".join(self._spelled[token] for token in ids).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
         save_tokenizer(directory, self.serialized, self.end_token, self.kind)

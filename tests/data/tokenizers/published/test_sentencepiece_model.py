@@ -10,8 +10,8 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
@@ -274,3 +274,18 @@ def test_a_conversation_has_the_ids_of_transformers_and_the_answer_is_what_is_le
     assert found.ids[:-1].tolist() == expected["input_ids"]
     learned = hf.decode(found.ids[found.learned].tolist(), skip_special_tokens=False)
     assert learned == chat[1]["content"] + "</s>"
+
+
+@pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}], ids=str)
+def test_an_added_token_changes_no_text_beside_it_whatever_its_flags(
+    flags: dict[str, bool], tmp_path: Path
+) -> None:
+    loaded = tokenizer_from_file(written(tmp_path, trained()))
+    hf = HfTokenizer.from_str(loaded.serialized)
+    hf.add_tokens([AddedToken("<note>", **flags)])
+    tokenizer = FallbackTokenizer(hf.to_str(), loaded.end_token)
+    text = "the <note>  cat<note>\n sat <note> "
+    ids = tokenizer.encode(text)
+    assert loaded.vocab_size in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.byte_lengths[ids].sum() == len(text.encode()) + tokenizer.prefix_bytes

@@ -24,6 +24,7 @@ from phalanx.data.tokenizers.published.files import (
     require_known_ids,
     save_tokenizer,
 )
+from phalanx.data.tokenizers.published.lossless import longest_token, require_lossless, without_stripping
 
 SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -64,32 +65,31 @@ class FallbackTokenizer:
 
     def __post_init__(self) -> None:
         """Raises ``TokenizerError`` if it does not give text back as it was."""
-        theirs = _unlimited(HfTokenizer.from_str(self.serialized))
+        serialized = without_stripping(self.serialized)
+        theirs = _unlimited(HfTokenizer.from_str(serialized))
         end_of_document = theirs.token_to_id(self.end_token)
         if end_of_document is None:
             raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")
         first = theirs.encode("a", add_special_tokens=False).tokens[0]
         object.__setattr__(self, "end_of_document", end_of_document)
         object.__setattr__(self, "prefix_bytes", int(first.startswith(SPACE)))
-        object.__setattr__(self, "_hf", _unlimited(HfTokenizer.from_str(_without_prefix(self.serialized))))
+        object.__setattr__(self, "_hf", _unlimited(HfTokenizer.from_str(_without_prefix(serialized))))
         if end_of_document in self.encode(self.end_token):
             raise TokenizerError(
                 f"text that spells {self.end_token!r} would end its document: mark that token as special"
             )
-        ids = self.encode(PROBE)
-        if ids != theirs.encode(PROBE, add_special_tokens=False).ids:
+        if self.encode(PROBE) != theirs.encode(PROBE, add_special_tokens=False).ids:
             raise TokenizerError(
                 "the tokenizer puts text into pieces in a way that is not known here; give the model's tokenizer.model, or "
                 "train one ('bpe')"
             )
-        if (
-            self.decode(ids) != PROBE
-            or self.byte_lengths[ids].sum() != len(PROBE.encode()) + self.prefix_bytes
-        ):
-            raise TokenizerError(
-                f"the tokenizer turns {PROBE!r} into {self.decode(ids)!r}; only one that gives every text back as it was can be "
-                "used: it must not normalize. Train one ('bpe')"
-            )
+        require_lossless(
+            self._hf,
+            self.encode_batch,
+            self.decode,
+            lambda ids: int(self.byte_lengths[ids].sum()) - self.prefix_bytes,
+            "only one that gives every text back as it was can be used: it must not normalize. Train one ('bpe')",
+        )
 
     @cached_property
     def vocab_size(self) -> int:
@@ -110,6 +110,13 @@ class FallbackTokenizer:
         lengths = np.array([len(spelled) for spelled in self._spelled], dtype=np.int64)
         lengths.flags.writeable = False
         return lengths
+
+    @cached_property
+    def longest_token(self) -> int:
+        return longest_token(self._spelled, self._hf)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._spelled[token]
 
     @cached_property
     def _spelled(self) -> list[bytes]:
