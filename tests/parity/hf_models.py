@@ -20,6 +20,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -88,6 +89,15 @@ DENSE: dict[str, Any] = {
         **SMALL, use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
     "mistral": MistralConfig(**SMALL, sliding_window=11),
+    "ministral": MinistralConfig(
+        **{**SMALL, "num_hidden_layers": 3},
+        head_dim=8,
+        sliding_window=11,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "llama, positions divided": LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    ),
     "smollm3": SmolLM3Config(**{**SMALL, "num_hidden_layers": 5}, no_rope_layer_interval=2),
     "qwen2, tied, stretched rotary": Qwen2Config(
         **SMALL, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
@@ -104,6 +114,17 @@ DENSE: dict[str, Any] = {
         sliding_window=10,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         tie_word_embeddings=True,
+    ),
+    "gemma3, positions of full layers divided": Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 3},
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=10,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        },
     ),
     "gemma3, untied, scores by the heads' width": Gemma3TextConfig(
         **SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=10, tie_word_embeddings=False

@@ -10,13 +10,14 @@ from phalanx.run.fields import LATER, NOT_NEGATIVE, POSITIVE, ValueRange
 
 @dataclass(frozen=True)
 class RopeScalingSpec:
-    """Stretching of rotary frequencies to longer contexts: Llama 3's (arXiv 2407.21783, section 3.4.1), YaRN (arXiv 2309.00071)
-    or LongRoPE (arXiv 2402.13753)."""
+    """Stretching of rotary frequencies to longer contexts: position interpolation (arXiv 2306.15595), Llama 3's (arXiv 2407.21783, section
+    3.4.1), YaRN (arXiv 2309.00071) or LongRoPE (arXiv 2402.13753)."""
 
-    kind: Literal["llama3", "yarn", "longrope"] = "llama3"
-    """The method: "llama3", "yarn" or "longrope"."""
+    kind: Literal["llama3", "yarn", "longrope", "linear"] = "llama3"
+    """The method: "llama3", "yarn", "longrope" or "linear" (position interpolation)."""
     factor: Annotated[float, ValueRange(at_least=1)] = 8.0
-    """Factor by which low frequencies are divided; LongRoPE: by which the context is stretched, for the temperature alone."""
+    """Factor by which low frequencies are divided; linear: by which all are; LongRoPE: by which the context is stretched, for the temperature
+    alone."""
     original_max_seq_len: Annotated[int, POSITIVE] = 8192
     """Context length, in tokens, before stretching."""
     low_freq_factor: Annotated[float, ValueRange(above=0)] = 1.0

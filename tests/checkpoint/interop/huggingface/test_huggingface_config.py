@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from parity.hf_models import SMALL
 from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
@@ -20,6 +22,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
 )
 from phalanx.checkpoint.interop.huggingface.families.known import MISSING_LAYERS
 from phalanx.model.facts.presets import PRESETS
+from phalanx.run.kinds.grouped_attention import attention_of
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
 
@@ -74,6 +77,18 @@ def test_the_context_that_readers_are_told_of_follows_the_stretched_rotary_embed
     assert hf_config_of(PRESETS["llama3-8b"], max_seq_len=4096)["max_position_embeddings"] == 4096
 
 
+def test_a_mistral_with_layer_types_is_a_ministral_as_transformers_reads_it(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention"]
+    table = {"model_type": "mistral", **SMALL, "head_dim": 8, "sliding_window": 11, "layer_types": types}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    spec = spec_of(table)
+    assert [attention_of(spec, layer) for layer in range(2)] == ["window", "full"]
+    assert spec_of(theirs.to_dict()) == spec
+    written = hf_config_of(spec, model_type="mistral")
+    assert (written["model_type"], written["layer_types"]) == (theirs.model_type, types)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -88,7 +103,7 @@ def test_the_context_that_readers_are_told_of_follows_the_stretched_rotary_embed
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types: supported: 'full_attention'",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer type"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),

@@ -241,8 +241,10 @@ def _has_no_mixture(table: JsonObject) -> bool:
 
 
 def family_of(hf_config: JsonObject) -> Family:
-    family = FAMILIES.get(str(hf_config.get("model_type")))
     model_type = str(hf_config.get("model_type"))
+    if model_type == "mistral" and hf_config.get("layer_types") is not None:
+        model_type = "ministral"  # as AutoConfig of transformers reads it
+    family = FAMILIES.get(model_type)
     if family is None and model_type in MISSING_LAYERS:
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported: its layers of {MISSING_LAYERS[model_type]} are not built here; supported are "

@@ -19,6 +19,7 @@ _ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_facto
 _WITH_TEMPERATURE = ("yarn", "longrope")
 
 _STRETCHES: Mapping[str, Mapping[str, str]] = {
+    "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_freq_factor",
@@ -174,8 +175,8 @@ def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, obje
         problems.append("truncate = False for some layers is not supported; supported: for all layers")
     if kind in _WITH_TEMPERATURE and rope.get("attention_factor") == 0:
         problems.append("attention_factor = 0 is not supported; supported: a number above 0")
-    if kind == "llama3" and "mla" in family.sections and rope.get("mscale_all_dim"):
-        problems.append("mscale_all_dim with rope_type 'llama3' is not supported; supported: with 'yarn'")
+    if kind != "yarn" and "mla" in family.sections and rope.get("mscale_all_dim"):
+        problems.append(f"mscale_all_dim with rope_type {kind!r} is not supported; supported: with 'yarn'")
     return {**fields, "rope_scaling": stretch}, problems
 
 

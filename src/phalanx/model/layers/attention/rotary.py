@@ -1,4 +1,5 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864), stretched to longer contexts as in Llama 3, YaRN or LongRoPE.
+"""Rotary position embeddings (Su et al., arXiv 2104.09864), stretched to longer contexts by position interpolation, or as in
+Llama 3, YaRN or LongRoPE.
 
 Pairs are element ``i`` and element ``i + head_dim / 2`` of a head, the layout of the published Llama and Qwen
 weights in Hugging Face format, so that those load unchanged. (DeepSeek's latent attention says for itself how it is loaded.)
@@ -33,6 +34,8 @@ def inverse_frequencies(
     if scaling.kind == "longrope":
         factors = scaling.long_factors if length > scaling.original_max_seq_len else scaling.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * spec.rope_theta**exponents)
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
     if scaling.kind == "yarn":
         return _stretch_by_turns(frequencies, scaling, spec.rope_theta)
     return _stretch(frequencies, scaling)

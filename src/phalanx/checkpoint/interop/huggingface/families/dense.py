@@ -64,6 +64,14 @@ MISTRAL = Family(
     write=write_window,
     check=window_everywhere,
 )
+MINISTRAL = replace(
+    MISTRAL,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    read=read_layer_types(4096, lambda _layer: True),
+    write=write_layer_types,
+    check=all_rotated,
+)
 SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",

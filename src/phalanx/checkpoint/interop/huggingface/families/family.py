@@ -94,7 +94,7 @@ class Family:
     """Names of a block's tensors that are not those of ``names.py``."""
     joined: Mapping[str, Joint] = field(default_factory=dict)
     """Tensors of a block that hold several parameters, or one in another order, by their names."""
-    stretches: tuple[str, ...] = ("llama3", "yarn")
+    stretches: tuple[str, ...] = ("llama3", "yarn", "linear")
     """Methods by which the rotary embedding may be stretched."""
     rope: ConfigTable = field(default_factory=dict)
     """The rotary embedding's parameters where ``config.json`` has none at all."""

@@ -18,6 +18,7 @@ from phalanx.checkpoint.interop.huggingface.families.dense import (
     GLM,
     GLM4,
     LLAMA,
+    MINISTRAL,
     MISTRAL,
     OLMO2,
     OLMO3,
@@ -46,7 +47,7 @@ FAMILIES: Mapping[str, Family] = {
         family.model_type: family
         for family in (
             *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
-            *(PHI3, GLM),
+            *(PHI3, GLM, MINISTRAL),
             *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, MINIMAX_M2, GLM4_MOE, DOTS1, OLMOE),
             *(GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2),
         )
