@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from parity.llama3_folder import CHAT_TEMPLATE, save_llama3
 from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
-from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
+from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json, write_json
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.chat.encode import ChatLayout
@@ -142,3 +142,23 @@ def test_chats_are_served_and_exported_in_the_template_that_was_trained_and_not_
         assert encode_chat(folder, tokenizer, "the cat") == expected
         named = read_json(tmp_path / name / GENERATION_CONFIG)["eos_token_id"]
         assert turn_end in (named if isinstance(named, list) else [named])
+
+
+@pytest.mark.parametrize("generation", [{"eos_token_id": 1, "temperature": 0.6}, None])
+def test_an_export_ends_turns_where_the_publisher_named_no_more_than_the_end_of_a_document(
+    published: Path, tmp_path: Path, generation: dict[str, object] | None
+) -> None:
+    import_hf(published, tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    (run.published / GENERATION_CONFIG).unlink()
+    if generation is not None:
+        write_json(run.published / GENERATION_CONFIG, generation)
+    config = read_json(run.published / "config.json")
+    write_json(run.published / "config.json", config | {"eos_token_id": 1})
+    save_template(run.tokenizer, ChatTemplate(OWN, read_chat_template(published).special_tokens))
+    spec, tier = read_resolved(run).model, DiskTier(run.checkpoints)
+    export_hf(tier, 0, spec, tmp_path / "hf", tokenizer_dir=run.tokenizer, published_dir=run.published)
+    (turn_end,) = turn_ends(read_chat_template(run.tokenizer), tokenizer_from_file(run.tokenizer))
+    written = read_json(tmp_path / "hf" / GENERATION_CONFIG)
+    assert written["eos_token_id"] == [1, turn_end]
+    assert written.get("temperature") == (generation or {}).get("temperature")

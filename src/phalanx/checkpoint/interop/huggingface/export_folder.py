@@ -30,6 +30,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
     PIECE_BYTES,
     SAFETENSORS_DTYPE,
     new_folder,
+    read_json,
     write_json,
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, published, shared_copies
@@ -44,6 +45,7 @@ from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.chat.kept import kept_template, save_template, turn_ends
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 
 FILE_BYTES = 5_000_000_000  # of one safetensors file, as the Hub recommends
@@ -107,18 +109,26 @@ def export_hf(
             write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
         write_json(folder / CONFIG, config)
         if not kept.tokenizer:
-            ends: object = end_token
-            if template is not None and tokenizer is not None:
-                turns = turn_ends(template, tokenizer) - {tokenizer.end_of_document}
-                ends = [tokenizer.end_of_document, *sorted(turns)] if turns else end_token
-            write_json(folder / GENERATION_CONFIG, {"eos_token_id": ends, "pad_token_id": end_token})
+            write_json(folder / GENERATION_CONFIG, {"eos_token_id": end_token, "pad_token_id": end_token})
             if tokenizer is not None:
                 tokenizer.save(folder)
         if published_dir is not None:
             copy_kept(kept, published_dir, folder)
         if template is not None:
             save_template(folder, template)
+            if tokenizer is not None:
+                _stop_at(folder, turn_ends(template, tokenizer), config)
     return kept.notes + note_lost_fields(published_dir, config) + export_notes(spec)
+
+
+def _stop_at(folder: Path, turns: frozenset[int], config: JsonObject) -> None:
+    """Add the tokens that end a turn to those at which readers of the folder end a text and keep its other fields."""
+    file = folder / GENERATION_CONFIG
+    generation = read_json(file) if file.exists() else {"pad_token_id": config.get("pad_token_id")}
+    named = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = [token for token in (named if isinstance(named, list) else [named]) if token is not None]
+    if not turns <= {*ends}:
+        write_json(file, generation | {"eos_token_id": [*ends, *sorted(turns - {*ends})]})
 
 
 def tensors_of(spec: ModelSpec, model_type: str = "") -> list[Published]:
