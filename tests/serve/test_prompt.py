@@ -14,16 +14,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
-from phalanx.data.chat.template import read_chat_template
+from phalanx.data.chat.template import ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.serve import prompt as prompt_module
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.prompt import (
+    Framing,
     encode_chat,
     encode_messages,
     encode_prompt,
+    frame_messages,
     load_run_tokenizer,
     published_with,
     stop_tokens,
@@ -194,8 +196,11 @@ def test_a_conversation_has_the_ids_of_transformers(bare_run: RunDirectory) -> N
     ("messages", "message"),
     [
         ([], "there is none"),
-        ([{"role": "wizard", "content": "a"}], r"messages\[0\].role = 'wizard': one of system, user"),
-        ([{"role": "user"}], r"messages\[0\].content: a text"),
+        (
+            [{"role": "wizard", "content": "a"}],
+            r"messages\[0\].role = 'wizard': one of system, developer, user",
+        ),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content: a text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is of type 'image_url'"),
     ],
 )
@@ -212,22 +217,110 @@ def test_a_message_that_is_not_understood_is_refused_by_its_field(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (
-            "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
-            "does not end within",
-        ),
         ("{% for a in range(99999) %}{{ 'abcdefgh' * 500 }}{% endfor %}", "more than .* characters"),
-        ("{{ 'a' * 99999999999 }}", "too large"),
-        ("{{ 9 ** (9 ** 9) }}", "too large"),
-        ("{{ '%99999999999d' % 1 }}", "too large"),
-        ("{{ '{:>99999999999}'.format(1) }}", "too large"),
-        ("{{ 'a'.ljust(99999999999) }}", "too large"),
+        ("{{ 'a' * 99999999999 }}", "bytes of memory"),
+        ("{{ 'a'|center(99999999999) }}", "bytes of memory"),
+        ("{{ '%9999999999d'|format(1) }}", "bytes of memory"),
+        (
+            "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+            "bytes of memory",
+        ),
+        # One call of the interpreter, which no Python can interrupt: a list that holds itself twice, sixty times over.
+        (
+            "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x == ns.x|list }}{{ ns.x }}",
+            "does not end within|bytes of memory",
+        ),
+        ("{{ 9 ** (9 ** 9) }}", "does not end within"),
     ],
 )
-def test_a_hostile_template_is_ended(template: str, message: str, bare_run: RunDirectory) -> None:
+def test_a_hostile_template_is_ended_and_the_next_conversation_is_framed(
+    template: str, message: str, bare_run: RunDirectory
+) -> None:
+    tokenizer = tokenizer_from_file(bare_run.tokenizer)
     (bare_run.published / "chat_template.jinja").write_text(template)
     with pytest.raises(TokenizerError, match=message):
-        encode_chat(bare_run.published, tokenizer_from_file(bare_run.tokenizer), "hello")
+        encode_chat(bare_run.published, tokenizer, "hello")
+    hostile = read_chat_template(bare_run.published)
+    with pytest.raises(ChatTemplateError, match=message):
+        hostile.render_marked([{"role": "user", "content": "hello"}])
+    (bare_run.published / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert encode_chat(bare_run.published, tokenizer, "hello") == tokenizer.encode("hello")
+
+
+# What a conversation has beside roles and contents
+
+
+TOOLS: list[object] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+AGENT = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|start_header_id|>{{ m.role }}{% if m.tool_calls %}\
+{{ m.tool_calls | tojson }}{% endif %}{% if m.role == 'tool' %}({{ m.name }}){% endif %}{{ m.content or '' }}<|eot_id|>{% endfor %}\
+{% if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}<none>{% endif %}{% endif %}"""
+
+
+def test_tools_calls_results_and_variables_are_framed_as_transformers_frames_them(
+    bare_run: RunDirectory,
+) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(AGENT)
+    theirs = AutoTokenizer.from_pretrained(bare_run.published)
+    tokenizer, template = tokenizer_from_file(bare_run.tokenizer), read_chat_template(bare_run.published)
+    chat = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3", "name": "add", "tool_call_id": "c1"},
+    ]
+    expected = theirs.apply_chat_template(
+        chat, tools=TOOLS, add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
+    framing = Framing(tools=TOOLS, variables={"enable_thinking": False})
+    as_sent = [dict(message) for message in chat]
+    sent = {"name": "add", "arguments": json.dumps({"a": 1})}
+    as_sent[1] = chat[1] | {"tool_calls": [CALL | {"function": sent}], "refusal": None}
+    assert frame_messages(template, tokenizer, as_sent, framing) == expected
+    assert "<none>" in expected
+
+
+@pytest.mark.parametrize("content", ["and the", "and the  ", " "])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, CHAT_TEMPLATE.replace(" | trim", "")])
+def test_a_message_is_continued_where_transformers_continues_it(
+    content: str, template: str, bare_run: RunDirectory
+) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(template)
+    theirs = AutoTokenizer.from_pretrained(bare_run.published)
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": content}]
+    expected = theirs.apply_chat_template(chat, continue_final_message=True, tokenize=False)
+    tokenizer, own = tokenizer_from_file(bare_run.tokenizer), read_chat_template(bare_run.published)
+    assert frame_messages(own, tokenizer, chat, Framing(answer=False, continued=True)) == expected
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(bare_run: RunDirectory) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    tokenizer, template = tokenizer_from_file(bare_run.tokenizer), read_chat_template(bare_run.published)
+    system, developer = (
+        frame_messages(template, tokenizer, [{"role": role, "content": "be short"}])
+        for role in ("system", "developer")
+    )
+    assert system == developer
+
+
+@pytest.mark.parametrize(
+    ("message", "framing", "field"),
+    [
+        ({"name": "bob"}, Framing(), r"messages\[0\].name"),
+        ({"tool_calls": [CALL]}, Framing(), r"messages\[0\].tool_calls"),
+        ({"mood": "calm"}, Framing(), r"messages\[0\].mood"),
+        ({"role": "tool"}, Framing(), r"messages\[0\].role = 'tool'"),
+        ({}, Framing(tools=TOOLS), "^tools: "),
+        ({}, Framing(variables={"enable_thinking": False}), "^chat_template_kwargs: "),
+        ({}, Framing(variables={"messages": []}), "^chat_template_kwargs: "),
+    ],
+)
+def test_what_the_template_would_leave_out_is_refused_by_its_field(
+    message: dict[str, object], framing: Framing, field: str, bare_run: RunDirectory
+) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    tokenizer, template = tokenizer_from_file(bare_run.tokenizer), read_chat_template(bare_run.published)
+    with pytest.raises(TokenizerError, match=field):
+        frame_messages(template, tokenizer, [{"role": "user", "content": "a", **message}], framing)
 
 
 def test_a_run_with_another_tokenizer_than_the_published_one_has_no_chat_template(run: Path) -> None:

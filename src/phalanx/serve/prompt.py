@@ -8,8 +8,10 @@ ids are those of ``transformers``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
@@ -24,7 +26,30 @@ from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_toke
 from phalanx.run.data_folders import addresses
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CONTINUED = "\U0010f0ac\U0010f0ad"
+"""Characters for private use, behind the message that is continued."""
+
+
+class FramingError(TokenizerError):
+    """A conversation cannot be framed as requested; ``field`` names what is at fault beside the messages."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How a chat template frames a conversation, beside its messages."""
+
+    answer: bool = True
+    """True if the text ends where the assistant's answer begins."""
+    continued: bool = False
+    """True if the text ends within the last message, which is to be continued."""
+    tools: Sequence[object] = ()
+    variables: Mapping[str, object] = field(default_factory=dict)
+    """Further variables of the template."""
 
 
 def load_run_tokenizer(run_dir: Path) -> Tokenizer:
@@ -88,38 +113,111 @@ def encode_chat(folder: Path | None, tokenizer: Tokenizer, message: str) -> list
 def encode_messages(
     template: ChatTemplate | None, tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]
 ) -> list[int]:
-    """The ids of a conversation in a model's chat ``template``, up to where the assistant's answer begins.
+    """The ids of a conversation in a model's chat ``template``, up to where the assistant's answer begins. Raises TokenizerError as
+    ``frame_messages`` does."""
+    text = frame_messages(template, tokenizer, messages)
+    assert isinstance(tokenizer, BpeTokenizer | FallbackTokenizer), "others have no template"
+    return tokenizer.encode_template(text)
 
-    A message has a ``role`` (system, user, assistant) and a ``content``: a text, or a list of parts of type text, which are joined. Raises
-    TokenizerError if there is no template, if it refuses the messages, or does not come to an end.
+
+def frame_messages(
+    template: ChatTemplate | None,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    framing: Framing | None = None,
+) -> str:
+    """Return the text of a conversation in a model's chat ``template``.
+
+    A message has a ``role`` (system, developer, user, assistant, tool) and a ``content``: a text, or a list of parts of type text, which are
+    joined; and other fields that the template names, such as ``tool_calls``. Raises TokenizerError, with the field, for what the template
+    would leave out, if there is no template, if it refuses the messages, or does not come to an end.
     """
     if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or template is None:
         raise TokenizerError(
             "there is no chat template for this run: one comes with an imported model, for as long as the run has its tokenizer, or with a dataset "
             "of conversations (phalanx data prepare --layout chat)"
         )
-    plain = plain_messages(messages)
+    framing = framing or Framing()
+    plain = plain_messages(messages, template)
+    for name in framing.variables:
+        if name in template.own_variables or not template.names(name):
+            raise FramingError(f"the chat template has no variable {name!r} to set", "chat_template_kwargs")
+    if framing.tools and not template.names("tools"):
+        raise FramingError(
+            "the model's chat template does not write them; describe them in a message", "tools"
+        )
+    if framing.continued:
+        plain[-1] = plain[-1] | {"content": f"{plain[-1]['content']}{_CONTINUED} "}
     try:
-        return tokenizer.encode_template(template.render(plain, answer=True, bounded=True))
+        text = template.render(
+            plain, answer=framing.answer, tools=framing.tools or None, variables=framing.variables
+        )
     except ChatTemplateError as error:
         raise TokenizerError(f"{error}; mend it") from error
+    if not framing.continued:
+        return text
+    # As transformers cuts it: a template that trims a message has trimmed the space behind the mark.
+    text, mark, rest = text.rpartition(_CONTINUED)
+    if not mark:
+        raise FramingError(
+            "the model's chat template does not write the last message", "continue_final_message"
+        )
+    return text if rest.startswith(" ") else text.rstrip()
 
 
-def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTemplate) -> list[Message]:
     """The messages as templates expect them, each content one text. Raises TokenizerError, naming message and field."""
     if not messages:
         raise TokenizerError("messages: there is none; give at least one of the user")
-    return [
-        {**message, "role": _role(number, message), "content": _content(number, message.get("content"))}
-        for number, message in enumerate(messages)
-    ]
+    return [_plain_message(number, message, template) for number, message in enumerate(messages)]
 
 
-def _role(number: int, message: Mapping[str, object]) -> str:
-    role = message.get("role")
+def _plain_message(number: int, message: Mapping[str, object], template: ChatTemplate) -> Message:
+    # OpenAI's clients send null for a field that is not there.
+    plain: Message = {name: value for name, value in message.items() if value is not None}
+    for name in plain.keys() - {"role", "content", "tool_call_id"}:
+        if not template.names(name):
+            raise TokenizerError(
+                f"messages[{number}].{name}: the model's chat template does not write it; leave it out, or write it into the content"
+            )
+    plain["role"] = _role(number, plain.get("role"), template)
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [_with_arguments(number, call) for call in _list(number, plain["tool_calls"])]
+        plain.setdefault("content", None)
+    plain["content"] = plain["content"] and _content(number, plain["content"]) if "content" in plain else ""
+    return plain
+
+
+def _role(number: int, role: object, template: ChatTemplate) -> str:
     if role not in _ROLES:
         raise TokenizerError(f"messages[{number}].role = {role!r}: one of {', '.join(_ROLES)}")
+    if role == "developer" and not template.names("developer"):
+        return "system"  # OpenAI's newer name for it
+    if role == "tool" and not template.names("tool"):
+        raise TokenizerError(
+            f"messages[{number}].role = 'tool': the model's chat template does not know it; write the result into a message of the user"
+        )
     return str(role)
+
+
+def _list(number: int, calls: object) -> Sequence[object]:
+    if not isinstance(calls, list):
+        raise TokenizerError(f"messages[{number}].tool_calls: a list")
+    return calls
+
+
+def _with_arguments(number: int, call: object) -> object:
+    """A call of a tool with its arguments as an object, as templates expect them: OpenAI's clients send them as JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise TokenizerError(f"messages[{number}].tool_calls: each with a function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        return call | {"function": function | {"arguments": json.loads(arguments or "{}")}}
+    except ValueError as error:
+        raise TokenizerError(f"messages[{number}].tool_calls: arguments that are no JSON: {error}") from error
 
 
 def _content(number: int, content: object) -> str:

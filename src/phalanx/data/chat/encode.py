@@ -23,7 +23,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import processors
 
 from phalanx.data.chat.messages import ASSISTANT, Conversation, Message, read_conversation, strings_in
-from phalanx.data.chat.template import MARKS, ChatTemplate, ChatTemplateError
+from phalanx.data.chat.renderer import MARKS
+from phalanx.data.chat.template import ChatTemplate, ChatTemplateError
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.published.files import COMMON_END_TOKENS
@@ -112,8 +113,11 @@ class ChatEncoder:
         self._hf.encode_special_tokens = False
         # Those of most tokenizers leave spaces out of the places that they tell.
         self._hf.post_processor = processors.ByteLevel(trim_offsets=False)
+        # A token that takes the white space beside it along changes a message just as a special one does.
         self._specials = tuple(
-            added.content for added in self._hf.get_added_tokens_decoder().values() if added.special
+            added.content
+            for added in self._hf.get_added_tokens_decoder().values()
+            if added.special or added.lstrip or added.rstrip
         )
         self.end = document_end(tokenizer, layout.template)
         """The token that ends a conversation."""

@@ -57,9 +57,9 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
         return frozenset()
     asked: list[Message] = [{"role": "user", "content": "question"}]
     try:
-        before = template.render(asked, answer=True, today=False, bounded=True)
+        before = template.render(asked, answer=True, today=False)
         answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _ANSWER}]
-        whole = template.render(answered, answer=False, today=False, bounded=True)
+        whole = template.render(answered, answer=False, today=False)
     except ChatTemplateError:
         return frozenset()
     begun = before + _ANSWER

@@ -1,30 +1,20 @@
 """A model's chat template: the Jinja program, published with it, that frames messages by its special tokens.
 
-The environment is the one that ``transformers`` gives such templates (its ``chat_template_utils.py``): a sandbox, since a
-template is a stranger's program; blocks without the line breaks around them; ``raise_exception`` and ``strftime_now``. ``{% generation %}``
-marks what the assistant wrote.
+It is rendered in a process of its own (``phalanx.data.chat.renderer``), since it is a stranger's program.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-
-from phalanx.data.chat.bounds import BoundedEnvironment, bounded_lines, joined
 from phalanx.data.chat.messages import Message
+from phalanx.data.chat.renderer import MARKS, RenderingError, renderer
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, read_config
 
@@ -33,9 +23,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
-_BEGIN, _END = "\U0010f0aa\U0010f0bb", "\U0010f0bb\U0010f0aa"
-"""Characters for private use, around what ``{% generation %}`` encloses."""
-MARKS = (_BEGIN, _END)
+_BEGIN, _END = MARKS
 _MARKED = re.compile(f"({_BEGIN}|{_END})")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -70,15 +58,13 @@ class ChatTemplate:
         answer: bool,
         tools: Sequence[object] | None = None,
         today: bool = True,
-        bounded: bool = False,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         """The text of ``messages``; if ``answer``, up to where the assistant's answer to them begins.
 
-        ``today``: The template may ask for the date. ``bounded``: It is ended if it does not end by itself, at the price of some
-        milliseconds. Raises ChatTemplateError.
+        ``today``: The template may ask for the date. ``variables`` are further ones that it reads. Raises ChatTemplateError.
         """
-        with bounded_lines() if bounded else nullcontext():
-            text = self._rendered(messages, answer, tools, today)
+        text = self._rendered(messages, answer, tools, today, variables)
         return text.replace(_BEGIN, "").replace(_END, "")
 
     def render_marked(
@@ -95,20 +81,34 @@ class ChatTemplate:
                 text += piece
         return text, spans
 
+    @property
+    def own_variables(self) -> frozenset[str]:
+        """The names of the variables that every conversation has."""
+        return frozenset(("messages", "tools", "documents", "add_generation_prompt", *self.special_tokens))
+
+    def names(self, word: str) -> bool:
+        """Return True if the word is in the template: what is not there it cannot read."""
+        return re.search(rf"\b{re.escape(word)}\b", self.source) is not None
+
     def _rendered(
-        self, messages: Sequence[Message], answer: bool, tools: Sequence[object] | None, today: bool
+        self,
+        messages: Sequence[Message],
+        answer: bool,
+        tools: Sequence[object] | None,
+        today: bool,
+        more: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
+        variables = {
+            **more,
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": answer,
+            **self.special_tokens,
+        }
         try:
-            return joined(
-                _compiled(self.source, today).generate(
-                    messages=list(messages),
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=answer,
-                    **self.special_tokens,
-                )
-            )
-        except Exception as error:  # a stranger's program may raise anything
+            return renderer().render(self.source, variables, today=today)
+        except RenderingError as error:
             raise ChatTemplateError(
                 f"the model's chat template cannot frame the messages: {error}"
             ) from error
@@ -145,71 +145,3 @@ def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
 def _content(token: object) -> str | None:
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str, today: bool) -> jinja2.Template:
-    environment = _environment()
-    if not today:
-        del environment.globals["strftime_now"]
-    return environment.from_string(source)
-
-
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _Namespace
-    environment.globals["dict"] = _dict
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` puts marks around its content."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace`` without the attributes through which a template could reach Python's internals."""
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a chat template may not set {name!r} on a namespace")
-        super().__setitem__(name, value)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own escapes what HTML would read.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _dict(entries: Iterable[tuple[str, object]] = (), /, **more: object) -> dict[str, object]:
-    return dict(entries, **more)

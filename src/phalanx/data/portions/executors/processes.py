@@ -83,7 +83,7 @@ class Processes:
 
 def _start_worker() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx.data.portions.executors.worker", str(os.getpid())],
+        [sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

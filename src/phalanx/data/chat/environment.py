@@ -1,0 +1,104 @@
+"""The environment of chat templates: the one that ``transformers`` gives them (its ``chat_template_utils.py``).
+
+A sandbox, since a template is a stranger's program; blocks without the line breaks around them; ``raise_exception`` and ``strftime_now``.
+``{% generation %}`` marks what the assistant wrote.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Callable, Iterable
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from phalanx.data.chat.renderer import MARKS
+
+CHARACTERS = 32 << 20
+"""The most that a template may write of a conversation."""
+
+
+def joined(pieces: Iterable[str]) -> str:
+    """Return the pieces as one text. Raises SecurityError once they are more than ``CHARACTERS``."""
+    kept, size = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        size += len(piece)
+        if size > CHARACTERS:
+            raise jinja2.exceptions.SecurityError(f"it writes more than {CHARACTERS} characters")
+    return "".join(kept)
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(source: str, today: bool) -> jinja2.Template:
+    """Return the compiled template; ``today`` lets it have the date."""
+    environment = _environment()
+    if not today:
+        del environment.globals["strftime_now"]
+    return environment.from_string(source)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    environment.globals["dict"] = _dict
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` puts marks around its content."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{MARKS[0]}{caller()}{MARKS[1]}"
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's ``namespace`` without the attributes through which a template could reach Python's internals."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template may not set {name!r} on a namespace")
+        super().__setitem__(name, value)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes what HTML would read.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _dict(entries: Iterable[tuple[str, object]] = (), /, **more: object) -> dict[str, object]:
+    return dict(entries, **more)

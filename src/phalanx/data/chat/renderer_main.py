@@ -1,0 +1,47 @@
+"""The process of ``phalanx.data.chat.renderer``: a conversation is a line of JSON, and so is what the template makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+
+from phalanx.data.chat.environment import compiled, joined
+from phalanx.data.chat.renderer import CPU_S, MEMORY_BYTES
+
+_MOST_REASON = 2_000
+
+
+def main() -> None:
+    """Render until standard input ends, or a template has run out of memory."""
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    for line in sys.stdin.buffer:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _limit(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime) + CPU_S)
+        reply = _reply(line)
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+        sys.stdout.buffer.flush()
+        if reply.get("is_last"):
+            return
+
+
+def _limit(kind: int, soft: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _reply(line: bytes) -> dict[str, object]:
+    try:
+        request = json.loads(line)
+        pieces = compiled(request["source"], request["today"]).generate(**request["variables"])
+        return {"text": joined(pieces)}
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY_BYTES:,} bytes of memory", "is_last": True}
+    except Exception as error:  # a stranger's program may raise anything
+        return {"error": str(error)[:_MOST_REASON], "is_last": False}
+
+
+if __name__ == "__main__":
+    main()
