@@ -41,6 +41,16 @@ def chi_squared(drawn: list[int], expected: torch.Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@given(logits, samplings, st.integers(1, 60))
+def test_ids_beyond_the_tokenizer_are_drawn_by_nobody(
+    scores: torch.Tensor, sampling: Sampling, vocab_size: int
+) -> None:
+    known = scores[:vocab_size]
+    padded = replace(sampling, vocab_size=vocab_size)
+    assert draw(scores, padded, 3) == draw(known, sampling, 3)
+    assert drawn_together(scores[None], [padded], [3]).tolist() == [draw(known, sampling, 3)]
+
+
 # The distribution
 
 

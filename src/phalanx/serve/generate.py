@@ -64,17 +64,19 @@ def generate(
     seed: int = 0,
     stop: Collection[int] = (),
     context: int = 0,
+    vocab_size: int = 0,
     numerics: Numerics = "fast",
 ) -> Iterator[int]:
     """Up to ``tokens`` ids that continue the prompt; ends before the first id in ``stop``.
 
     ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all tokens in. ``context`` is the most
-    tokens, prompt included, that may be held at once; 0 sets no limit. With ``numerics`` "exact" the tokens are drawn from the
+    tokens, prompt included, that may be held at once; 0 sets no limit. ``vocab_size`` is that of the tokenizer: ids from there on are not
+    drawn; 0 leaves all in. With ``numerics`` "exact" the tokens are drawn from the
     very logits of ``phalanx serve``, and this process computes with portable kernels from then on.
     Memory: the keys and values of prompt and ``tokens``, twice. Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text;
     and for logits that are not finite when they come.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=vocab_size)
     length = len(prompt_ids) + tokens
     request = Request("text", tuple(prompt_ids), tokens, sampling, frozenset(stop))
     require_computable(request, model.spec.vocab_size, context or length)

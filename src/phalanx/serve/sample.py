@@ -67,6 +67,7 @@ def continued(
         top_p=top_p,
         seed=seed,
         stop=stop_tokens(published, tokenizer, templates),
+        vocab_size=tokenizer.vocab_size,
         numerics="exact" if exact else "fast",
     )
     return _text(ids, IncrementalDetokenizer(tokenizer, at_start=not prompt and not chat))

@@ -76,8 +76,8 @@ def likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """The ``count`` likeliest tokens and their log-probabilities, of ``(vocab,)``; falling, ties by lower id; none for 0 and less."""
     if count <= 0:
         return ()
-    values, ids = log_probs.sort(descending=True, stable=True)
-    return tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    ids = _likeliest(log_probs, min(count, len(log_probs)))[:count]
+    return tuple(zip(ids.tolist(), log_probs[ids].tolist(), strict=True))
 
 
 def require_sampling(sampling: Sampling) -> None:
@@ -108,7 +108,17 @@ def _require_numbers(logits: Tensor) -> None:
     )
 
 
+def without_unknown(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Return ``(rows, vocab)`` logits or log-probabilities without those of ids that may not be drawn."""
+    vocab = logits.shape[1]
+    if not any(0 < sampling.vocab_size < vocab for sampling in samplings):
+        return logits
+    sizes = _column([sampling.vocab_size or vocab for sampling in samplings], torch.int64, logits.device)
+    return logits.masked_fill(torch.arange(vocab, device=logits.device) >= sizes, -math.inf)
+
+
 def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    logits = logits[: sampling.vocab_size or None]
     if sampling.temperature == 0:
         return logits.argmax()
     scores = _scores(logits, sampling.temperature)
@@ -149,6 +159,7 @@ def drawn_together(
 
     Any token for a row that nothing can be drawn from (``has_number``). Rows are drawn from in groups of at most ``max_logits`` logits, or one by one.
     """
+    logits = without_unknown(logits, samplings)
     greedy = [row for row, one in enumerate(samplings) if one.temperature == 0]
     drawn = [row for row, one in enumerate(samplings) if one.temperature > 0]
     if not drawn:

@@ -28,6 +28,8 @@ class Sampling:
     seed: int = 0
     choice: int = 0
     """The index of this text among the ``n`` of a request; each draws other numbers."""
+    vocab_size: int = 0
+    """Ids from here on are never drawn: a model may embed more than its tokenizer has. 0 leaves all in."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class PromptScored:
 
     request: str
     logprobs: tuple[float, ...] = field(default=())
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each, the likeliest tokens as ``Token.top`` has them; empty unless ``Request.top_logprobs`` is above 0."""
 
 
 @dataclass(frozen=True)

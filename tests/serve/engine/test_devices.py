@@ -242,14 +242,20 @@ def test_a_score_is_computed_on_one_device(monkeypatch: pytest.MonkeyPatch) -> N
 # The same numbers
 
 
-def test_rows_read_together_are_those_read_one_by_one() -> None:
+@pytest.mark.parametrize("vocab_size", [0, 100])
+def test_rows_read_together_are_those_read_one_by_one(vocab_size: int) -> None:
     torch.manual_seed(0)
     scores = torch.randn(12, 160) * 4
     scores[3, 7] = torch.nan
     log_probs = scores.log_softmax(-1)
+    samplings = [replace(one, vocab_size=vocab_size) for one in (GREEDY, PLAIN, CUT)]
     asks = [
         SamplingRequest(
-            row, row + 5, row if row % 4 == 1 else -1, (GREEDY, PLAIN, CUT)[row % 3], (-1, 0, 3, 500)[row % 4]
+            row,
+            row + 5,
+            row + 95 if row % 4 in (1, 2) else -1,
+            samplings[row % 3],
+            (-1, 0, 3, 100)[row % 4],
         )
         for row in range(12)
     ]

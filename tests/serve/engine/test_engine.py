@@ -129,6 +129,12 @@ def differing(model: Transformer, requests: Sequence[Request], told: dict[str, l
             if isinstance(scored, PromptScored):
                 pairs = enumerate(scored.logprobs)
                 count += sum(value != float(expected[at, request.prompt[at + 1]]) for at, value in pairs)
+                assert len(scored.top) == len(scored.logprobs) * (request.top_logprobs > 0)
+                likely = [expected[at].sort(descending=True, stable=True) for at in range(len(scored.top))]
+                count += sum(
+                    top != tuple(zip(row.indices.tolist(), row.values.tolist(), strict=True))[: len(top)]
+                    for top, row in zip(scored.top, likely, strict=True)
+                )
     return count
 
 

@@ -396,7 +396,7 @@ class Engine:
                     "format computed in; take an earlier step",
                 )
             elif position + 1 < len(text.tokens):
-                text.scores[position + 1] = token.logprob
+                text.scores[position + 1] = token
             else:
                 self._take_token(text, token)
 
@@ -404,9 +404,9 @@ class Engine:
         request = text.request
         if text.scores_prompt:
             text.scored = True
-            self._pending.append(
-                PromptScored(request.id, tuple(text.scores[p] for p in range(1, len(request.prompt))))
-            )
+            scores = [text.scores[position] for position in range(1, len(request.prompt))]
+            top = tuple(score.top for score in scores) if request.top_logprobs > 0 else ()
+            self._pending.append(PromptScored(request.id, tuple(score.logprob for score in scores), top))
         token = sampled.token
         if token in request.stop_tokens:
             return self._end(text, "stop")

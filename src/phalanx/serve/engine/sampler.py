@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.hardware.local.device import brought, fetched
-from phalanx.serve.sampling import draw, drawn_together, has_number, likeliest
+from phalanx.serve.sampling import draw, drawn_together, has_number, likeliest, without_unknown
 from phalanx.traffic.requests import Sampling
 
 
@@ -69,11 +69,12 @@ class LazySamplerOutput:
         request, scores, log_probs = self._requests[number], self._scores[number], self._log_probs[number]
         if not bool(torch.isfinite(scores.max())):
             return SampledToken(False)
+        top = likeliest(log_probs[: request.sampling.vocab_size or None], request.top)
         if request.given >= 0:
-            return SampledToken(True, request.given, float(log_probs[request.given]))
+            return SampledToken(True, request.given, float(log_probs[request.given]), top)
         token = draw(scores, request.sampling, request.position)
         logprob = float(log_probs[token]) if request.top >= 0 else 0.0
-        return SampledToken(True, token, logprob, likeliest(log_probs, request.top))
+        return SampledToken(True, token, logprob, top)
 
 
 class BatchedSamplerOutput:
@@ -95,12 +96,13 @@ class BatchedSamplerOutput:
             )
             tokens = tokens.index_copy(0, rows, drawn)
         logprobs = log_probs.gather(1, tokens[:, None])[:, 0]
-        topped = [number for number in drawing if requests[number].top > 0]
+        topped = [number for number, request in enumerate(requests) if request.top > 0]
         self._top = min(max((requests[number].top for number in topped), default=0), log_probs.shape[1])
         self._place = {number: place for place, number in enumerate(topped)}
         parts = [has_number(scores).to(torch.int64), tokens, _as_integers(logprobs)]
         if topped:
             likely = log_probs.index_select(0, brought(torch.tensor(topped), device))
+            likely = without_unknown(likely, [requests[number].sampling for number in topped])
             values, ids = likely.sort(descending=True, stable=True)
             parts += [ids[:, : self._top].flatten(), _as_integers(values[:, : self._top].flatten())]
         self._queued = torch.cat(parts)
@@ -114,9 +116,9 @@ class BatchedSamplerOutput:
             return SampledToken(False)
         token, log_prob = int(results.tokens[number]), float(results.logprobs[number])
         if request.given >= 0:
-            return SampledToken(True, request.given, log_prob)
+            token = request.given
         if number not in self._place:
-            return SampledToken(True, token, log_prob if request.top >= 0 else 0.0)
+            return SampledToken(True, token, log_prob if request.given >= 0 or request.top >= 0 else 0.0)
         place = self._place[number]
         ids, values = (
             results.top_ids[place, : request.top].tolist(),

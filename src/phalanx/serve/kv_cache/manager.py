@@ -12,6 +12,7 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import DraftState
 from phalanx.serve.engine.model_runner import FarLayers
+from phalanx.serve.engine.sampler import SampledToken
 from phalanx.serve.kv_cache.format import KVFormat
 from phalanx.serve.kv_cache.memory import PageBytes, PageMemory, TextKV
 from phalanx.serve.kv_cache.page_boxes import PageBox, PageShape
@@ -31,7 +32,8 @@ class RunningText:
     names: list[bytes] = field(default_factory=list)
     computed: int = 0
     cached: int | None = None
-    scores: dict[int, float] = field(default_factory=dict)
+    scores: dict[int, SampledToken] = field(default_factory=dict)
+    """The scored tokens of the prompt, by position."""
     scored: bool = False
     most_computed: int = 0
     weights: str = ""

@@ -16,7 +16,7 @@ from phalanx.serve.engine.model_runner import FarSpan
 from phalanx.serve.engine.sampler import SampledToken, SamplingRequest
 from phalanx.serve.http.served.served_run import ServedRun
 
-PURPOSE = "phalanx serving stage, version 4"
+PURPOSE = "phalanx serving stage, version 5"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Text = Annotated[str, Meta(max_length=8192)]

@@ -16,7 +16,7 @@ from phalanx.serve.http.worker import Streaming
 from phalanx.traffic import events as e
 from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
 
-PURPOSE = "phalanx serving worker, version 3"
+PURPOSE = "phalanx serving worker, version 4"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Name = Annotated[bytes, Meta(max_length=64)]
@@ -79,6 +79,7 @@ class PromptSaid(_Message, frozen=True):
 
     job: Count
     logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class EndSaid(_Message, frozen=True):
@@ -171,7 +172,7 @@ def encode_output(job: int, output: EngineOutput) -> JobOutput:
     if isinstance(output, Token):
         return TokenSaid(job, output.index, output.id, output.logprob, output.top, output.weights)
     if isinstance(output, PromptScored):
-        return PromptSaid(job, output.logprobs)
+        return PromptSaid(job, output.logprobs, output.top)
     return EndSaid(job, output.outcome, output.text, output.cached_tokens)
 
 
@@ -180,5 +181,5 @@ def decode_output(message: JobOutput) -> EngineOutput:
     if isinstance(message, TokenSaid):
         return Token("", message.index, message.id, message.logprob, message.top, message.weights)
     if isinstance(message, PromptSaid):
-        return PromptScored("", message.logprobs)
+        return PromptScored("", message.logprobs, message.top)
     return Ended("", message.outcome, message.text, message.cached_tokens)

@@ -105,12 +105,18 @@ def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: flo
 def _scored(request: Request, scores: torch.Tensor) -> PromptScored:
     logprobs = scores[:-1].float().log_softmax(-1)
     of = torch.tensor(request.prompt[1:], device=scores.device)
-    return PromptScored(request.id, tuple(logprobs.gather(1, of[:, None])[:, 0].tolist()))
+    scored = tuple(logprobs.gather(1, of[:, None])[:, 0].tolist())
+    return PromptScored(request.id, scored, _tops(request, logprobs) if request.top_logprobs > 0 else ())
+
+
+def _tops(request: Request, logprobs: torch.Tensor) -> tuple[tuple[tuple[int, float], ...], ...]:
+    rows = logprobs[:, : request.sampling.vocab_size or None]
+    return tuple(likeliest(row, request.top_logprobs) for row in rows)
 
 
 def _token(request: Request, index: int, token: int, scores: torch.Tensor) -> Token:
     if request.top_logprobs < 0:
         return Token(request.id, index, token)
     logprobs = scores.float().log_softmax(-1)
-    top = likeliest(logprobs, request.top_logprobs)
+    (top,) = _tops(request, logprobs[None])
     return Token(request.id, index, token, float(logprobs[token]), top)
