@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
 
+from parity.llama3_folder import byte_level_bpe
 from phalanx.serve.sample import continued
 
 PROMPT = "the cat sat on"
+VOCAB = byte_level_bpe().get_vocab_size()
 MESSAGES: list[Any] = [{"role": "system", "content": "be short"}, {"role": "user", "content": "the cat"}]
 
 
@@ -219,3 +222,131 @@ def test_ids_and_prompt_logprobs_are_told_on_request(client: OpenAI, model: str)
     assert len(choice.token_ids) == 4
     assert choice.prompt_logprobs[0] is None
     assert len(choice.prompt_logprobs) == 3
+
+
+def test_echoed_tokens_have_alternatives_as_lm_evaluation_harness_reads_them(
+    client: OpenAI, model: str
+) -> None:
+    # The request of its local-completions: ids of context and continuation, one token that it drops.
+    answer = client.completions.create(
+        model=model,
+        prompt=[5, 6, 7, 8, 9],  # type: ignore[arg-type]
+        max_tokens=1,
+        temperature=0,
+        logprobs=1,
+        echo=True,
+        seed=1234,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    pairs = zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
+    assert all(own <= max(top.values()) for own, top in pairs)
+    assert len(logprobs.top_logprobs) == 6
+
+
+def test_an_echo_without_new_tokens_scores_the_prompt_alone(client: OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": [PROMPT, "a dog"], "logprobs": 2, "echo": True}
+    alone = client.completions.create(**asked, max_tokens=0)
+    with_one = client.completions.create(**asked, max_tokens=1, seed=1)
+    assert alone.usage is not None
+    assert alone.usage.completion_tokens == 0
+    for choice, other, text in zip(alone.choices, with_one.choices, (PROMPT, "a dog"), strict=True):
+        assert (choice.text, choice.finish_reason) == (text, "length")
+        assert choice.logprobs is not None
+        assert other.logprobs is not None
+        assert choice.logprobs.token_logprobs == other.logprobs.token_logprobs[:-1]  # type: ignore[index]
+        assert choice.logprobs.top_logprobs == other.logprobs.top_logprobs[:-1]  # type: ignore[index]
+    streamed = list(client.completions.create(**asked, max_tokens=0, stream=True))
+    assert "".join(c.text for chunk in streamed for c in chunk.choices if c.index == 0) == PROMPT
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model=model, prompt=PROMPT, max_tokens=0)
+    assert error.value.param == "max_tokens"
+
+
+def test_ids_of_texts_and_conversations_are_told_and_turned_back(base_url: str, model: str) -> None:
+    root = base_url.removesuffix("/v1")
+
+    def post(path: str, **fields: object) -> dict[str, Any]:
+        answer = httpx.post(f"{root}/{path}", json={"model": model, **fields})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    whole = post("tokenize", prompt=PROMPT)
+    bare = post("tokenize", prompt=PROMPT, add_special_tokens=False)
+    assert whole["tokens"][1:] == bare["tokens"]
+    assert (whole["count"], whole["max_model_len"]) == (len(whole["tokens"]), 128)
+    assert post("detokenize", tokens=whole["tokens"])["prompt"] == PROMPT
+    chat = post("tokenize", messages=MESSAGES)
+    client = OpenAI(base_url=base_url, api_key="none")
+    answer = client.chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].prompt_token_ids == chat["tokens"]  # type: ignore[attr-defined]
+
+
+def test_an_answer_that_was_begun_is_continued(client: OpenAI, model: str) -> None:
+    begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "and the"}]
+    answer = client.chat.completions.create(
+        model=model,
+        messages=begun,
+        max_tokens=2,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True},
+    )
+    ended = client.chat.completions.create(
+        model=model, messages=begun, max_tokens=2, extra_body={"return_token_ids": True}
+    )
+    ids, whole = (one.choices[0].prompt_token_ids for one in (answer, ended))  # type: ignore[attr-defined]
+    assert whole[: len(ids)] == ids
+    assert len(whole) > len(ids)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": True, "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"},
+        {"skip_special_tokens": True, "stop_token_ids": [], "min_tokens": 0, "add_special_tokens": False},
+        {"include_stop_str_in_output": False, "spaces_between_special_tokens": True, "length_penalty": 1.0},
+    ],
+)
+def test_fields_that_change_no_text_are_taken(client: OpenAI, model: str, fields: dict[str, Any]) -> None:
+    answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=1, extra_body=fields)
+    assert answer.choices[0].finish_reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, "messages"),
+    ],
+)
+def test_what_a_chat_asks_for_in_vain_is_refused_by_name(
+    client: OpenAI, model: str, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=1, extra_body=fields)
+    assert error.value.param == param
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_drawn(client: OpenAI, model: str) -> None:
+    # The model embeds five more: at this temperature all are about as likely.
+    answer = client.completions.create(
+        model=model,
+        prompt=PROMPT,
+        max_tokens=100,
+        temperature=100,
+        seed=1,
+        logprobs=20,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    choice: Any = answer.choices[0]
+    assert max(choice.token_ids) < VOCAB
+    assert not any(word.startswith("<2") for top in choice.logprobs.top_logprobs for word in top)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.weights.serve_command import command
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, train_bpe
+from phalanx.run.peers.loopback import loopback_names
 from phalanx.serve.http.access.keys import add_key, parse_limits, read_keys
 from phalanx.serve.http.app import Gateway, application
 from phalanx.serve.http.served.model_text import ModelText
@@ -97,12 +101,10 @@ def test_a_text_with_a_token_that_the_model_does_not_have_is_refused_as_the_toke
         ),
     ]
     assert [answer.status_code for answer in answers] == [200, 400, 400, 200, 400]
-    for answer, field in ((answers[1], "prompt"), (answers[2], "prompt"), (answers[4], "messages")):
+    for answer, name in ((answers[1], "prompt"), (answers[2], "prompt"), (answers[4], "messages")):
         error = answer.json()["error"]
-        assert error["param"] == field
-        assert error["message"].startswith(
-            f"{field}: token id {vocab} is outside the vocabulary of {vocab}; "
-        )
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name}: token id {vocab} is outside the vocabulary of {vocab}; ")
         assert f"the tokenizer has 257 tokens and the model {vocab}" in error["message"]
     assert ModelText("run", tokenizer, frozenset(), 257).note == ""
 
@@ -123,7 +125,7 @@ def test_a_key_beyond_its_limit_is_told_which_and_when_and_metrics_name_it_witho
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "keys"
-    key = add_key(file, "alice", parse_limits("requests=2,tokens=60"))
+    key = add_key(file, "alice", parse_limits("requests=3,tokens=60"))
     server = gateway(file)
     small: dict[str, Any] = {"prompt": "aaaa", "max_tokens": 6}
     (unknown,), (none,) = (ask(server, small, key=one) for one in ("sk-other", ""))
@@ -134,13 +136,82 @@ def test_a_key_beyond_its_limit_is_told_which_and_when_and_metrics_name_it_witho
     assert [first.status_code, second.status_code] == [200, 200]
     assert never.json()["error"]["code"] == "request_exceeds_rate_limit"
     assert third.status_code == 429
-    assert "'alice' has 2 requests in a minute" in third.json()["error"]["message"]
-    assert 25 <= int(third.headers["retry-after"]) <= 30
+    assert "'alice' has 3 requests in a minute" in third.json()["error"]["message"]
+    assert 15 <= int(third.headers["retry-after"]) <= 20
     metrics = server.counts.render(WorkerLoad()).decode()
-    assert 'phalanx_key_requests_total{key="alice"} 2.0' in metrics
+    assert 'phalanx_key_requests_total{key="alice"} 3.0' in metrics
     assert 'phalanx_key_tokens_total{key="alice",kind="generated"} 12.0' in metrics
     assert 'phalanx_key_limited_total{key="alice",limit="requests"} 1.0' in metrics
     assert key not in metrics
+
+
+def test_a_text_that_no_tokens_could_make_fit_is_refused_by_its_length_and_taken_from_its_keys_limit(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys"
+    key = add_key(file, "alice", parse_limits("requests=1"))
+    too_long, small = ask(gateway(file), {"prompt": "a" * 129, "max_tokens": 1}, {"prompt": "a"}, key=key)
+    error = too_long.json()["error"]
+    assert (too_long.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "129 bytes does not fit into the context: 128 tokens have at most 128 bytes" in error["message"]
+    assert "'alice' has 1 requests in a minute" in small.json()["error"]["message"]
+
+
+def test_a_request_that_was_refused_frees_its_place_among_those_of_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    key = add_key(file, "alice", parse_limits("concurrent=1"))
+    wrong, right = ask(gateway(file), {"prompt": "a", "top_p": 0}, {"prompt": "a"}, key=key)
+    assert (wrong.status_code, right.status_code) == (400, 200)
+
+
+@dataclass(frozen=True)
+class SlowTokenizer(BytesTokenizer):
+    """Encodes a text once ``answered`` is set."""
+
+    answered: threading.Event = field(default_factory=threading.Event, compare=False)
+
+    def encode(self, text: str) -> list[int]:
+        assert self.answered.wait(60), "the event loop waits for a text to be tokenized"
+        return super().encode(text)
+
+
+def test_a_text_that_takes_long_to_tokenize_holds_up_no_other_request() -> None:
+    tokenizer = SlowTokenizer()
+    server = gateway(text=ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size))
+
+    async def both() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(application(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://run", timeout=None) as client:
+            body = {"model": "run", "prompt": "a", "max_tokens": 1}
+            slow = asyncio.create_task(client.post("/v1/completions", json=body))
+            health = await client.get("/health")
+            tokenizer.answered.set()
+            return await slow, health
+
+    slow, health = asyncio.run(both())
+    assert (slow.status_code, health.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics"])
+def test_a_server_without_keys_answers_its_own_names_alone(path: str) -> None:
+    server = gateway()
+    server.hosts = loopback_names("127.0.0.2")
+
+    async def asked() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            hosts = (
+                "localhost:8000",
+                "127.0.0.2:8000",
+                "[::1]:8000",
+                "evil.example",
+                "127.0.0.1.evil.example:8000",
+            )
+            return [await client.get(path, headers={"Host": host}) for host in hosts]
+
+    answers = asyncio.run(asked())
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 421, 421]
+    assert "--key-file" in answers[-1].json()["error"]["message"]
 
 
 def test_a_file_that_is_no_pack_is_refused_with_what_makes_one(tmp_path: Path) -> None:

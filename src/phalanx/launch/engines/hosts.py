@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.ports import port_of
 from phalanx.launch.engines.tools import EngineError
+from phalanx.run.peers.loopback import is_loopback
 
 ASKED = "asked-to-end"
 """Begins the names of the folders that say which sessions have got SIGTERM."""
@@ -118,17 +119,13 @@ def _wrong_with(words: list[str], match: re.Match[str], given: dict[str, str]) -
 
 def unreachable(hosts: list[Host]) -> str:
     """Why the others cannot reach the first host, which leads unless a fleet runs already, if its address means something else on each of them; else empty."""
-    head, others = hosts[0], [host for host in hosts[1:] if not _is_loopback(host.address)]
-    if not others or not _is_loopback(head.address):
+    head, others = hosts[0], [host for host in hosts[1:] if not is_loopback(host.address)]
+    if not others or not is_loopback(head.address):
         return ""
     return (
         f"{head.name}: {others[0].name} cannot reach it at {head.address}, which is {others[0].name} itself there: give it an address=HOST "
         "that the others know"
     )
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def coordinator_port(order: LaunchOrder) -> int:

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from phalanx.run.peers.loopback import host_name
 from phalanx.serve.http.access.admission import Demand, Limits, retry_after
 from phalanx.serve.http.access.key_use import KeyUse
 from phalanx.serve.http.access.keys import Keys
+from phalanx.serve.http.access.length_limit import LengthLimit
 from phalanx.serve.http.access.workload import Workload
 from phalanx.serve.http.counts import CONTENT_TYPE, Counts
 from phalanx.serve.http.protocol import Chat, Completion, RefusedError, read_body
-from phalanx.serve.http.request import LengthLimit, parse_request
+from phalanx.serve.http.request import GenerationRequest, parse_request
 from phalanx.serve.http.response import GenerationResponse
 from phalanx.serve.http.response_format import error_body
 from phalanx.serve.http.served.model_text import ModelText
+from phalanx.serve.http.tokenization import detokenize, tokenize
 from phalanx.serve.http.worker import WorkerPort
 from phalanx.serve.http.write_timeout import WriteTimeout
 
@@ -48,12 +52,16 @@ class Gateway:
     """Seconds that a client may take to send its body."""
     head_s: float = 60.0
     """Seconds that a connection may have no request."""
+    hosts: tuple[str, ...] = ()
+    """Names of this server that a Host header may have; empty for any."""
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.model.name)
         self.workload = Workload()
+        self.framing = asyncio.Semaphore(1)
+        """Held while a conversation is framed: templates that take long keep no thread from other requests."""
 
     @property
     def unfinished(self) -> int:
@@ -100,6 +108,7 @@ class Gateway:
         return self.counts.keys.setdefault(api_key.name, KeyUse.of(api_key, time.monotonic()))
 
 
+ResultT = TypeVar("ResultT")
 Endpoint = Callable[[Request, KeyUse | None], Awaitable[Response]]
 
 
@@ -141,6 +150,12 @@ def application(gateway: Gateway) -> ASGIApp:
     async def chat(request: Request, client: KeyUse | None) -> Response:
         return await _answer(gateway, Chat, request, client)
 
+    async def ids(request: Request, client: KeyUse | None) -> Response:
+        return await _converted(gateway, tokenize, request, client)
+
+    async def text(request: Request, client: KeyUse | None) -> Response:
+        return await _converted(gateway, detokenize, request, client)
+
     async def explain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return _explained(gateway, routes, request, error)
@@ -153,6 +168,8 @@ def application(gateway: Gateway) -> ASGIApp:
         Route("/v1/models/{name:path}", guarded(one_model)),
         Route("/v1/completions", guarded(completions), methods=["POST"]),
         Route("/v1/chat/completions", guarded(chat), methods=["POST"]),
+        Route("/tokenize", guarded(ids), methods=["POST"]),
+        Route("/detokenize", guarded(text), methods=["POST"]),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", guarded(metrics)),
@@ -161,6 +178,12 @@ def application(gateway: Gateway) -> ASGIApp:
 
     async def entry(scope: Scope, receive: Receive, send: Send) -> None:
         scope[_SERVERS_SEND] = send
+        if gateway.hosts and host_name(Headers(scope=scope).get("host", "")) not in gateway.hosts:
+            error = RefusedError(
+                f"this host name is not the server's, which has no keys (--key-file): use one of {', '.join(gateway.hosts)}",
+                status=421,
+            )
+            return await refusal(gateway, error)(scope, receive, send)
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
@@ -169,6 +192,7 @@ def application(gateway: Gateway) -> ASGIApp:
                 raise
             with suppress(RuntimeError):  # an answer that has begun ends with its connection
                 await refusal(gateway, _ending())(scope, receive, send)
+        return None
 
     return entry
 
@@ -231,17 +255,54 @@ def _bearer(request: Request) -> str:
 async def _answer(
     gateway: Gateway, kind: type[Completion] | type[Chat], request: Request, client: KeyUse | None
 ) -> Response:
+    def parse(body: bytes) -> GenerationRequest:
+        return parse_request(read_body(kind, body), gateway.model, gateway.room(), gateway.limits.prompts)
+
+    with _charged(gateway, client) as charge:
+        params = await _in_thread(gateway, parse, request, frames=kind is Chat)
+        gateway.require_room(params.demand)
+        if client is not None:
+            client.take_tokens(params.most_tokens, time.monotonic())
+        charge.pop_all()  # from here on the response gives it back
+    generation = GenerationResponse(params, gateway.model, gateway.port, gateway.counts, gateway.workload)
+    return _CancellableResponse(gateway, generation, client, stream=bool(params.body.stream))
+
+
+async def _converted(
+    gateway: Gateway,
+    convert: Callable[[bytes, ModelText, LengthLimit], dict[str, Any]],
+    request: Request,
+    client: KeyUse | None,
+) -> Response:
+    """Answer a request for ids or for their text."""
+    with _charged(gateway, client):
+        reply = await _in_thread(
+            gateway, lambda body: convert(body, gateway.model, gateway.room()), request, frames=True
+        )
+    return _json(reply)
+
+
+@contextmanager
+def _charged(gateway: Gateway, client: KeyUse | None) -> Iterator[ExitStack]:
+    """Take a request from the limits of its key before anything is done for it. Closing the stack gives its place among those at a time back."""
     gateway.require_open()
+    with ExitStack() as stack:
+        if client is not None:
+            client.begin(time.monotonic())
+            stack.callback(lambda: client.ended(0, 0, 0, time.monotonic()))
+        yield stack
+
+
+async def _in_thread(
+    gateway: Gateway, parse: Callable[[bytes], ResultT], request: Request, *, frames: bool
+) -> ResultT:
+    """Parse a request's body in a thread: a long text must not hold up other requests. ``frames`` is true for conversations."""
     # A page of another origin may send a form to this machine, but no JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError("send the body with Content-Type: application/json", status=415)
-    body = read_body(kind, await _body(gateway, request))
-    params = parse_request(body, gateway.model, gateway.room(), gateway.limits.prompts)
-    gateway.require_room(params.demand)
-    if client is not None:
-        client.admit(params.most_tokens, time.monotonic())
-    generation = GenerationResponse(params, gateway.model, gateway.port, gateway.counts, gateway.workload)
-    return _CancellableResponse(gateway, generation, client, stream=bool(body.stream))
+    body = await _body(gateway, request)
+    async with gateway.framing if frames else nullcontext():
+        return await asyncio.to_thread(parse, body)
 
 
 async def _body(gateway: Gateway, request: Request) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.serve.http.protocol import RefusedError
@@ -133,9 +133,13 @@ class TextDelta:
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     """The tokens that came with it. Their text may be held back until a later delta."""
-    scored: tuple[float, ...] | None = None
+    scored: PromptScored | None = None
     finish: str = ""
     cached_tokens: int = 0
+
+    def without_text(self) -> TextDelta:
+        """Return what it has of the prompt alone."""
+        return replace(self, text="", tokens=[], finish="length" if self.finish else "")
 
 
 async def text_deltas(
@@ -157,7 +161,7 @@ async def text_deltas(
                     return
                 yield TextDelta(text, [output])
             elif isinstance(output, PromptScored):
-                yield TextDelta(scored=output.logprobs)
+                yield TextDelta(scored=output)
             elif isinstance(output, Ended):
                 if output.outcome in ("error", "cancelled"):
                     raise RefusedError(output.text or "the request was given up", status=500)

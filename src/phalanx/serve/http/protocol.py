@@ -1,7 +1,7 @@
-"""Request bodies of OpenAI's two interfaces: known fields are typed and bounded, all others are refused by name.
+"""Request bodies of OpenAI's two interfaces, and of vLLM's for ids: known fields are typed and bounded, all others are refused by name.
 
-A field that is silently ignored gives text that the client did not request. So unknown fields are refused, and fields of OpenAI's interface
-that are not implemented are refused with the remedy, except where their value is neutral (``"tools": []``).
+A field that is silently ignored gives text that the client did not request. So unknown fields are refused, and fields of OpenAI's and vLLM's
+interfaces that are not implemented are refused with the remedy, except where their value is neutral (``"best_of": 1``).
 """
 
 from __future__ import annotations
@@ -55,67 +55,126 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     return_token_ids: bool = False
     prompt_logprobs: bool | Annotated[int, Meta(ge=0, le=0)] | None = None
-    user: str | None = None
 
 
-BodyT = TypeVar("BodyT", bound="Common")
+BodyT = TypeVar("BodyT", bound=Struct)
 
 
 class Completion(Common, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """0 scores an echoed prompt and generates nothing."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
 
 
-class ChatMessage(Struct):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-
-
 class Chat(Common, kw_only=True):
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    """False ends the prompt behind the last message; the default begins an answer, unless ``continue_final_message``."""
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, such as ``enable_thinking``."""
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
+class Tokenize(Struct, kw_only=True):
+    """vLLM's request for the ids of a text; for those of a conversation it is a ``Chat``."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    """False leaves out what begins a text."""
+
+
+class Detokenize(Struct, kw_only=True):
+    """vLLM's request for the text of ids."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+_UNUSED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata")
+"""Fields for whoever keeps or bills requests, which change no text: accepted with any value."""
+_NO_GUIDE = "ask for the form in a message or in the prompt, and check the answer"
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
-    "tools": (([],), "describe the tools in a message, and read the answer yourself"),
-    "tool_choice": (("none", "auto"), "leave it out"),
+    "tool_choice": (("none", "auto"), "read from the text whether the model calls a tool"),
     "parallel_tool_calls": ((True, False), "leave it out"),
-    "functions": (([],), "describe the functions in a message"),
+    "functions": (([],), "give tools"),
     "function_call": (("none", "auto"), "leave it out"),
-    "response_format": (({"type": "text"},), "ask for the form in a message, and check the answer"),
+    "response_format": (({"type": "text"},), _NO_GUIDE),
+    **dict.fromkeys(
+        (*("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
+        ((), _NO_GUIDE),
+    ),
     "logit_bias": (({},), "leave it out"),
     "presence_penalty": ((0,), "use temperature, top_p or min_p"),
     "frequency_penalty": ((0,), "use temperature, top_p or min_p"),
     "repetition_penalty": ((1,), "use temperature, top_p or min_p"),
+    "length_penalty": ((1,), "leave it out"),
+    "use_beam_search": ((False,), "ask for n and choose by logprobs"),
     "best_of": ((1,), "ask for n and choose by logprobs"),
     "suffix": (("",), "write what comes before into the prompt"),
     "min_tokens": ((0,), "use ignore_eos with max_tokens"),
+    "stop_token_ids": (([],), "use stop, with the tokens' text"),
+    "include_stop_str_in_output": ((False,), "append the stop string yourself"),
+    "skip_special_tokens": ((True,), "use return_token_ids"),
+    "spaces_between_special_tokens": ((True,), "use return_token_ids"),
+    "bad_words": (([],), "leave it out"),
+    "allowed_token_ids": ((), "leave it out"),
+    "truncate_prompt_tokens": ((), "shorten the prompt"),
+    "priority": ((0,), "leave it out"),
+    "documents": (([],), "write them into a message"),
     "modalities": ((["text"],), "ask for text"),
     "audio": ((), "ask for text"),
     "prediction": ((), "leave it out"),
-    "reasoning_effort": ((), "leave it out"),
+    "reasoning_effort": ((), "use chat_template_kwargs, with a variable that the model's chat template has"),
+    "verbosity": ((), "leave it out"),
     "service_tier": (("auto", "default"), "leave it out"),
-    "store": ((False,), "keep the answer yourself"),
-    "metadata": (({},), "keep it beside the answer's id"),
     "web_search_options": ((), "leave it out"),
+}
+"""Fields that are not implemented: the values that change nothing, and the remedy for all others."""
+_UNSUPPORTED_BY_KIND: dict[type[Struct], dict[str, tuple[tuple[object, ...], str]]] = {
+    Completion: {
+        "tools": (([],), "use /v1/chat/completions"),
+        "add_special_tokens": ((True,), "give the prompt as token ids"),
+    },
+    Chat: {
+        "add_special_tokens": ((False,), "the chat template writes what begins a text"),
+        "echo": ((False,), "keep the messages"),
+    },
+    Tokenize: {"return_token_strs": ((False, None), "use /detokenize")},
 }
 
 
 def read_body(kind: type[BodyT], body: bytes) -> BodyT:
     """Decode a request's body. Raises RefusedError, which names the field."""
+    return read_fields(kind, read_object(body))
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Decode a body that is a JSON object. Raises RefusedError."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedError(f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RefusedError("the body must be a JSON object")
+    return fields
+
+
+def read_fields(kind: type[BodyT], fields: dict[str, Any]) -> BodyT:
+    """Return the fields of a body, typed. Raises RefusedError, which names the field."""
     names = set(kind.__struct_fields__)
+    unsupported = _UNSUPPORTED | _UNSUPPORTED_BY_KIND.get(kind, {})
     for name in list(fields):
-        if name in _UNSUPPORTED:
-            harmless, remedy = _UNSUPPORTED[name]
+        if name in _UNUSED:
+            del fields[name]
+        elif name in unsupported:
+            harmless, remedy = unsupported[name]
             if fields[name] is not None and fields[name] not in harmless:
                 raise RefusedError(f"{name} is not done here: {remedy}", name, code="unsupported_parameter")
             del fields[name]
@@ -126,7 +185,11 @@ def read_body(kind: type[BodyT], body: bytes) -> BodyT:
     except (msgspec.ValidationError, RecursionError) as error:
         match = re.search(r"`\$\.(\w+)|(?:required|unknown) field `(\w+)`", str(error))
         param = (match[1] or match[2]) if match else None
-        raise RefusedError(str(error), param, 422 if "range" in str(error) else 400) from error
+        # msgspec writes "Expected `int` >= 1 - at `$.n`".
+        reason = str(error).replace("`", "").partition(" - at $")[0]
+        raise RefusedError(
+            f"{param}: {reason}" if param else str(error), param, 422 if "range" in str(error) else 400
+        ) from error
 
 
 def seed_of(body: Common) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 import msgspec
 
 from phalanx.serve.http.access.admission import Demand, pages_of
+from phalanx.serve.http.access.length_limit import LengthLimit
 from phalanx.serve.http.protocol import (
     Chat,
     Common,
@@ -19,7 +20,6 @@ from phalanx.serve.http.protocol import (
     stops_of,
 )
 from phalanx.serve.http.served.model_text import ModelText
-from phalanx.traffic.block_table import PAGE
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class GenerationRequest:
     @property
     def chat(self) -> bool:
         return isinstance(self.body, Chat)
+
+    @property
+    def only_prompts(self) -> bool:
+        """True if no text is to be generated."""
+        return isinstance(self.body, Completion) and self.body.max_tokens == 0
 
     @property
     def scored(self) -> bool:
@@ -76,51 +81,22 @@ class GenerationRequest:
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.seed:x}-{digest}"
 
 
-@dataclass(frozen=True)
-class LengthLimit:
-    """The longest text that the server takes."""
-
-    context: int
-    """The model's context, in tokens."""
-    pages: int
-    """Pages of the KV cache; 0 if memory is not counted in pages."""
-
-    @property
-    def tokens(self) -> int:
-        """The lower of context and KV cache, in tokens."""
-        return min(self.context, self.pages * PAGE) if self.pages else self.context
-
-    def require(self, prompt_tokens: int, new_tokens: int, prompt_field: str) -> None:
-        """Raise RefusedError, with the numbers, for a text that is too long."""
-        tokens = prompt_tokens + new_tokens
-        field = "max_tokens" if prompt_tokens < self.tokens else prompt_field
-        if tokens > self.context:
-            raise RefusedError(
-                f"a prompt of {prompt_tokens} tokens and {new_tokens} new ones do not fit into the model's context of "
-                f"{self.context}: shorten the prompt, or ask for fewer tokens",
-                field,
-                code="context_length_exceeded",
-            )
-        if tokens > self.tokens:
-            raise RefusedError(
-                f"a prompt of {prompt_tokens} tokens and {new_tokens} new ones take {pages_of(tokens)} pages of {PAGE} tokens, and this server "
-                f"has {self.pages}: shorten the prompt, ask for fewer tokens, or start the server with more --memory",
-                field,
-                code="context_length_exceeded",
-            )
+def require_model(name: str | None, model: ModelText) -> None:
+    """Raise RefusedError if a request names another model than the one that is served."""
+    if name not in (None, model.name):
+        raise RefusedError(
+            f"there is no model {str(name)[:100]!r}: this server has {model.name!r}",
+            "model",
+            404,
+            "model_not_found",
+        )
 
 
 def parse_request(
     body: Completion | Chat, model: ModelText, room: LengthLimit, most_prompts: int
 ) -> GenerationRequest:
     """Encode the prompts of a body and fill in its defaults. Raises RefusedError."""
-    if body.model != model.name:
-        raise RefusedError(
-            f"there is no model {body.model[:100]!r}: this server has {model.name!r}",
-            "model",
-            404,
-            "model_not_found",
-        )
+    require_model(body.model, model)
     if body.stream_options is not None and not body.stream:
         raise RefusedError("stream_options is for stream: true alone", "stream_options")
     options = body.stream_options
@@ -131,7 +107,7 @@ def parse_request(
     at_start = [False]
     max_tokens = body.max_tokens
     if isinstance(body, Chat):
-        prompts, texts = [model.chat_ids(body.messages)], [""]
+        prompts, texts = [model.chat_ids(body, room)], [""]
         if body.top_logprobs is not None and not body.logprobs:
             raise RefusedError("top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -140,15 +116,20 @@ def parse_request(
         contents = prompts_of(body)
         if len(contents) > most_prompts:
             raise RefusedError(f"prompt: {len(contents)} prompts; at most {most_prompts} at once", "prompt")
-        prompts = [model.prompt_ids(content) for content in contents]
+        prompts = [model.prompt_ids(content, room) for content in contents]
         at_start = [content == "" for content in contents]
         decode = model.tokenizer.decode
         echoed = (content if isinstance(content, str) else decode(content) for content in contents)
         texts = list(echoed) if body.echo else [""] * len(contents)
         logprobs = -1 if body.logprobs is None else body.logprobs
+        if max_tokens == 0 and not body.echo:
+            raise RefusedError(
+                "max_tokens: at least 1, or 0 with echo: true, which scores the prompt", "max_tokens"
+            )
         max_tokens = 16 if max_tokens is None else max_tokens
     lengths = []
     for prompt in prompts:
         room.require(len(prompt), max_tokens or 1, "messages" if isinstance(body, Chat) else "prompt")
-        lengths.append(max_tokens or room.tokens - len(prompt))
+        # A prompt is scored by a text of one token, which is not returned where none is asked for.
+        lengths.append(room.tokens - len(prompt) if max_tokens is None else max_tokens or 1)
     return GenerationRequest(body, prompts, texts, seed_of(body), stops_of(body), logprobs, lengths, at_start)

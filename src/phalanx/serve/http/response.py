@@ -17,7 +17,7 @@ from phalanx.serve.http.request import GenerationRequest
 from phalanx.serve.http.response_format import ResponseFormat, error_body, join_deltas, sse_event, usage
 from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.worker import WorkerPort
-from phalanx.traffic.requests import Request, Sampling
+from phalanx.traffic.requests import PromptScored, Request, Sampling
 
 _QUEUED_EVENTS = 64
 """Events that may wait for a slow reader before the detokenizer waits too."""
@@ -69,8 +69,9 @@ class GenerationResponse:
                 min_p=body.min_p or 0.0,
                 seed=params.seed,
                 choice=body.choice + choice,
+                vocab_size=self._model.tokenizer.vocab_size,
             ),
-            stop_tokens=frozenset() if body.ignore_eos else self._model.stop_tokens,
+            stop_tokens=frozenset() if body.ignore_eos or params.only_prompts else self._model.stop_tokens,
             top_logprobs=params.logprobs,
             prompt_logprobs=params.scored,
         )
@@ -83,6 +84,8 @@ class GenerationResponse:
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
+                    if params.only_prompts:
+                        delta = delta.without_text()
                     now = time.monotonic()
                     if delta.tokens:
                         self.generated_tokens += len(delta.tokens)
@@ -104,7 +107,7 @@ class GenerationResponse:
             else:
                 self._counts.cancelled += 1
 
-    def _prompt_fields(self, index: int, scored: tuple[float, ...] | None) -> dict[str, Any]:
+    def _prompt_fields(self, index: int, scored: PromptScored | None) -> dict[str, Any]:
         request = self.request
         number = index // request.n
         with_logprobs = request.body.prompt_logprobs not in (None, False)
@@ -155,7 +158,7 @@ class GenerationResponse:
     async def _events_of(self, index: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
         """Yield the events of one text, with ``more`` fields. Raises RefusedError."""
         format_, first = self._format, True
-        scored: tuple[float, ...] | None = None
+        scored: PromptScored | None = None
         async with aclosing(self._text(index)) as deltas:
             async for delta in deltas:
                 if delta.scored is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.serve.http.detokenizer import TextDelta
 from phalanx.serve.http.protocol import RefusedError
-from phalanx.traffic.requests import Token
+from phalanx.traffic.requests import PromptScored, Token
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -54,8 +55,8 @@ class ResponseFormat:
     logprobs: int
     """Top log-probabilities of each token; -1 for no log-probabilities."""
     token_ids: bool
-    offsets: dict[int, int] = field(default_factory=dict)
-    """For each choice, the characters of its tokens so far."""
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict)
+    """For each choice, the places of its tokens in its text."""
     _around: dict[tuple[int, str], tuple[bytes, bytes]] = field(default_factory=dict)
     """For each choice and its weights, the bytes before and after the text of an event that has only text."""
 
@@ -123,21 +124,25 @@ class ResponseFormat:
         index: int,
         text: str,
         ids: Sequence[int],
-        scored: tuple[float, ...] | None,
+        scored: PromptScored | None,
         *,
         with_logprobs: bool,
     ) -> dict[str, Any]:
         """Return the fields of a choice about its prompt: its text if it is echoed, and log-probabilities."""
         choice: dict[str, Any] = {"text": text} if text else {}
         if scored is not None and with_logprobs:
-            choice["prompt_logprobs"] = [None, *scored]
+            choice["prompt_logprobs"] = [None, *scored.logprobs]
         if scored is not None and text and self.logprobs >= 0:
+            # The space that a tokenizer puts before a text is not the text's.
+            begins_with_space = b"".join(map(self._bytes, ids)).startswith(b" ")
+            self._offsets[index] = TextOffsets(self.tokenizer.prefix_bytes if begins_with_space else 0)
+            tops = scored.top or ((),) * len(scored.logprobs)
             tokens = [
-                Token("", 0, token_id, value) for token_id, value in zip(ids, (0.0, *scored), strict=True)
+                Token("", 0, token_id, value, top)
+                for token_id, value, top in zip(ids, (0.0, *scored.logprobs), ((), *tops), strict=True)
             ]
             choice["logprobs"] = self._completion_logprobs(index, tokens)
-            choice["logprobs"]["token_logprobs"][0] = None
-        self.offsets[index] = len(text)
+            choice["logprobs"]["token_logprobs"][0] = choice["logprobs"]["top_logprobs"][0] = None
         if self.token_ids:
             choice["prompt_token_ids"] = list(ids)
         return choice
@@ -156,30 +161,53 @@ class ResponseFormat:
             choice["token_ids"] = [token.id for token in delta.tokens]
         return choice
 
+    def _bytes(self, token: int) -> bytes:
+        return self.tokenizer.token_bytes(token) if token < self.tokenizer.vocab_size else b""
+
     def _word(self, token: int) -> str:
-        in_vocab = 0 <= token < self.tokenizer.vocab_size
-        return self.tokenizer.decode([token], at_start=False) if in_vocab else f"<{token}>"
+        """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+        if token >= self.tokenizer.vocab_size:
+            return f"<{token}>"
+        spelled = self._bytes(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def _chat_logprob(self, token: Token) -> dict[str, Any]:
         def entry(number: int, logprob: float) -> dict[str, Any]:
-            word = self._word(number)
-            return {"token": word, "logprob": _finite(logprob), "bytes": list(word.encode())}
+            return {
+                "token": self._word(number),
+                "logprob": _finite(logprob),
+                "bytes": list(self._bytes(number)),
+            }
 
         return entry(token.id, token.logprob) | {"top_logprobs": [entry(*other) for other in token.top]}
 
     def _completion_logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        words = [self._word(token.id) for token in tokens]
-        offsets = []
-        for word in words:
-            offsets.append(self.offsets.get(index, 0))
-            self.offsets[index] = offsets[-1] + len(word)
+        offsets = self._offsets.setdefault(index, TextOffsets())
         return {
-            "tokens": words,
+            "tokens": [self._word(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            # Different ids may have the same text, as parts of characters do: the likeliest is returned.
+            # Different ids may have the same text: the likeliest is returned.
             "top_logprobs": [{self._word(n): _finite(p) for n, p in reversed(token.top)} for token in tokens],
-            "text_offset": offsets,
+            "text_offset": [offsets.place(self._bytes(token.id)) for token in tokens],
         }
+
+
+class TextOffsets:
+    """Places of tokens in the characters of their text: a token within a character has the place of that character."""
+
+    def __init__(self, dropped: int = 0) -> None:
+        """``dropped`` is how many characters before the text its first token has that are not the text's."""
+        self._characters = -dropped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def place(self, spelled: bytes) -> int:
+        """Return the place of the next token, which has these bytes."""
+        place = max(0, self._characters)
+        self._characters += len(self._decoder.decode(spelled))
+        return place
 
 
 def join_deltas(parts: Sequence[TextDelta]) -> TextDelta:

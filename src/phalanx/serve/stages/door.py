@@ -26,7 +26,7 @@ from phalanx.serve.stages.link import PROOF_S, StageLink
 from phalanx.serve.stages.stage_main import StageTask
 
 BEGIN_S = 600.0
-_COMMAND = (sys.executable, "-m", "phalanx.serve.stages.stage_main")
+_COMMAND = (sys.executable, "-P", "-m", "phalanx.serve.stages.stage_main")
 _LOOK_S = 0.05
 _MOST_PROVING = 64
 """Connections that may be proving at a time that they are of stages."""

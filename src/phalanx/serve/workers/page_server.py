@@ -207,7 +207,7 @@ class PageServer:
             threading.Thread(target=self._serve, args=(newcomer,), daemon=True).start()
 
     def _serve(self, newcomer: Newcomer) -> None:
-        connection = newcomer.connection
+        connection, is_proven = newcomer.connection, False
         with self._lock:
             self._open.add(connection)
         try:
@@ -216,11 +216,14 @@ class PageServer:
             wire.set_deadline(_HANDSHAKE_S)
             sealed = SealedWire(wire, self._token, "server", PURPOSE)
             self._doorway.leave(newcomer, proven=True)
+            is_proven = True
             wire.set_timeout(_SILENT_S)
             self._converse(sealed)
         except (CheckpointError, OSError) as error:
             if not self._closed.is_set():
-                _log.warning("%s: no pages for it: %s", newcomer.host, error)
+                # A stranger may connect as often as it likes, and must not fill the log.
+                level = logging.WARNING if is_proven else logging.DEBUG
+                _log.log(level, "%s: no pages for it: %s", newcomer.host, error)
         finally:
             self._doorway.leave(newcomer, proven=False)
             with self._lock:

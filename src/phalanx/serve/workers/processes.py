@@ -20,7 +20,7 @@ import msgspec
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.restarts import RestartRule, Starts, after_end
 
-_COMMAND = (sys.executable, "-m", "phalanx.serve.workers.worker_main")
+_COMMAND = (sys.executable, "-P", "-m", "phalanx.serve.workers.worker_main")
 _LEAVE_S = 3.0
 _SLOW_S = 60.0
 """A start that takes longer is told."""

@@ -59,7 +59,7 @@ def open_service(
         served = replace(served, memory_bytes=free_to_use() * 4 // 5 // len(roles))
     with served_folder(served) as folder:
         spec = read_resolved(RunDirectory(folder))
-        words = read_model_text(folder, called, spec.model.vocab_size)
+        words = read_model_text(folder, called, spec.model.vocab_size, served.chat_template)
     while True:
         task = WorkerTask("", 0, "", 0, "both", served, pages=pages)
         service = ServiceConfig(roles, task, {}, RouterSettings(served.rows, audit_share), divisions or {})

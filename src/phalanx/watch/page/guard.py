@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
-import re
 import secrets
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -21,6 +19,8 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phalanx.run.peers.loopback import host_name, is_loopback, loopback_names
 
 CONTENT_POLICY = "; ".join(
     (
@@ -41,16 +41,6 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::\d{1,5})?")
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address or name that only processes of this machine reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def new_token() -> str:
@@ -71,7 +61,7 @@ class Access:
 def access_for(host: str, token: str) -> Access:
     """On a loopback address only its own names are answered, with or without a token; elsewhere there must be one."""
     if is_loopback(host):
-        return Access(token, tuple(dict.fromkeys((*_LOOPBACK_NAMES, host))))
+        return Access(token, loopback_names(host))
     if not token:
         raise ValueError(f"{host} can be reached from other machines: a token is needed")
     return Access(token)
@@ -105,7 +95,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if self._access.hosts and _host_name(headers.get("host", "")) not in self._access.hosts:
+        if self._access.hosts and host_name(headers.get("host", "")) not in self._access.hosts:
             return PlainTextResponse("this host name is not the page's: open it as it was printed\n", 421)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("the page only reads: GET and HEAD\n", 405, {"Allow": "GET, HEAD"})
@@ -144,12 +134,6 @@ def _cookie(header: str, name: str) -> str:
     except CookieError:
         return ""
     return found.value if found else ""
-
-
-def _host_name(header: str) -> str:
-    """The name or address in a Host header, without port and brackets."""
-    found = _HOST.fullmatch(header)
-    return (found[1] or found[2]).lower() if found else ""
 
 
 def _local(path: str) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import uvicorn
 
+from phalanx.run.peers.loopback import is_loopback
 from phalanx.watch.page.app import application
-from phalanx.watch.page.guard import access_for, is_loopback, new_token
+from phalanx.watch.page.guard import access_for, new_token
 from phalanx.watch.page.views.runs import Runs
 from phalanx.watch.series.stored import StoredSeries, default_folder
 

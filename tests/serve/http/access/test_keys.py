@@ -55,9 +55,18 @@ def test_two_keys_do_not_share_a_name(tmp_path: Path) -> None:
         add_key(file, "alice")
 
 
+def admit(use: KeyUse, tokens: int, now: float) -> None:
+    use.begin(now)
+    try:
+        use.take_tokens(tokens, now)
+    except RefusedError:
+        use.ended(0, 0, 0, now)
+        raise
+
+
 def sent_away(use: KeyUse, tokens: int, now: float) -> RefusedError | None:
     try:
-        use.admit(tokens, now)
+        admit(use, tokens, now)
     except RefusedError as error:
         return error
     return None
@@ -81,7 +90,7 @@ def test_no_minute_holds_more_than_twice_its_tokens_and_the_time_told_is_enough(
         if refused is not None:
             assert refused.status == 429
             now += refused.retry_after
-            use.admit(tokens, now)
+            admit(use, tokens, now)
         made = math.floor(tokens * share)
         use.ended(tokens, made, 0, now)
         spent.append((now, made))
@@ -94,16 +103,16 @@ def test_no_minute_holds_more_than_twice_its_tokens_and_the_time_told_is_enough(
 
 def test_each_limit_is_told_by_name_and_counted() -> None:
     use = KeyUse.of(Key("alice", "", "", KeyLimits(requests=2, tokens=1000, concurrent=1)), 0.0)
-    use.admit(10, 0.0)
+    admit(use, 10, 0.0)
     with pytest.raises(RefusedError, match="'alice' has 1 requests at a time"):
-        use.admit(10, 0.0)
+        admit(use, 10, 0.0)
     use.ended(10, 5, 5, 1.0)
-    use.admit(900, 1.0)
+    admit(use, 900, 1.0)
     use.ended(900, 450, 450, 1.0)
     with pytest.raises(RefusedError, match="2 requests in a minute: ask again in 29 s"):
-        use.admit(1, 1.0)
+        admit(use, 1, 1.0)
     with pytest.raises(RefusedError, match="1000 tokens in a minute"):
-        use.admit(1000, 40.0)
+        admit(use, 1000, 40.0)
     assert use.refused == {"concurrent": 1, "requests": 1, "tokens": 1}
     assert (use.prompt_tokens, use.generated_tokens) == (455, 455)
 

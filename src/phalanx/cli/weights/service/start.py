@@ -108,7 +108,7 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
 
 def start(asked: Start, said: Said) -> None:
     """Serves until a signal. Raises UsageError for an address that is open to others without keys, ClickException for what cannot be served."""
-    from phalanx.watch.page.guard import is_loopback
+    from phalanx.run.peers.loopback import is_loopback
 
     if asked.key_file is None and not is_loopback(asked.host):
         raise click.UsageError(
@@ -141,6 +141,7 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
     from phalanx.data.errors import TokenizerError
     from phalanx.observe.serving import ServingNote
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+    from phalanx.run.peers.loopback import loopback_names
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.http.access.admission import Limits
     from phalanx.serve.http.access.keys import KeyFileError, read_keys
@@ -153,7 +154,9 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
         model, worker = _opened(asked, said)
         if model.note:
             said.text(model.note)
-        gateway = Gateway(model, worker, keys, Limits(requests=asked.requests))
+        # A server of other machines has keys, which no web page has.
+        hosts = () if keys is not None else loopback_names(asked.host)
+        gateway = Gateway(model, worker, keys, Limits(requests=asked.requests), hosts=hosts)
         shown = f"[{asked.host}]" if ":" in asked.host else asked.host
         port = sock.getsockname()[1]
         url = f"http://{shown}:{port}/v1"

@@ -24,9 +24,7 @@ class Bucket:
     at: float
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until ``amount`` can be taken; infinite if it is more than a minute gives."""
-        if amount > self.limit:
-            return math.inf
+        """Seconds until ``amount`` can be taken, which is at most what a minute gives."""
         self._fill(now)
         # Rounding must not send away whom the bucket has just enough for.
         lacking = amount - self.left
@@ -65,28 +63,33 @@ class KeyUse:
 
         return cls(key, full(key.limits.requests), full(key.limits.tokens))
 
-    def admit(self, tokens: int, now: float) -> None:
-        """Takes a request of at most so many tokens from the limits. Raises RefusedError, which names the limit and the time."""
+    def begin(self, now: float) -> None:
+        """Take a request from the limits, before any work is done for it. Raises RefusedError, which names the limit and the time."""
         limits = self.key.limits
         if limits.concurrent and self.running >= limits.concurrent:
             raise self._over("concurrent", f"{limits.concurrent} requests at a time", 1)
-        for name, bucket, amount in (("requests", self.requests, 1), ("tokens", self.tokens, tokens)):
-            wait = bucket.wait_s(amount, now) if bucket is not None else 0.0
-            if wait == math.inf and bucket is not None:
-                self.refused[name] += 1
-                raise RefusedError(
-                    f"the request may take {amount} tokens, and the key {self.key.name!r} has {bucket.limit} in a minute: "
-                    "shorten the prompt, or ask for fewer tokens",
-                    "max_tokens",
-                    code="request_exceeds_rate_limit",
-                )
-            if wait and bucket is not None:
-                raise self._over(name, f"{bucket.limit} {name} in a minute", math.ceil(wait))
-        for bucket, amount in ((self.requests, 1), (self.tokens, tokens)):
-            if bucket is not None:
-                bucket.take(amount, now)
+        self._take("requests", self.requests, 1, now)
         self.running += 1
         self.admitted += 1
+
+    def take_tokens(self, tokens: int, now: float) -> None:
+        """Take the most tokens that a request may need from the limits. Raises RefusedError, which names the limit and the time."""
+        if self.tokens is not None and tokens > self.tokens.limit:
+            self.refused["tokens"] += 1
+            raise RefusedError(
+                f"the request may take {tokens} tokens, and the key {self.key.name!r} has {self.tokens.limit} in a minute: "
+                "shorten the prompt, or ask for fewer tokens",
+                "max_tokens",
+                code="request_exceeds_rate_limit",
+            )
+        self._take("tokens", self.tokens, tokens, now)
+
+    def _take(self, name: str, bucket: Bucket | None, amount: int, now: float) -> None:
+        if bucket is None:
+            return
+        if wait := bucket.wait_s(amount, now):
+            raise self._over(name, f"{bucket.limit} {name} in a minute", math.ceil(wait))
+        bucket.take(amount, now)
 
     def ended(self, taken: int, prompt_tokens: int, generated_tokens: int, now: float) -> None:
         """A request has ended for which ``taken`` tokens had been taken."""

@@ -189,7 +189,7 @@ def open_followed(
         )
     if opened.step is None:
         raise EngineError(f"{served.path} is a pack, which has no newer steps: serve the run's directory")
-    words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size)
+    words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size, served.chat_template)
     tell(f"computing on {shown_device(opened.device)}")
     worker = EngineWorker(opened.engine, opened.identity, step=opened.step)
     Follower(served, opened.engine, worker, opened.step, pages, tell).start()

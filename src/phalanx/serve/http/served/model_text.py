@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.data.chat.kept import turn_ends
 from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.serve.http.protocol import ChatMessage, RefusedError
+from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.serve.http.access.length_limit import LengthLimit
+from phalanx.serve.http.protocol import Chat, RefusedError
 from phalanx.serve.prompt import (
-    encode_messages,
+    Framing,
+    FramingError,
     encode_prompt,
+    frame_messages,
     load_run_tokenizer,
     published_with,
     stop_tokens,
@@ -41,14 +47,17 @@ class ModelText:
             "not have are refused; put the tokenizer that it was trained with into the run's folder tokenizer"
         )
 
-    def prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt. Raises RefusedError for ids that the model does not have."""
+    def prompt_ids(self, prompt: str | list[int], room: LengthLimit, *, begin: bool = True) -> list[int]:
+        """The ids of a prompt; ``begin`` puts before a text what its model's texts begin with. Raises RefusedError for one that is too long, and
+        for ids that the model does not have."""
         if not isinstance(prompt, str):
             if not prompt:
                 raise RefusedError("prompt: an empty list", "prompt")
+            room.require(len(prompt), 1, "prompt")
             return self._require_known(prompt, "prompt")
+        room.require_text(prompt, self.tokenizer.longest_token, "prompt")
         try:
-            encoded = encode_prompt(self.tokenizer, prompt)
+            encoded = encode_prompt(self.tokenizer, prompt) if begin else self.tokenizer.encode(prompt)
         except (UnicodeError, ValueError) as error:
             raise RefusedError(f"prompt: cannot be encoded: {error}", "prompt") from error
         return self._require_known(encoded, "prompt")
@@ -63,33 +72,57 @@ class ModelText:
                 )
         return ids
 
-    def chat_ids(self, messages: list[ChatMessage]) -> list[int]:
-        """The ids of a conversation up to where the answer begins. Raises RefusedError."""
+    def chat_ids(self, body: Chat, room: LengthLimit) -> list[int]:
+        """The ids of a conversation, up to where the answer begins. Raises RefusedError."""
         if self.template is None:
             raise RefusedError(
-                f"the model {self.name!r} has no chat template: use /v1/completions, which continues text",
+                f"the model {self.name!r} has no chat template: use /v1/completions, which continues text, or start the server with "
+                "--chat-template FILE",
                 "messages",
             )
-        # OpenAI's clients send null for a text that is not there.
-        turns = [
-            {"role": message.role, "content": "" if message.content is None else message.content}
-            for message in messages
-        ]
+        if body.continue_final_message and body.add_generation_prompt:
+            raise RefusedError(
+                "continue_final_message: the last message is continued, or another one begun: set add_generation_prompt to false",
+                "continue_final_message",
+            )
+        answer = (
+            not body.continue_final_message
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt
+        )
+        framing = Framing(
+            answer, body.continue_final_message, body.tools or (), body.chat_template_kwargs or {}
+        )
         try:
-            encoded = encode_messages(self.template, self.tokenizer, turns)
-        except (TokenizerError, UnicodeError) as error:
-            raise RefusedError(str(error), "messages") from error
+            text = frame_messages(self.template, self.tokenizer, body.messages, framing)
+        except TokenizerError as error:
+            field_name = error.field if isinstance(error, FramingError) else "messages"
+            raise RefusedError(str(error), field_name) from error
+        room.require_text(text, self.tokenizer.longest_token, "messages")
+        assert isinstance(self.tokenizer, BpeTokenizer | FallbackTokenizer), "others have no template"
+        try:
+            encoded = self.tokenizer.encode_template(text)
+        except UnicodeError as error:
+            raise RefusedError(f"messages: cannot be encoded: {error}", "messages") from error
         return self._require_known(encoded, "messages")
 
 
-def read_model_text(run_dir: Path, name: str, vocab_size: int) -> ModelText:
-    """The words of a run's model. Raises TokenizerError and ChatTemplateError."""
+def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: str = "") -> ModelText:
+    """The words of a run's model; ``chat_template`` is a file in the place of its own. Raises TokenizerError."""
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
-    templates, template = template_folder(run_dir, published), None
-    if templates is not None:
-        try:
-            template = read_chat_template(templates)
-        except ChatTemplateError:
-            template = None  # Only /v1/chat/completions needs one, and its error names it.
-    return ModelText(name, tokenizer, stop_tokens(published, tokenizer, templates), vocab_size, template)
+    templates = template_folder(run_dir, published)
+    stop = stop_tokens(published, tokenizer, templates)
+    try:
+        if chat_template:
+            named = templates or RunDirectory(run_dir).tokenizer
+            template: ChatTemplate | None = read_chat_template(named, Path(chat_template))
+        else:
+            template = None if templates is None else read_chat_template(templates)
+    except ChatTemplateError as error:
+        if chat_template:
+            raise TokenizerError(str(error)) from error
+        template = None  # Only /v1/chat/completions needs one, and its error names it.
+    if chat_template and template is not None:
+        stop |= turn_ends(template, tokenizer)
+    return ModelText(name, tokenizer, stop, vocab_size, template)

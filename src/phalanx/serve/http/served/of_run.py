@@ -39,7 +39,7 @@ def open_run(
     """The model of a run or a pack, ready to be asked. Raises EngineError, and as ``restored_model`` and ``load_run_tokenizer`` do."""
     opened = open_engine(served, tell)
     with served_folder(served) as folder:
-        words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size)
+        words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size, served.chat_template)
     if opened.note:
         tell(opened.note)
     tell(f"computing on {shown_device(opened.device)}")

@@ -43,6 +43,8 @@ class ServedRun(Struct, frozen=True):
     """Seconds after which one of these processes that gives no sign of life is given up."""
     texts: int = 256
     """The most texts that are computed at a time where weights are streamed."""
+    chat_template: str = ""
+    """File of the chat template; empty for the model's own."""
     device: str = "cpu"
     """The device: "cpu", "cuda", "cuda:1", or "auto" (a GPU if there is one, and if it can compute what is asked for)."""
 

@@ -193,7 +193,7 @@ class AgentProcess:
         link, staging = far.fileno(), self.staging.descriptor
         words = [str(link), str(staging), str(self.staging.nbytes)]
         return subprocess.Popen(
-            [sys.executable, "-m", "phalanx.serve.workers.over_nixl.agent_main", *words],
+            [sys.executable, "-P", "-m", "phalanx.serve.workers.over_nixl.agent_main", *words],
             stdin=subprocess.DEVNULL,
             stdout=2,  # standard output is for what the service says
             env=_ENVIRONMENT | os.environ | {"PHALANX_LAUNCHER": str(os.getpid())},
