@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
+import click
 import pytest
+import tomli_w
 from click.testing import CliRunner
 
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.cli.weights import generate_command, hash_command, pack_command, score_command, serve_command
+from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.workers import service
 from serve.packed_runs import DENSE, make_run
@@ -103,3 +107,34 @@ def test_workers_of_all_roles_have_the_cpu_where_those_of_one_role_divide_the_mo
     )
     assert asked == [device, device], done.output
     assert f"computing on {'cpu' if device == 'cpu' else 'cuda:0, cuda:1'}\n" in done.output
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (serve_command.command, ["--port", "0"]),
+        (generate_command.command, ["--prompt", "a"]),
+        (score_command.command, ["-"]),
+    ],
+    ids=["serve", "generate", "score"],
+)
+def test_code_that_a_run_directory_brings_along_is_not_run_unasked(
+    command: click.Command, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", DENSE)
+    table = tomllib.loads((run / "run.toml").read_text())
+    module = f"stranger_of_{command.name}"
+    table["model"]["factory"] = f"{module}:make"
+    (run / "run.toml").write_text(tomli_w.dumps(table))
+    (run / "tokenizer").mkdir()
+    BytesTokenizer().save(run / "tokenizer")
+    (run / f"{module}.py").write_text("open('has_run', 'w')\ndef make(spec): return 3\n")
+    monkeypatch.chdir(run)
+    refused = CliRunner().invoke(command, [".", *words], input='{"tokens": [5, 6]}')
+    assert refused.exit_code == 1, refused.output
+    assert f"names code, {module}:make in" in refused.output
+    assert "--trust-code" in refused.output
+    assert not (run / "has_run").exists()
+    trusted = CliRunner().invoke(command, [".", *words, "--trust-code"], input='{"tokens": [5, 6]}')
+    assert (trusted.exit_code, (run / "has_run").exists()) == (1, True), trusted.output
+    assert isinstance(trusted.exception, SystemExit), "the mistake in the code is told in a line"

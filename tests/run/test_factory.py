@@ -15,6 +15,7 @@ from phalanx.run.factory import (
     factory_name,
     load_factory,
     rank_environment,
+    require_trusted,
     search_folder,
     source_sha256,
 )
@@ -147,3 +148,22 @@ def test_a_module_in_the_working_directory_is_found_and_handed_on_to_ranks(
         "PYTHONPATH": os.pathsep.join(["/first", str(tmp_path.resolve())])
     }
     assert rank_environment("") == {}
+
+
+@pytest.mark.usefixtures("package")
+def test_code_of_a_run_is_trusted_where_its_owner_has_a_digest_of_it_elsewhere(tmp_path: Path) -> None:
+    factory, run, of_another_user = "own_package.models.small:make", tmp_path / "run", Path("/usr/bin")
+    run.mkdir()
+    if os.getuid() == 0:
+        of_another_user = tmp_path / "other"
+        of_another_user.mkdir()
+        os.chown(of_another_user, 12345, -1)
+    digest = source_sha256(factory)
+    require_trusted(factory, digest, run)
+    for sha256, folder, reason in (
+        ("", run, "the run file has no digest of it"),
+        (digest, search_folder(factory), "it lies in the run directory"),
+        (digest, of_another_user, "another user's"),
+    ):
+        with pytest.raises(FactoryError, match=f"own_package.*{reason}.*--trust-code"):
+            require_trusted(factory, sha256, folder)

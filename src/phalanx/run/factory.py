@@ -113,6 +113,23 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
     return found
 
 
+def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
+    """Raise ``FactoryError`` if the run in ``run_dir`` names code that its reader has not plainly chosen to run: code without a digest in the run
+    file, code in the run directory itself, or that of a run directory of another user."""
+    folder, owner = search_folder(factory), run_dir.stat().st_uid
+    if not sha256:
+        reason = "the run file has no digest of it"
+    elif folder.is_relative_to(run_dir.resolve()):
+        reason = "it lies in the run directory"
+    elif owner != os.getuid():
+        reason = f"the run directory is another user's (uid {owner})"
+    else:
+        return
+    raise FactoryError(
+        f"{run_dir} names code, {factory} in {folder}, and computing with it would run that code: {reason}. Read it, and add --trust-code to run it"
+    )
+
+
 def rank_environment(factory: str) -> dict[str, str]:
     """Returns environment variables that let child processes import the factory from where this process finds it."""
     if not factory:

@@ -14,6 +14,7 @@ from phalanx.cli.run_places import weights_place
 from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.dtype_option import DtypeName
 from phalanx.cli.weights.memory_option import Bytes
+from phalanx.cli.weights.trust_option import require_trusted_code, trust_option
 from phalanx.run.directory.paths import is_published
 
 
@@ -64,6 +65,7 @@ from phalanx.run.directory.paths import is_published
     type=DeviceName(),
     help="What computes: cpu, cuda, or one GPU, cuda:1. auto: a GPU if there is one; with --stream, and of a run of portable numerics, the CPU.",
 )
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     place: Path,
@@ -79,6 +81,7 @@ def command(
     memory: int | None,
     dtype: str,
     device: str,
+    trust_code: bool,
     as_json: bool,
 ) -> None:
     """Generate text with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
@@ -110,6 +113,8 @@ def command(
         run_dir = place if where is None else where.root.parent
         step = step if where is None else where.step
         model = None
+        if not packed:
+            require_trusted_code(run_dir, trust_code=trust_code)
         if packed or stream or (not published and (memory is not None or dtype != "float32")):
             import torch
 
@@ -120,16 +125,21 @@ def command(
             from phalanx.serve.engine.errors import ONLY_STREAMED
             from phalanx.serve.weights.open_model import open_model, run_folder
 
+            if packed:
+                run_dir = stack.enter_context(run_folder(open_pack(place).index))
+                require_trusted_code(run_dir, trust_code=trust_code, place=place)
             computing = device_named(device, gpus(), only_cpu=ONLY_STREAMED if stream else "")
             model, _ = open_model(
-                run_dir, stream=stream, memory_bytes=memory, dtype=getattr(torch, dtype), step=step
+                place if packed else run_dir,
+                stream=stream,
+                memory_bytes=memory,
+                dtype=getattr(torch, dtype),
+                step=step,
             )
             if device == "auto" and begun():  # of a run of portable numerics, which are a CPU's
                 computing = torch.device("cpu")
             with computing_on(computing, f"the weights in {dtype}"):
                 model.to(computing)
-            if packed:
-                run_dir = stack.enter_context(run_folder(open_pack(place).index))
         pieces = continued(
             run_dir,
             prompt,

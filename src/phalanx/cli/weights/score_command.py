@@ -18,6 +18,7 @@ from phalanx.cli.run_places import weights_place
 from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.dtype_option import RUN_FILE_NAMES, DtypeName
 from phalanx.cli.weights.memory_option import Bytes
+from phalanx.cli.weights.trust_option import require_trusted_code, trust_option
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizers.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     type=DeviceName(),
     help="What computes: cpu, whose numbers exact serving is held to, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one.",
 )
+@trust_option
 @click.option(
     "--json", "as_json", is_flag=True, help="Print a JSON object for each text, with all log-probabilities."
 )
@@ -61,6 +63,7 @@ def command(
     stream: bool,
     memory: int | None,
     device: str,
+    trust_code: bool,
     as_json: bool,
 ) -> None:
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
@@ -91,6 +94,7 @@ def command(
     kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
     with explained(*kinds), _opened(place, step) as opened:
         run_dir, step = opened
+        require_trusted_code(run_dir, trust_code=trust_code, place=place if place.is_file() else None)
         needs_tokenizer = any(isinstance(one, str) for one in given)
         try:
             tokenizer = load_run_tokenizer(run_dir)

@@ -13,6 +13,7 @@ from phalanx.cli.weights.memory_option import Bytes
 from phalanx.cli.weights.service.options import another_machine, require_consistent, require_stage_options
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
 from phalanx.cli.weights.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
+from phalanx.cli.weights.trust_option import trust_option
 from phalanx.run.directory.paths import is_published
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.events import Role
@@ -161,6 +162,12 @@ _PAGES_BYTES = 1 << 30
     help="Most texts at a time; more are sent away (429).",
 )
 @click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A file of Jinja that frames conversations, in the place of the model's own.",
+)
+@trust_option
+@click.option(
     "--drain-s",
     default=60.0,
     show_default=True,
@@ -216,6 +223,8 @@ def command(
     token_file: Path | None,
     audit: float,
     requests: int,
+    chat_template: Path | None,
+    trust_code: bool,
     drain_s: float,
     as_json: bool,
     key_file: Path | None,
@@ -273,6 +282,7 @@ def command(
         token_file="" if token_file is None else str(token_file),
         texts=requests,
         device=device,
+        chat_template="" if chat_template is None else str(chat_template),
     )
     asked = Start(
         served,
@@ -289,6 +299,7 @@ def command(
         pipeline,
         tensor,
         pages,
+        trust_code,
     )
     require_consistent(asked)
     return start(asked, Said(as_json))

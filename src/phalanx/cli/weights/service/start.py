@@ -17,6 +17,7 @@ from msgspec import structs
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.weights.service.worker_roles import Degrees
+from phalanx.cli.weights.trust_option import require_trusted_code
 from phalanx.run.directory.paths import is_published
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.events import Role
@@ -81,6 +82,8 @@ class Start:
     """and each layer."""
     pages: PageWay = "auto"
     """How they take pages from one another."""
+    trust_code: bool = False
+    """True if code that the run names may be run, whoever's it is."""
 
 
 def make_key(file: Path, name: str, limits: str) -> None:
@@ -100,6 +103,7 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
 
     with explained(CheckpointError, EngineError, OSError):
         host, port = address(at, "--join")
+        require_trusted_code(run_dir, trust_code=False)
         why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
         if why:
             raise EngineError(why)
@@ -139,6 +143,7 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
     """Serves a run's directory, or a pack, at ``sock``."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
+    from phalanx.model.custom import CustomModelError
     from phalanx.observe.serving import ServingNote
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.run.peers.loopback import loopback_names
@@ -146,10 +151,15 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
     from phalanx.serve.http.access.admission import Limits
     from phalanx.serve.http.access.keys import KeyFileError, read_keys
     from phalanx.serve.http.app import Gateway
+    from phalanx.serve.http.served.of_run import served_folder
     from phalanx.serve.http.server import serve, serving_of
 
-    directory = RunDirectory(asked.served.path)
-    with explained(CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError):
+    path = asked.served.path
+    directory = RunDirectory(path)
+    kinds = (CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, CustomModelError)
+    with explained(*kinds):
+        with served_folder(asked.served) as folder:
+            require_trusted_code(folder, trust_code=asked.trust_code, place=path if path.is_file() else None)
         keys = None if asked.key_file is None else read_keys(asked.key_file)
         model, worker = _opened(asked, said)
         if model.note:
