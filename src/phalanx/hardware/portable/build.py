@@ -29,7 +29,7 @@ _BESIDE = tuple(
 def library_file() -> Path:
     """Return the path of the library, compiled if need be. Raises ``NoHostKernelsError``."""
     package = importlib.util.find_spec("torch")
-    if package is None or found.origin is None:
+    if package is None or package.origin is None:
         raise NoHostKernelsError("PyTorch is not installed")
     torch = Path(package.origin).parent
     # The release is an option, so that each has a library of its own.
