@@ -12,6 +12,8 @@ ADVICE = {
     "docstring-start": "begin with an imperative or a noun phrase: `Return the layouts that fit in memory.`",
     "duplicate-class": "give the class a name that states its role and is unique in the package: `KVBlock`, `RankPlacement`",
     "speech-verb": "programs return, raise, send, receive, log, print, request or record",
+    "matched-text": "match on the kind and the fields of an event (`IncidentKind`), not on the English beside it; "
+    "give the event a field if it has none",
     "long-sentence": "split the sentence, one fact in each; the limit is 35 words",
     "mean-sentence": "shorten sentences until their mean is 20 words or fewer",
     "long-paragraph": "split the paragraph or use a list; the limit is 110 words",

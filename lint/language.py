@@ -17,6 +17,7 @@ import click
 
 from lint.code_rules import check_classes, check_source
 from lint.findings import ADVICE, Counts, Finding, Words, count
+from lint.matched_text import check_matched_text
 from lint.prose_rules import check_page
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +79,7 @@ def check(root: Path) -> tuple[list[Finding], Words, Words]:
     code = [check_source(path, source) for path, source in sources.items()]
     prose = [check_page(path, page) for path, page in pages.items()]
     findings = [finding for part, _ in (*code, *prose) for finding in part] + check_classes(sources)
+    findings += check_matched_text(sources)
     findings.sort(key=lambda finding: (finding.path, finding.line))
     return findings, sum((words for _, words in code), Words()), sum((words for _, words in prose), Words())
 

@@ -55,7 +55,7 @@ class MemoryTier:
         timeout_s: float,
         required: Sequence[Box] = (),
         cancelled: Callable[[], bool] = never,
-    ) -> None:
+    ) -> int:
         def settled() -> bool:
             ranks = self._drafts.get(draft, {})
             return (
@@ -83,6 +83,7 @@ class MemoryTier:
             ]
             require_complete(held, required)
             self._committed.setdefault(draft.step, (record, images))
+            return sum(image.layout.nbytes for image in images.values())
 
     def sweep(self, attempt: int) -> list[str]:
         with self._changed:

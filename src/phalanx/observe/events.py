@@ -16,11 +16,35 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from phalanx.run.directory.plain_json import plain_json
+
+
+class IncidentKind(StrEnum):
+    """Kind of an incident, for programs. Rules, metrics and commands match on it, and never on the text beside it."""
+
+    NOTE = "note"
+    """No program acts on it."""
+    LOST = "lost"
+    """A node is lost, or has lost its workers."""
+    STRAGGLER = "straggler"
+    """A node computes more slowly than its peers, and was quarantined."""
+    SLOW_WITHOUT_SPARE = "slow-without-spare"
+    """A node computes more slowly than its peers, and is kept because no spare is free."""
+    HARDWARE = "hardware"
+    """A node's health check found errors."""
+    CORRUPTION = "corruption"
+    """An audit found that a node computed wrongly."""
+    NOT_FINITE = "not-finite"
+    """A step was not finite on a node."""
+    DATA_WAIT = "data-wait"
+    """Samples have not arrived for long."""
+    PROFILE_REFUSED = "profile-refused"
+    """A request for a profile is not followed."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +153,7 @@ class CheckpointSaved:
     step: int
     path: str
     size_bytes: int = 0
+    """Bytes of all ranks' images."""
     seconds: float = 0.0
     blocked_s: float = 0.0
     """The part of ``seconds`` for which training stood still."""
@@ -165,6 +190,10 @@ class NonFinite:
     """How many it has; 0 if that was not recorded."""
     ranks: list[int] = field(default_factory=list)
     """The ranks whose own losses were not finite."""
+    slots: list[int] = field(default_factory=list)
+    """The first slots whose losses were not finite."""
+    parameters: list[str] = field(default_factory=list)
+    """The first parameters whose gradients were not finite."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +236,9 @@ class Message:
 
     level: Literal["info", "warning", "error"]
     text: str
+    incident: IncidentKind = IncidentKind.NOTE
+    node: str = ""
+    """The node of a fleet that it concerns; empty if it concerns no single one."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +247,7 @@ class EpochLeft:
 
     epoch: int
     reason: str
+    incident: IncidentKind = IncidentKind.NOTE
 
     @property
     def text(self) -> str:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from phalanx.fleet.control.fleet_file import FleetFile, Happening, Member
 from phalanx.fleet.control.fleet_metrics import FleetSampler
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.observe.events import IncidentKind
 
 FLEET = FleetFile(
     run="r", coordinator="h:1", coordinator_pid=1, leader="", reign=2, written_unix_s=1000.0,
@@ -14,7 +15,7 @@ FLEET = FleetFile(
     regroups=1, restarts=1, stopping=False, durable_steps=(10, 15), unsaved_steps=2, result_json="", stale=5,
     refused={"a": 1, "b": 2}, happenings=(), members=(
         Member("a", "member", "h", (0, 1), True, 0.1), Member("b", "spare", "h", (), True, 0.2),
-        Member("c", "quarantined", "h", (), False, 9.0, "straggler: 1.4 times the median"),
+        Member("c", "quarantined", "h", (), False, 9.0, "slow", fault=IncidentKind.STRAGGLER),
         Member("d", "given back", "h"),
     ),
 )  # fmt: skip
@@ -44,7 +45,8 @@ def test_each_node_that_was_not_given_back_has_its_own() -> None:
 def test_stragglers_are_those_that_were_taken_out_for_it_and_those_that_were_kept_for_want_of_a_spare() -> (
     None
 ):
-    slow = (Happening(900.0, 3, "a", "slow, and no spare to take its place: 1.4"), Happening(10.0, 3, "b", "slow, and no spare to take its place"))  # fmt: skip
+    kind = IncidentKind.SLOW_WITHOUT_SPARE
+    slow = (Happening(900.0, 3, "a", "any words", kind), Happening(10.0, 3, "b", "any words", kind))
     found = values(replace(FLEET, happenings=slow))
     assert [found[f"node_straggler,{name}"] for name in "abc"] == [1, 0, 1]
 

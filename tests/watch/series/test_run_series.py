@@ -18,6 +18,7 @@ from phalanx.observe.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    IncidentKind,
     MemoryMeasured,
     Message,
     Restored,
@@ -206,7 +207,7 @@ def test_marks_beyond_the_bound_are_left_out_by_weight_and_counted(tmp_path: Pat
             Event(0.0, 0, step(1, 9)),
             *events,
             Event(9e3, 0, Restored(1, "disk")),
-            Event(9e3, 0, Message("info", "a straggler")),
+            Event(9e3, 0, Message("info", "a node", IncidentKind.STRAGGLER)),
         ],
     )
     found = curves(_read(tmp_path), ["loss"])

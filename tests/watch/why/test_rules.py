@@ -15,6 +15,7 @@ from phalanx.observe.events import (
     CheckpointSaved,
     Evaluated,
     Evaluating,
+    IncidentKind,
     LossSpike,
     Message,
     NonFinite,
@@ -111,7 +112,8 @@ def test_a_fleet_that_does_something_else_is_given_time_for_it(
 
 
 def test_a_run_that_waits_for_an_object_store_says_so(run: Watched) -> None:
-    run.write([Message("warning", "rank 2 has waited 60 s for samples from s3://b/words; the run waits")])
+    text = "rank 2 has waited 60 s for samples from s3://b/words; the run waits"
+    run.write([Message("warning", text, IncidentKind.DATA_WAIT)])
     found = only(run.reasons(120))
     assert found.code == "waiting-for-data"
     assert "s3://b/words" in found.title
@@ -231,7 +233,8 @@ def test_a_loss_that_does_not_come_back_is_critical_and_the_way_back_is_told(run
 
 def test_a_step_that_is_not_finite_is_named_with_slot_parameter_and_rank(run: Watched) -> None:
     what = "loss nan, gradient norm inf: not finite are loss of slot 5, gradient of blocks.3.ffn.w1 (9 of 64 elements)"
-    run.write([NonFinite(31, what, skipped=False, first_sample=480, samples=16, ranks=[2])])
+    where = {"slots": [5], "parameters": ["blocks.3.ffn.w1"], "ranks": [2]}
+    run.write([NonFinite(31, what, skipped=False, first_sample=480, samples=16, **where)])
     found = next(one for one in run.reasons() if one.code == "not-finite")
     assert found.severity == "critical"
     assert found.where == "step 31, slot 5, gradient of blocks.3.ffn.w1, rank 2"
@@ -335,16 +338,12 @@ def test_a_node_that_was_lost_and_is_sent_away_by_its_operator_is_not_called_bac
 
 
 @pytest.mark.parametrize(
-    ("what", "severity"),
-    [
-        ("straggler: 31 % slower than its peers", "info"),
-        ("slow, and no spare to take its place: 31 %", "warning"),
-    ],
+    ("kind", "severity"),
+    [(IncidentKind.STRAGGLER, "info"), (IncidentKind.SLOW_WITHOUT_SPARE, "warning")],
 )
-def test_a_node_that_the_fleet_found_slow_is_named(run: Watched, what: str, severity: str) -> None:
-    found = only(
-        run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=(happening(run.t - 9, "node-1", what),)))
-    )
+def test_a_node_that_the_fleet_found_slow_is_named(run: Watched, kind: IncidentKind, severity: str) -> None:
+    incidents = (happening(run.t - 9, "node-1", "any words: 31 %", kind),)
+    found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=incidents)))
     assert (found.code, found.severity, found.where) == ("straggler", severity, "node node-1")
 
 
@@ -355,7 +354,8 @@ def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> No
 
 
 def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watched) -> None:
-    sick = Member("node-1", "quarantined", "host-1", why="health: GPU 3: Xid 79: has fallen off the bus")
+    why = "GPU 3 has fallen off the bus"
+    sick = Member("node-1", "quarantined", "host-1", why=why, fault=IncidentKind.HARDWARE)
     members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
     assert codes(run, members=members) == ["hardware"]
 
@@ -372,9 +372,12 @@ def test_a_node_that_was_put_aside_for_a_nan_is_told_by_its_nan_and_not_as_lost(
 ) -> None:
     first = "step 12 is not finite: not finite are loss of slot 1; the others compute it again"
     why = verdict
-    sick = Member("node-1", "quarantined", "host-1", why=why)
+    sick = Member("node-1", "quarantined", "host-1", why=why, fault=IncidentKind.NOT_FINITE)
     members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
-    told = (happening(run.t - 5, "node-1", first), happening(run.t - 2, "node-1", why))
+    told = tuple(
+        happening(run.t - age_s, "node-1", text, IncidentKind.NOT_FINITE, 12)
+        for age_s, text in ((5, first), (2, why))
+    )
     found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told)))
     assert (found.code, found.where, found.since) == ("not-finite", "node node-1 (host-1)", run.t - 5)
     assert {first, why} == set(found.evidence)

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.fleet.control.fleet_file import FleetFile, Happening, Member, write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.event_log import EventLog
-from phalanx.observe.events import Body, RunStarted, Step
+from phalanx.observe.events import Body, IncidentKind, RunStarted, Step
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.watch.why.judge import judge
@@ -113,5 +113,7 @@ def member(name: str, rank: int) -> Member:
     return Member(name, "member", f"host-{rank}", (rank,), attached=True)
 
 
-def happening(t: float, node: str, what: str) -> Happening:
-    return Happening(t, 0, node, what)
+def happening(
+    t: float, node: str, what: str, kind: IncidentKind = IncidentKind.LOST, step: int = -1
+) -> Happening:
+    return Happening(t, 0, node, what, kind, step)

@@ -54,6 +54,7 @@ class SaveOutcome:
     step: int
     status: SaveStatus
     nbytes: int
+    """Bytes of all ranks of a committed checkpoint, else those of this rank's share."""
     seconds: float
     error: CheckpointError | None = None
     deleted: tuple[int, ...] = ()
@@ -203,8 +204,11 @@ class AsyncSaver:
         error = self._write(job) or self._collect(job)
         if self._rank == 0:
             # Also after a failure of its own: this is where the draft is given up, at once.
-            commit_error = self._commit(job)
-            error = error or commit_error
+            committed = self._commit(job)
+            if isinstance(committed, CheckpointError):
+                error = error or committed
+            else:
+                nbytes = committed
         seconds = time.perf_counter() - begin
         if error is not None:
             _log.error("checkpoint of step %d failed; training goes on: %s", job.draft.step, error)
@@ -246,9 +250,10 @@ class AsyncSaver:
             _log.warning("rank %d could not tell that its share failed: %s", self._rank, unheard)
         return error
 
-    def _commit(self, job: _Job) -> CheckpointError | None:
+    def _commit(self, job: _Job) -> int | CheckpointError:
+        """Commits the step; returns the bytes of all ranks, or why it could not be committed."""
         try:
-            self._tier.commit(
+            return self._tier.commit(
                 job.draft,
                 job.record,
                 timeout_s=self._timeout_s,
@@ -257,7 +262,6 @@ class AsyncSaver:
             )
         except Exception as error:
             return as_checkpoint_error(error)
-        return None
 
     def _retain(self) -> tuple[tuple[int, ...], CheckpointError | None]:
         deleted: list[int] = []

@@ -158,7 +158,7 @@ class DiskTier:
         timeout_s: float,
         required: Sequence[Box] = (),
         cancelled: Callable[[], bool] = never,
-    ) -> None:
+    ) -> int:
         folder = self.draft_folder(draft)
         try:
             # 1. Every rank's manifest is there, so every rank's bytes are, in files of the right size.
@@ -184,6 +184,7 @@ class DiskTier:
         except BaseException:
             self._discard(folder)
             raise
+        return sum(ref.data_bytes for ref in catalogs)
 
     def _publish(self, folder: Path, step: int) -> None:
         with storage_errors(folder, 1):

@@ -127,8 +127,8 @@ class Tier(KeepingTier, Protocol):
         timeout_s: float,
         required: Sequence[Box] = (),
         cancelled: Callable[[], bool] = never,
-    ) -> None:
-        """Waits for all of ``record.world_size`` ranks, then makes the step visible at once.
+    ) -> int:
+        """Waits for all of ``record.world_size`` ranks, then makes the step visible at once; returns the bytes of all ranks' images.
 
         Raises AbandonedError, and drops the draft, where a rank failed, is not there after ``timeout_s``, or
         ``cancelled()`` turns true; NotCoveredError, likewise, where the ranks' boxes together do not cover ``required``

@@ -15,6 +15,8 @@ import click
 from phalanx.cli.errors import TroubleError
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.text.numbers import moment
+from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.standing import standing_or_end
 from phalanx.observe.throughput import format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why.reasons import Reason, reasons
@@ -44,13 +46,13 @@ def command(run_dir: Path, as_json: bool, follow: bool) -> None:
     """
     demand_folder(run_dir, TroubleError)
     directory = RunDirectory(run_dir)
-    if not directory.events.exists() and not directory.record.exists():
+    if not (directory.events.exists() or directory.record.exists() or (run_dir / FOLDER).is_dir()):
         raise TroubleError(f"{run_dir} is no run directory: it has neither events.jsonl nor record.json")
-    found = reasons(directory, time.time())
+    found = reasons(directory, time.time(), standing_or_end(run_dir))
     _print(found, directory, as_json)
     while follow:
         time.sleep(_POLL_S)
-        before, found = found, reasons(directory, time.time())
+        before, found = found, reasons(directory, time.time(), standing_or_end(run_dir))
         if [_key(one) for one in found] != [_key(one) for one in before]:
             _print(found, directory, as_json)
     sys.exit(_exit_code(found))

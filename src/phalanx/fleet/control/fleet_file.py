@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
 from phalanx.fleet.core.epochs.ending import unsaved_steps
+from phalanx.fleet.core.messages import NO_STEP
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Incident, Node
 from phalanx.fleet.core.succession import Claim
-from phalanx.observe.events import EpochLeft
+from phalanx.observe.events import EpochLeft, IncidentKind
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.directory.regular_file import read_small
@@ -46,6 +47,8 @@ class Member(msgspec.Struct, frozen=True):
     why: str = ""
     domain: tuple[str, ...] = ()
     """Where it says that it is in the network, from the widest to the narrowest."""
+    fault: IncidentKind = IncidentKind.NOTE
+    """The kind of the incident for which it was lost or put aside."""
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -55,6 +58,9 @@ class Happening(msgspec.Struct, frozen=True):
     epoch: int
     node: str
     what: str
+    kind: IncidentKind = IncidentKind.NOTE
+    step: int = NO_STEP
+    """The step that it concerns, if it concerns one."""
 
 
 class FleetFile(msgspec.Struct, frozen=True):
@@ -141,15 +147,14 @@ def _member(state: FleetState, node: Node, attached: bool) -> Member:
     seated = node.seat != NO_SEAT
     ranks = tuple(state.settings.formation.ranks_of(node.seat, state.ranks)) if seated else ()
     silent_s = max(0.0, state.now_s - max(state.heard.get(node.name, 0.0), state.rolled_s))
-    return Member(
-        node.name, _role(state, node, seated), node.host, ranks, attached, silent_s, node.why, node.domain
-    )
+    role = _role(state, node, seated)
+    return Member(node.name, role, node.host, ranks, attached, silent_s, node.why, node.domain, node.fault)
 
 
 def _happening(incident: Incident) -> Happening:
     left = EpochLeft(incident.epoch, incident.what).text
     what = left if incident.ended_epoch else incident.what
-    return Happening(incident.at_s, incident.epoch, incident.node, what)
+    return Happening(incident.at_s, incident.epoch, incident.node, what, incident.kind, incident.step)
 
 
 def _role(state: FleetState, node: Node, seated: bool) -> str:

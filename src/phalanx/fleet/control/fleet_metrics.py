@@ -5,7 +5,6 @@ The published value is frozen, so that a thread can read it while the coordinato
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from phalanx.fleet.control.fleet_file import FleetFile
 from phalanx.fleet.core.messages import NO_STEP
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.observe.events import IncidentKind
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
 
 _SOURCE = "fleet.json"
@@ -67,8 +67,7 @@ STRAGGLER = _of_node(
     "straggler", "1 if the node computes slowly: taken out for it, or kept for want of a spare."
 )
 NODE_METRICS = (ATTACHED, SILENT, RANKS, BARRED, STRAGGLER)
-_SLOW = re.compile(r"straggler:|slow, and no spare")
-"""How the core says that a node is one."""
+_SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
 _SLOW_FOR_S = 900.0
 """A node that is kept is named again at each window of steps for as long as it is slow."""
 
@@ -110,6 +109,6 @@ class FleetSampler:
 def _stragglers(fleet: FleetFile) -> set[str]:
     """The nodes that are known to be slow now."""
     since_s = fleet.written_unix_s - _SLOW_FOR_S
-    named = {one.node for one in fleet.happenings if one.unix_s >= since_s and _SLOW.match(one.what)}
-    barred = {one.name for one in fleet.members if one.role == "quarantined" and _SLOW.match(one.why)}
+    named = {one.node for one in fleet.happenings if one.unix_s >= since_s and one.kind in _SLOW}
+    barred = {one.name for one in fleet.members if one.role == "quarantined" and one.fault in _SLOW}
     return {name for name in named | barred if name}

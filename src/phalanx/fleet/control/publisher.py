@@ -75,7 +75,9 @@ class Publisher:
         """Writes an incident into the log and the run's event stream."""
         named = f"{node_called(incident.node)}: {incident.what}" if incident.node else incident.what
         self._write_event(
-            EpochLeft(incident.epoch, named) if incident.ended_epoch else Message(incident.level, named)
+            EpochLeft(incident.epoch, named, incident.kind)
+            if incident.ended_epoch
+            else Message(incident.level, named, incident.kind, incident.node)
         )
         if incident.ended_epoch:
             self._on_epoch_left()

@@ -37,6 +37,7 @@ from phalanx.fleet.core.state import (
     put,
     trusts,
 )
+from phalanx.observe.events import IncidentKind
 from phalanx.run.peers.fencing import FencingToken
 
 CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
@@ -143,6 +144,7 @@ def _described(old: Node | None, event: m.Joined) -> Node:
         ),
         eligibility=eligibility,
         why=LEAVES if event.leaving else old.why if old and eligibility is old.eligibility else "",
+        fault=old.fault if old and eligibility is old.eligibility else IncidentKind.NOTE,
         seat=old.seat if old else NO_SEAT,
         started_as_spare=event.started_as_spare,
         strikes=old.strikes if old else (),
@@ -240,8 +242,8 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
     else:
         why = f"worker {event.worker} hung, silent for {event.silent_s:.1f} s"
     if isinstance(event, m.WorkerExited) and event.innocent:
-        note(state, node.name, why)
-        change(state, node, why=why, meeting_points=())
+        note(state, node.name, why, kind=IncidentKind.LOST)
+        change(state, node, why=why, fault=IncidentKind.LOST, meeting_points=())
         return
     strike(state, node, why, meeting_points=())
 
@@ -301,6 +303,13 @@ def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
         state.durable = sorted({*state.durable, event.step} - {m.NO_STEP})[-requests.DURABLE_KEPT :]
 
 
+_SUSPICIONS = {
+    "straggler": IncidentKind.STRAGGLER,
+    "corruption": IncidentKind.CORRUPTION,
+    "health": IncidentKind.HARDWARE,
+}
+
+
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     if event.reason == "nonfinite":
         blame.nonfinite(state, event, orders)
@@ -331,11 +340,10 @@ def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order])
         state.stale += 1
         return
     if event.reason == "straggler" and not state.spares and node.seat != NO_SEAT:
-        note(state, node.name, f"slow, and no spare to take its place: {event.evidence[:200]}")
+        text = f"slow, and no spare to take its place: {event.evidence[:200]}"
+        note(state, node.name, text, kind=IncidentKind.SLOW_WITHOUT_SPARE)
         return
-    why = f"{event.reason}: {event.evidence[:200]}"
-    note(state, node.name, why)
-    change(state, state.nodes[node.name], eligibility=Eligibility.QUARANTINED, why=why)
+    blame.set_aside(state, node.name, f"{event.reason}: {event.evidence[:200]}", _SUSPICIONS[event.reason])
 
 
 def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:

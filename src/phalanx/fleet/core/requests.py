@@ -12,6 +12,7 @@ from phalanx.fleet.core.epochs.progress import restored_step
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.resize import release
 from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, change, note, trusts
+from phalanx.observe.events import IncidentKind
 
 DURABLE_KEPT = 1024
 """Checkpoints on disk that the core remembers."""
@@ -24,7 +25,9 @@ def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # no
         state.stale += 1
         return
     note(state, node.name, "drained by the operator", level="info")
-    change(state, node, eligibility=Eligibility.DRAINED, why="drained by the operator")
+    change(
+        state, node, eligibility=Eligibility.DRAINED, why="drained by the operator", fault=IncidentKind.NOTE
+    )
 
 
 def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
@@ -38,7 +41,7 @@ def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # no
         state.stale += 1
         return
     note(state, node.name, "admitted by the operator", level="info")
-    change(state, node, eligibility=Eligibility.GOOD, why="", strikes=())
+    change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE, strikes=())
 
 
 def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:

@@ -28,6 +28,7 @@ from phalanx.fleet.core.state import (
     forget_copies,
     note,
 )
+from phalanx.observe.events import IncidentKind
 
 GIVEN_BACK = "given back"
 
@@ -105,7 +106,7 @@ def leave(state: FleetState, node: Node, why: str) -> None:
     if node.eligibility is Eligibility.LEAVING:
         return
     note(state, node.name, why)
-    change(state, node, eligibility=Eligibility.LEAVING, why=why)
+    change(state, node, eligibility=Eligibility.LEAVING, why=why, fault=IncidentKind.NOTE)
 
 
 def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  # noqa: ARG001

@@ -28,6 +28,7 @@ from phalanx.fleet.core.messages import (
     RankSnapshot,
 )
 from phalanx.fleet.core.settings import CoreSettings
+from phalanx.observe.events import IncidentKind
 from phalanx.run.peers.fencing import FencingToken
 
 NO_SEAT = -1
@@ -77,6 +78,8 @@ class Node(Struct, frozen=True):
     """Its workers may still run in an epoch that it was removed from; it cannot be seated until they have parked."""
     eligibility: Eligibility = Eligibility.GOOD
     why: str = ""
+    fault: IncidentKind = IncidentKind.NOTE
+    """The kind of the incident for which it was lost or put aside; ``why`` is its text."""
     seat: int = NO_SEAT
     started_as_spare: bool = False
     """In the first epoch it gets a seat only if there are too few others."""
@@ -119,6 +122,9 @@ class Incident(Struct, frozen=True):
     ended_epoch: bool = False
     """It ended ``epoch``; ``what`` is the reason."""
     level: Literal["info", "warning", "error"] = "warning"
+    kind: IncidentKind = IncidentKind.NOTE
+    step: int = NO_STEP
+    """The step that it concerns, if it concerns one."""
 
 
 class Distrust(Struct, frozen=True):
@@ -375,9 +381,12 @@ def note(
     *,
     ended_epoch: bool = False,
     level: Literal["info", "warning", "error"] = "warning",
+    kind: IncidentKind = IncidentKind.NOTE,
+    step: int = NO_STEP,
 ) -> None:
     """Remembers an incident; the oldest are forgotten."""
-    state.incidents.append(Incident(state.now_s, state.epoch, node, what, ended_epoch, level))
+    incident = Incident(state.now_s, state.epoch, node, what, ended_epoch, level, kind, step)
+    state.incidents.append(incident)
     del state.incidents[:-INCIDENTS_KEPT]
 
 

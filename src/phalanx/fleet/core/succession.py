@@ -41,6 +41,7 @@ from phalanx.fleet.core.state import (
     note,
     put,
 )
+from phalanx.observe.events import IncidentKind
 from phalanx.run.peers.fencing import FencingToken
 
 NOT_LED = 0
@@ -56,6 +57,7 @@ class Barred(Struct, frozen=True):
     node: str
     eligibility: Eligibility
     why: str = ""
+    fault: IncidentKind = IncidentKind.NOTE
 
 
 class Claim(Struct, frozen=True):
@@ -142,7 +144,7 @@ def _describing(state: FleetState, claim: Claim) -> Claim:
         voters=_line(state, claim.node),
         distrust=state.distrust,
         barred=tuple(
-            Barred(name, node.eligibility, node.why)
+            Barred(name, node.eligibility, node.why, node.fault)
             for name, node in sorted(state.nodes.items())
             if node.eligibility in (Eligibility.QUARANTINED, Eligibility.DRAINED) or is_leaving(node)
         ),
@@ -289,6 +291,7 @@ def _by_claim_alone(claim: Claim, fencing: FencingToken, now_s: float) -> FleetS
                 engaged=name in voters,
                 eligibility=unfit.eligibility,
                 why=unfit.why,
+                fault=unfit.fault,
             ),
         )
     note(state, "", f"the journal of reign {claim.reign} is lost or ends too early: every node is asked anew")

@@ -6,11 +6,13 @@ partitions, and ``squeue`` then shows one reason of several.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
@@ -52,7 +54,11 @@ _REMEDIES = {
     "BeginTime": "its time has not come: it was queued again a moment ago, or --begin says so",
     "JobHeldUser": "it is held: scontrol release JOB",
     "JobHeldAdmin": "an administrator holds it",
+    "job requeued in held state": "it is held: scontrol release JOB",
 }
+_HELD = ("JobHeldUser", "JobHeldAdmin", "job requeued in held state", "JobHoldMaxRequeue")
+_NO_LIMIT_DAYS = 300
+"""A partition without a limit counts as UNLIMITED or as a year, depending on the second."""
 
 
 _NO_INDEX = ("the DB index is being set", "Unexpected message received")
@@ -83,14 +89,43 @@ class SlurmJob:
     """Its nodes join the fleet of the run's own job."""
 
     @property
+    def is_waiting(self) -> bool:
+        """True if it is queued."""
+        return self.state == "PENDING"
+
+    @property
+    def is_held(self) -> bool:
+        """True if it is queued, and nothing starts it before somebody releases it."""
+        return self.is_waiting and self.reason in _HELD
+
+    @property
     def sentence(self) -> str:
         """What the job does, and why it does not run yet with what mends it."""
-        if self.state != "PENDING":
-            return f"{self.state.lower()} on {self.nodes} nodes ({self.hosts}), {self.time_left} left"
+        if not self.is_waiting:
+            left = f"{self.time_left} left" if _days(self.time_left) < _NO_LIMIT_DAYS else "no time limit"
+            return f"{self.state.lower()} on {self.nodes} nodes ({self.hosts}), {left}"
         first = self.reason.split(",")[0].split("(")[0]
         remedy = _REMEDIES.get(first, "")
-        expected = f"; expected to start {self.starts}" if self.starts not in ("N/A", "") else ""
+        expected = (
+            "" if self.is_held or not is_known_start(self.starts) else f"; expected to start {self.starts}"
+        )
         return f"waits for {self.nodes} nodes: {self.reason}{f' ({remedy})' if remedy else ''}{expected}"
+
+
+def is_known_start(text: str) -> bool:
+    """True if Slurm's time of a start is one: before it has looked at a job it prints a year or more from now, or N/A."""
+    try:
+        return datetime.fromisoformat(text) < datetime.now() + timedelta(days=_NO_LIMIT_DAYS)
+    except ValueError:
+        return False
+
+
+def _days(time_left: str) -> float:
+    """Whole days in Slurm's D-HH:MM:SS; infinite for UNLIMITED."""
+    days, dash, _ = time_left.partition("-")
+    if time_left == "UNLIMITED":
+        return math.inf
+    return int(days) if dash and days.isdecimal() else 0
 
 
 def jobs() -> list[SlurmJob]:
@@ -234,7 +269,7 @@ def test_submit(script: Path) -> str:
     words = ["sbatch", "--test-only", str(script)]
     said = run_tool(words, environment=without_overrulers(os.environ), errors_too=True)
     found = re.search(r"to start at (\S+)", said)
-    return found[1] if found else ""
+    return found[1] if found and is_known_start(found[1]) else ""
 
 
 def cancel(job: str) -> None:

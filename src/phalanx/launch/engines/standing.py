@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
@@ -35,12 +35,47 @@ def submission_of(run_dir: Path) -> Submitted | None:
     return Submitted("slurm", job.id, job.name.removeprefix("phalanx-"), job.nodes, 0, 0.0, "")
 
 
+@dataclass(frozen=True)
+class JobStanding:
+    """A submitted run as its engine shows it."""
+
+    title: str
+    doing: str
+    """In words: where it runs, or why it waits."""
+    is_waiting: bool = False
+    is_held: bool = False
+    """Nothing starts it before somebody releases it."""
+    has_ended: bool = False
+
+
+def standing(run_dir: Path, made: Submitted) -> JobStanding | None:
+    """Return what a submitted run does; ``None`` once it has ended. Raises ``EngineError``."""
+    if made.engine != "slurm":
+        doing = bare.sentence(run_dir)
+        return None if doing is None else JobStanding(title(made), doing)
+    job = slurm.job_of(run_dir, made.job)
+    return None if job is None else JobStanding(title(made), job.sentence, job.is_waiting, job.is_held)
+
+
+def standing_or_end(run_dir: Path) -> JobStanding | None:
+    """Return what the last submission of a run does, or that it has ended and where its log is.
+
+    ``None`` if the run was not submitted, or its engine does not answer.
+    """
+    try:
+        made = submission_of(run_dir)
+        if made is None:
+            return None
+        ended = JobStanding(title(made), f"it has ended; its log is {log_of(run_dir, made)}", has_ended=True)
+        return standing(run_dir, made) or ended
+    except EngineError:
+        return None
+
+
 def sentence(run_dir: Path, made: Submitted) -> str | None:
     """What a submitted run does, in words; ``None`` once it has ended. Raises ``EngineError``."""
-    if made.engine != "slurm":
-        return bare.sentence(run_dir)
-    job = slurm.job_of(run_dir, made.job)
-    return None if job is None else job.sentence
+    job = standing(run_dir, made)
+    return None if job is None else job.doing
 
 
 def wait_until_ended(

@@ -26,6 +26,7 @@ from phalanx.hardware.local.device_peak import accelerator_named
 from phalanx.hardware.local.matmul_peak import measure_matmul_flops
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.hardware.portable.operations import end as end_portable
+from phalanx.observe.events import IncidentKind
 from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.place import Place
@@ -214,7 +215,11 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         restored=restored,
         numerics=warm.numerics,
         interval=_interval(spec.checkpoint, mesh),
-        profiles=None if mesh.rank else ProfileDesk(inputs.directory, reporter.warn),
+        profiles=None
+        if mesh.rank
+        else ProfileDesk(
+            inputs.directory, functools.partial(reporter.warn, incident=IncidentKind.PROFILE_REFUSED)
+        ),
     )
 
 

@@ -39,6 +39,8 @@ def skip_or_raise(training: Training, progress: TrainProgress, report: StepRepor
             first_sample=progress.next_sample,
             samples=train.batch_size,
             ranks=list(report.nonfinite_ranks),
+            slots=list(report.nonfinite_slots),
+            parameters=list(report.nonfinite_parameters),
         )
     )
     if skip:

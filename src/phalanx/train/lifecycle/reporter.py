@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from phalanx.checkpoint.save.mirror import CopyOutcome
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.event_log import EventLog, EventLogError
-from phalanx.observe.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Known, Message
+from phalanx.observe.events import (
+    CheckpointCopied,
+    CheckpointFailed,
+    CheckpointSaved,
+    IncidentKind,
+    Known,
+    Message,
+)
 from phalanx.observe.rank_file.recorder import RankRecorder
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.observe.sinks.background import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
@@ -48,9 +55,9 @@ class Reporter:
         for sink in self.sinks:
             sink.offer(event)
 
-    def warn(self, text: str) -> None:
-        """Records a warning for people."""
-        self.emit(Message("warning", text))
+    def warn(self, text: str, incident: IncidentKind = IncidentKind.NOTE) -> None:
+        """Records a warning for people; programs match on ``incident``."""
+        self.emit(Message("warning", text, incident))
 
     def saved(self, outcomes: Sequence[SaveOutcome], stalls_s: dict[int, float], root: str) -> None:
         """Records how saves ended. ``stalls_s``: for how long each step's save held training up."""

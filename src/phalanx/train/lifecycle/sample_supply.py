@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.reading.prefetch import Prefetch
+from phalanx.observe.events import IncidentKind
 from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
@@ -45,7 +46,8 @@ def _tell_of_long_wait(training: Training, waited_s: float) -> None:
     patience_s, rank = training.inputs.spec.data.timeout_s, training.mesh.rank
     training.reporter.warn(
         f"rank {rank} has waited {waited_s:.0f} s for samples from {', '.join(one.url for one in training.data.cached)}; the run waits "
-        f"until data.timeout_s = {patience_s:g} s are over and ends with its last checkpoint then (asked to stop twice, at once)"
+        f"until data.timeout_s = {patience_s:g} s are over and ends with its last checkpoint then (asked to stop twice, at once)",
+        IncidentKind.DATA_WAIT,
     )
 
 

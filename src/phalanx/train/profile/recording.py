@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from phalanx.hardware.local.device import wait_for_device, wait_for_stream
 from phalanx.hardware.local.memory_peak import measure_copy_bytes_per_s
+from phalanx.observe.events import IncidentKind
 from phalanx.observe.profile.recorded_step import ORDER_FILE, rank_file, write_rank_trace
 from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
@@ -144,7 +145,8 @@ class Recording:
             order = RecordingOrder(request.name, request.steps, ranks)
             self._write_order(folder, order)
         except (ProfileRequestError, OSError) as error:
-            training.reporter.warn(f"the request for profile {request.name} is not followed: {error}")
+            text = f"the request for profile {request.name} is not followed: {error}"
+            training.reporter.warn(text, IncidentKind.PROFILE_REFUSED)
             return none
         return order
 

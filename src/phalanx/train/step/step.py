@@ -89,7 +89,9 @@ class StepReport:
     balance: float | None = None
     """The largest load of any expert over its layer's mean load; ``None`` without experts."""
     nonfinite: tuple[str, ...] = ()
-    """If the step was not applied: the slots and parameters that were not finite, on any rank."""
+    """If the step was not applied: the slots and parameters that were not finite, on any rank, as text."""
+    nonfinite_slots: tuple[int, ...] = ()
+    nonfinite_parameters: tuple[str, ...] = ()
     nonfinite_ranks: tuple[int, ...] = ()
     """If the step was not applied: the ranks whose own losses were not finite."""
     withheld: bool = False
@@ -97,6 +99,16 @@ class StepReport:
     worst_slot: int = 0
     """The slot with the largest mean loss, and that loss."""
     worst_slot_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class _NonFiniteSources:
+    """Where a step was not finite: the first slots and parameters of each rank, as text and as fields, and all ranks."""
+
+    texts: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -156,7 +168,7 @@ class Stepper:
             norm = self._gradient_norm(self._slot_tokens / count)
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps)
         finite = math.isfinite(loss) and math.isfinite(norm)
-        nonfinite, nonfinite_ranks = ((), ()) if finite else self._nonfinite_sources(losses)
+        sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
         withheld = finite and self.withholds(loss, norm)
         applied = finite and not withheld
         # 3. The update.
@@ -171,7 +183,20 @@ class Stepper:
         self.built.model.abandon()
         balance = self._balance_experts(applied=applied)
         return StepReport(
-            loss, norm, count, lr, applied, asked, balance, nonfinite, nonfinite_ranks, withheld, *worst
+            loss,
+            norm,
+            count,
+            lr,
+            applied,
+            asked,
+            balance,
+            nonfinite=sources.texts,
+            nonfinite_slots=sources.slots,
+            nonfinite_parameters=sources.parameters,
+            nonfinite_ranks=sources.ranks,
+            withheld=withheld,
+            worst_slot=worst[0],
+            worst_slot_loss=worst[1],
         )
 
     @contextmanager
@@ -317,16 +342,33 @@ class Stepper:
                 router.move_bias(counts[names.index(name)])
         return float((counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)).max())
 
-    def _nonfinite_sources(self, losses: Tensor) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Names the slots whose loss and the parameters whose gradient is not finite, and the ranks that computed such losses."""
-        mine = [
-            f"loss of slot {slot}" for slot, loss in enumerate(losses.tolist()) if not math.isfinite(loss)
+    def _nonfinite_sources(self, losses: Tensor) -> _NonFiniteSources:
+        """Names the slots whose loss and the parameters whose gradient is not finite, and the ranks that computed such losses.
+
+        A collective call. ``losses`` is this rank's ``(pieces,)``.
+        """
+        context = self._mesh.layout.context
+        slots = list(
+            dict.fromkeys(
+                piece // context for piece, loss in enumerate(losses.tolist()) if not math.isfinite(loss)
+            )
+        )
+        parameters = [
+            (name, bad, gradient.numel())
+            for name, gradient in gradients(self.built.model.parts).items()
+            if (bad := int((~torch.isfinite(gradient)).sum()))
         ]
-        bad_loss = bool(mine)
-        for name, gradient in gradients(self.built.model.parts).items():
-            bad = int((~torch.isfinite(gradient)).sum())
-            if bad:
-                mine.append(f"gradient of {name} ({bad} of {gradient.numel()} elements)")
-        everywhere = gather_typed((bad_loss, mine[:_NAMED]), tuple[bool, list[str]])
-        ranks = tuple(rank for rank, (bad, _) in enumerate(everywhere) if bad)
-        return tuple(dict.fromkeys(line for _, lines in everywhere for line in lines)), ranks
+        everywhere = gather_typed(
+            (slots[:_NAMED], parameters[:_NAMED]), tuple[list[int], list[tuple[str, int, int]]]
+        )
+        all_slots = tuple(dict.fromkeys(slot for slots, _ in everywhere for slot in slots))
+        all_parameters = tuple(dict.fromkeys(bad for _, parameters in everywhere for bad in parameters))
+        return _NonFiniteSources(
+            texts=(
+                *(f"loss of slot {slot}" for slot in all_slots),
+                *(f"gradient of {name} ({bad} of {of} elements)" for name, bad, of in all_parameters),
+            ),
+            slots=all_slots,
+            parameters=tuple(dict.fromkeys(name for name, _, _ in all_parameters)),
+            ranks=tuple(rank for rank, (slots, _) in enumerate(everywhere) if slots),
+        )

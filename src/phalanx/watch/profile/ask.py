@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.events import Message, Step
+from phalanx.observe.events import IncidentKind, Message, Step
 from phalanx.observe.profile.recorded_step import ORDER_FILE
 from phalanx.observe.profile.request import ProfileRequest, new_name, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
@@ -110,7 +110,7 @@ def _warning(directory: RunDirectory, since_s: float) -> str | None:
         return None
     found = newest_event(
         directory.events,
-        lambda event: isinstance(event.body, Message) and event.body.text.startswith("the request for"),
+        lambda event: isinstance(event.body, Message) and event.body.incident is IncidentKind.PROFILE_REFUSED,
     )
     if found is None or found.t < since_s or not isinstance(found.body, Message):
         return None

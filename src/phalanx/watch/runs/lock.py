@@ -50,6 +50,15 @@ class KernelLocks:
         )
 
 
+def holder_of(directory: RunDirectory) -> int | None:
+    """The process of this machine that took the lock of the run directory last; ``None`` if that was on another machine, or nobody knows."""
+    try:
+        holder = _HOLDER.match(read_small(directory.lock).decode(errors="replace"))
+    except OSError:
+        return None
+    return int(holder[1]) if holder is not None and holder[2] == socket.gethostname() else None
+
+
 def _listed(path: Path) -> frozenset[tuple[int, int, int, int]] | None:
     try:
         text = path.read_text()

@@ -11,6 +11,7 @@ from phalanx.observe.events import (
     EpochLeft,
     Evaluated,
     Event,
+    IncidentKind,
     Message,
     NonFinite,
     RanksChanged,
@@ -23,6 +24,7 @@ from phalanx.observe.throughput import format_bytes, format_duration
 
 LONGEST_TEXT = 500
 _SPIKE = "LossSpike"
+_SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,15 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
                 "message",
                 f"{ranks:,} ranks from step {at + 1:,} on" + (f": {reason}" if reason else ""),
             )
-        case EpochLeft(text=text):
-            return step, "straggler" if _names_straggler(text) else "left", text
-        case Message(level=level, text=text):
-            return step, "straggler" if _names_straggler(text) else "message", f"{level}: {text}"
+        case EpochLeft(text=text, incident=incident):
+            return step, "straggler" if incident in _SLOW else "left", text
+        case Message(level=level, text=text, incident=incident):
+            return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
         case Stopped(step=at, reason=reason):
             return at, "message", f"stopped after step {at:,}: {reason}"
         case Step():
             return None
     return None
-
-
-def _names_straggler(text: str) -> bool:
-    return "straggler" in text.lower()
 
 
 def _spike(fields: dict[str, object]) -> str:

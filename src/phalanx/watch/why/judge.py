@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 from phalanx.watch.why.observed import Observed
 from phalanx.watch.why.reason import Reason
-from phalanx.watch.why.rules.ended import failed, gone
+from phalanx.watch.why.rules.ended import failed, gone, never_began, queued
 from phalanx.watch.why.rules.fleet import (
+    fewer_ranks,
     hardware,
     lost_nodes,
     no_coordinator,
@@ -17,7 +18,7 @@ from phalanx.watch.why.rules.fleet import (
     not_finite_nodes,
     straggler,
 )
-from phalanx.watch.why.rules.numbers import imbalance, not_finite, spike
+from phalanx.watch.why.rules.numbers import diverged, imbalance, not_finite, spike
 from phalanx.watch.why.rules.pace import low_goodput, slow_data, slower_than_before
 from phalanx.watch.why.rules.saving import failed_checkpoints, full_disk, old_checkpoint
 from phalanx.watch.why.rules.standstill import standstill
@@ -25,10 +26,10 @@ from phalanx.watch.why.rules.surroundings import clock_skew, other_data, other_l
 
 Rule = Callable[[Observed], Iterator[Reason]]
 RULES: tuple[Rule, ...] = (
-    *(failed, gone, standstill),
-    *(not_finite, spike, other_data, no_coordinator),
+    *(failed, gone, never_began, queued, standstill),
+    *(not_finite, spike, diverged, other_data, no_coordinator),
     *(failed_checkpoints, full_disk, old_checkpoint),
-    *(not_finite_nodes, lost_nodes, nodes_back, no_spares, hardware, throttled, straggler),
+    *(not_finite_nodes, lost_nodes, nodes_back, fewer_ranks, no_spares, hardware, throttled, straggler),
     *(slow_data, slower_than_before, low_goodput, imbalance),
     *(other_libraries, clock_skew),
 )

@@ -6,15 +6,17 @@ Each is asked as the command of its own is (``phalanx ranks``, ``phalanx runs sh
 from __future__ import annotations
 
 from contextlib import suppress
+from textwrap import shorten
 
 from phalanx.observe.event_log import EventLogError
+from phalanx.observe.logs.first_failure import what_happened, who
 from phalanx.observe.rank_stream import RankStream, RankStreamError
 from phalanx.observe.record.machines import machine_differences, newest_machines
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.watch.logs.read import first_failure
 from phalanx.watch.ranks.seats import layout_of_attempt, nodes_of_ranks
 from phalanx.watch.ranks.slowest import newest_windows, slowest, values_of
-from phalanx.watch.why.observed import SlowRankSeen
+from phalanx.watch.why.observed import FirstFailureSeen, SlowRankSeen
 
 _WINDOWS = 20
 _LEAST_WINDOWS = 5
@@ -59,11 +61,11 @@ def unlike_machines(directory: RunDirectory) -> list[str]:
     return []
 
 
-def told_first(directory: RunDirectory) -> str:
-    """The line of the logs that tells the first failure; empty if there is none."""
+def failed_first(directory: RunDirectory) -> FirstFailureSeen | None:
+    """The first failure by the logs of the newest start; ``None`` if nothing failed."""
     with suppress(OSError, ValueError):
         line = first_failure(directory)
         if line is not None:
-            who = f"rank {line.rank}" if line.rank is not None else line.process
-            return f"{who}{f' on {line.node}' if line.node else ''}: {' '.join(line.text.split())[-_CUT:]}"
-    return ""
+            text = shorten(what_happened(line.text), _CUT, placeholder=" ...")
+            return FirstFailureSeen(who(line), text, line.t)
+    return None

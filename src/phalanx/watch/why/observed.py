@@ -8,6 +8,7 @@ from statistics import median
 from typing import TypeVar
 
 from phalanx.fleet.control.fleet_file import FleetFile
+from phalanx.launch.engines.standing import JobStanding
 from phalanx.observe.events import (
     FROM_OUTSIDE,
     CheckpointSaved,
@@ -36,6 +37,26 @@ class FailureSeen:
     remedy: str
     at: float
     """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class FirstFailureSeen:
+    """The failure that came first in the newest start, by the logs of all processes (``phalanx logs``)."""
+
+    who: str
+    text: str
+    at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class ProcessSeen:
+    """A process of the run on this machine."""
+
+    pid: int
+    state: str
+    """Its letter in /proc/PID/stat, such as T for stopped and D for waiting for a disk."""
+    rank: int | None
 
 
 @dataclass(frozen=True)
@@ -82,10 +103,15 @@ class Observed:
     fleet: FleetFile | None = None
     failures: tuple[FailureSeen, ...] = ()
     """The failures of the newest start, the first to fail first."""
-    first_failure: str = ""
-    """The line of the logs that tells the first failure."""
+    first_failure: FirstFailureSeen | None = None
+    processes: tuple[ProcessSeen, ...] = ()
+    """The processes of a run that this machine holds."""
+    job: JobStanding | None = None
+    """Its queued or running job, if the engine was asked."""
     checkpoints: tuple[tuple[int, float], ...] = ()
     """Step and time of each checkpoint on disk, the oldest first."""
+    checkpoint_bytes: int = 0
+    """Bytes of the newest checkpoint on disk, all ranks' images together."""
     disk: DiskSeen | None = None
     slow_ranks: tuple[SlowRankSeen, ...] = ()
     machines: tuple[str, ...] = ()

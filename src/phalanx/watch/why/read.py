@@ -15,21 +15,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.index import decode_index
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import read_data_index
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
+from phalanx.launch.engines.standing import JobStanding
 from phalanx.observe.events import Event, decode
 from phalanx.observe.throttling import read_throttling
 from phalanx.run.data_folders import addresses, found_again
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, read_small_json
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.paths import (
+    CHECKPOINT_INDEX,
+    RunDirectory,
+    RunDirectoryError,
+    read_resolved,
+    read_small_json,
+    step_folder,
+)
+from phalanx.run.directory.regular_file import open_regular, read_small
 from phalanx.run.spec import RunSpec
 from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx.watch.runs.lock import KernelLocks
-from phalanx.watch.why.neighbors import slow_ranks, told_first, unlike_machines
+from phalanx.watch.why.neighbors import failed_first, slow_ranks, unlike_machines
 from phalanx.watch.why.observed import DiskSeen, FailureSeen, Observed
+from phalanx.watch.why.processes import processes_of
 
 _TAIL_BYTES = 4 << 20
 """Bytes of the newest events that are read: some thousand logged steps."""
@@ -39,25 +50,29 @@ _MOST_FAILURES = 64
 _FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
 
 
-def observe(directory: RunDirectory, now: float) -> Observed:
-    """What is known of the run in ``directory`` at ``now``."""
+def observe(directory: RunDirectory, now: float, job: JobStanding | None = None) -> Observed:
+    """Return all facts of the run in ``directory`` at ``now``; ``job``: what its engine shows of it, if known."""
     past, events = read_ends(directory.events)
     spec = _spec(directory)
     record = read_small_json(directory.record)
     fingerprint = record.get("data_fingerprint")
     data_now, data_error = _data_now(spec, record)
     failures = _failures(directory)
+    is_held = KernelLocks().holds(directory)
     seen = Observed(
         run=str(directory.path),
         now=now,
         spec=spec,
         events=tuple(events),
         past=tuple(past),
-        held=KernelLocks().holds(directory),
+        held=is_held,
         finished=directory.result.exists(),
         fleet=_fleet(directory),
         failures=tuple(failures),
-        first_failure=told_first(directory) if failures else "",
+        first_failure=failed_first(directory) if failures or is_held is False else None,
+        processes=tuple(processes_of(directory)) if is_held else (),
+        job=job,
+        checkpoint_bytes=_checkpoint_bytes(directory),
         checkpoints=tuple(_checkpoints(directory)),
         disk=_disk(directory),
         machines=tuple(unlike_machines(directory)),
@@ -149,6 +164,15 @@ def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
                     (step, (directory.checkpoints / f"step-{step:08d}" / "checkpoint.json").stat().st_mtime)
                 )
     return found
+
+
+def _checkpoint_bytes(directory: RunDirectory) -> int:
+    with suppress(OSError, CheckpointError):
+        steps = directory.committed_steps()
+        if steps:
+            path = step_folder(directory.checkpoints, max(steps)) / CHECKPOINT_INDEX
+            return sum(ref.data_bytes for ref in decode_index(read_small(path), str(path)).catalogs)
+    return 0
 
 
 def _disk(directory: RunDirectory) -> DiskSeen | None:

@@ -6,6 +6,7 @@ clock nor disk. A run to which nothing is wrong has none: what a rule cannot kno
 
 from __future__ import annotations
 
+from phalanx.launch.engines.standing import JobStanding
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why.judge import judge
 from phalanx.watch.why.read import observe
@@ -14,6 +15,9 @@ from phalanx.watch.why.reason import Reason, Severity
 __all__ = ["Reason", "Severity", "reasons"]
 
 
-def reasons(directory: RunDirectory, now: float) -> list[Reason]:
-    """Everything that is wrong with the run in ``directory`` at ``now`` (Unix seconds), worst first."""
-    return judge(observe(directory, now))
+def reasons(directory: RunDirectory, now: float, job: JobStanding | None = None) -> list[Reason]:
+    """Return everything that is wrong with the run in ``directory`` at ``now`` (Unix seconds), worst first.
+
+    ``job`` is what the engine that the run was submitted to shows of it, if known.
+    """
+    return judge(observe(directory, now, job))

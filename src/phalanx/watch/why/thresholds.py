@@ -52,6 +52,8 @@ NEWS_S = 600.0
 """... and for ten minutes at least: a window of a small model is over in seconds, and nobody looks as soon as that. The alert lasts as long."""
 BACK = 0.1
 """The loss is back if it is at most this part above what was usual before the spike."""
+RISEN = 0.5
+"""Part by which the loss must be above the run's best for a window of steps to count as diverged. Spikes of single steps are another rule's."""
 SKEW_S = 5.0
 """Between two clocks that wrote one stream. With NTP machines are within milliseconds; leases and the order of logs suffer from seconds."""
 IMBALANCE = 0.6

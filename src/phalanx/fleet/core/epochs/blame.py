@@ -29,6 +29,7 @@ from phalanx.fleet.core.state import (
     change,
     note,
 )
+from phalanx.observe.events import IncidentKind
 
 
 def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
@@ -43,7 +44,7 @@ def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
         end(state, orders, FleetPhase.FAILED, f"node {event.node}: {event.text}{also}")
         return
     state.accusations = (*state.accusations, Accusation(event.node, event.kind, state.step))
-    _set_aside(state, event.node, f"cannot train this run: {event.text[:200]}")
+    set_aside(state, event.node, f"cannot train this run: {event.text[:200]}", IncidentKind.NOTE)
     regroup(
         state, orders, f"node {event.node} cannot train this run, and is alone in that: {event.text[:200]}"
     )
@@ -80,7 +81,7 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     if together or 2 * len(blamed) > len(state.seats) or not can_do_without(state, blamed):
         blamed = set()
     for name in sorted(blamed):
-        _set_aside(state, name, f"{what}; the others compute it again")
+        set_aside(state, name, f"{what}; the others compute it again", IncidentKind.NOT_FINITE, step)
     state.doubt = NonFiniteDoubt(step, state.epoch, tuple(sorted(blamed)))
     how = f"without node {', '.join(sorted(blamed))}" if blamed else "with every rank on another node"
     regroup(state, orders, f"{what}; it is computed again {how}")
@@ -90,11 +91,12 @@ def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
     for name in doubt.nodes:
         node = state.nodes.get(name)
         if node is not None and node.eligibility is Eligibility.QUARANTINED:
-            change(state, node, eligibility=Eligibility.GOOD, why="")
+            change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE)
 
 
-def _set_aside(state: FleetState, name: str, why: str) -> None:
-    note(state, name, why)
+def set_aside(state: FleetState, name: str, why: str, kind: IncidentKind, step: int = m.NO_STEP) -> None:
+    """Notes why a node is unfit, and quarantines it if it may hold ranks."""
+    note(state, name, why, kind=kind, step=step)
     node = state.nodes[name]
     if node.eligibility is Eligibility.GOOD:
-        change(state, node, eligibility=Eligibility.QUARANTINED, why=why)
+        change(state, node, eligibility=Eligibility.QUARANTINED, why=why, fault=kind)

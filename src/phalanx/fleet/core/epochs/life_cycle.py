@@ -32,6 +32,7 @@ from phalanx.fleet.core.state import (
     node_called,
     note,
 )
+from phalanx.observe.events import IncidentKind
 
 IN_EPOCH = (FleetPhase.BINDING, FleetPhase.RUNNING)
 QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
@@ -149,11 +150,18 @@ def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
     nodes = [state.nodes[state.seats[seat]] for seat in sorted(state.vacant)]
     whole = all(node.alive and node.warm and not node.engaged for node in nodes)
     why = "; ".join(f"{node_called(node.name)}: {node.why or 'its workers are gone'}" for node in nodes[:4])
-    regroup(state, orders, why, planned=whole)
+    regroup(state, orders, why, planned=whole, kind=nodes[0].fault)
     return True
 
 
-def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: bool = False) -> None:
+def regroup(
+    state: FleetState,
+    orders: list[Order],
+    reason: str,
+    *,
+    planned: bool = False,
+    kind: IncidentKind = IncidentKind.NOTE,
+) -> None:
     """Ends the present epoch. A planned end loses no step; a fault while it is under way makes it unplanned."""
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
@@ -171,7 +179,7 @@ def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: boo
         if state.phase is FleetPhase.RUNNING or state.left_s is None:
             state.left_s, state.left_planned = state.now_s, planned
         enter(state, FleetPhase.PARKING)
-        note(state, "", reason, ended_epoch=True)
+        note(state, "", reason, ended_epoch=True, kind=kind)
         gone = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
         state.awaiting = set(state.seats)
         state.awaiting.difference_update(gone, state.early)

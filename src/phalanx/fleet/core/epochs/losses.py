@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.state import Eligibility, FleetState, Node, change, forget_copies, note
+from phalanx.observe.events import IncidentKind
 
 MASS_PATIENCE = 4
 """If most nodes fall silent at once, the coordinator itself is likely cut off: leases last this many times longer."""
@@ -29,8 +30,8 @@ def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
     if lemon:
         why = f"{why}; {len(strikes)} failures within {settings.strike_window_s:g} s: quarantined"
         changes["eligibility"] = Eligibility.QUARANTINED
-    note(state, node.name, why)
-    change(state, node, why=why, strikes=strikes[-settings.strikes :], **changes)
+    note(state, node.name, why, kind=IncidentKind.LOST)
+    change(state, node, why=why, fault=IncidentKind.LOST, strikes=strikes[-settings.strikes :], **changes)
 
 
 def last_heard_s(state: FleetState, name: str) -> float:

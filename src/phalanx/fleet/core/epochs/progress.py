@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from phalanx.fleet.core.commands import Fresh
 from phalanx.fleet.core.messages import NO_STEP
 from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, Node, StateSource, change, note
+from phalanx.observe.events import IncidentKind
 
 TOLD_OF_WAITING_S = 30.0
 
@@ -48,7 +49,8 @@ def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
     state.step_s, state.diagnosed = state.now_s, False
     if waiting_s >= TOLD_OF_WAITING_S and not state.told_of_waiting:
         state.told_of_waiting = True
-        note(state, node.name, f"has waited {waiting_s:.0f} s for samples from an object store")
+        text = f"has waited {waiting_s:.0f} s for samples from an object store"
+        note(state, node.name, text, kind=IncidentKind.DATA_WAIT)
 
 
 def _settle(state: FleetState, step: int) -> None:
@@ -59,7 +61,7 @@ def _settle(state: FleetState, step: int) -> None:
         state.doubt = None
         for name in doubt.nodes:
             verdict = f"step {doubt.step} is finite where other nodes compute it: this one was at fault"
-            note(state, name, verdict)
+            note(state, name, verdict, kind=IncidentKind.NOT_FINITE, step=doubt.step)
             node = state.nodes.get(name)
             if node is not None and node.eligibility is Eligibility.QUARANTINED:
                 change(state, node, why=verdict)
@@ -78,4 +80,4 @@ def withdraw_doubt(state: FleetState) -> None:
         note(state, name, f"step {doubt.step} is not computed again: nothing is known against this node")
         node = state.nodes.get(name)
         if node is not None and node.eligibility is Eligibility.QUARANTINED:
-            change(state, node, eligibility=Eligibility.GOOD, why="")
+            change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.fleet.control.fleet_file import FleetFile, Happening
 from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.observe.events import EpochLeft, IncidentKind
 from phalanx.observe.throughput import format_duration
 from phalanx.watch.why.observed import Observed
 from phalanx.watch.why.reason import Reason
 from phalanx.watch.why.thresholds import COORDINATOR_SILENT_S, FLEET_PATIENCE_S, RECOVERING_S, SLOW_RANK
 
-_HARDWARE = re.compile(r"\bXid\b|\bECC\b|throttl|remapped rows|\bhealth:", re.IGNORECASE)
-_NOT_FINITE = re.compile(r"step (\d+) is (?:not finite|finite where other nodes compute it)")
-"""What a fleet says of such a node at first, and once others have computed the step."""
-_SLOW = re.compile(r"^(straggler: |slow, and no spare)")
-_LOST = re.compile(
-    r"a collective broke|its agent began anew|\bs ago$|did not leave epoch|exited with code|hung, silent"
-)
-"""What a fleet says of a node that it has lost, or that has lost its workers."""
 _AWAY = ("lost", "quarantined")
 _GOING = ("leaving", "drained", GIVEN_BACK)
 
@@ -57,10 +50,12 @@ def straggler(seen: Observed) -> Iterator[Reason]:
             ),
         )
     fleet = _live(seen)
-    for node, told in _by_node(fleet.happenings if fleet else (), _SLOW).items():
+    for node, told in _by_node(
+        fleet.happenings if fleet else (), IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE
+    ).items():
         if seen.now - told[-1].unix_s > RECOVERING_S:
             continue
-        replaced = told[-1].what.startswith("straggler")
+        replaced = told[-1].kind is IncidentKind.STRAGGLER
         yield Reason(
             code="straggler",
             severity="info" if replaced else "warning",
@@ -73,7 +68,7 @@ def straggler(seen: Observed) -> Iterator[Reason]:
             doing="it was quarantined, and a spare took its place"
             if replaced
             else "training goes on at its pace",
-            next=f"look at that machine; when it is well: phalanx fleet admit {seen.run} {node}"
+            next=f"look at that machine; when it is well: phalanx fleet add {seen.run} {node}"
             if replaced
             else f"add a node (phalanx agent), then: phalanx fleet drain {seen.run} {node}",
         )
@@ -84,19 +79,21 @@ def hardware(seen: Observed) -> Iterator[Reason]:
     fleet = _live(seen)
     if fleet is None:
         return
-    away = {one.name: one for one in fleet.members if one.role in _AWAY and _HARDWARE.search(one.why)}
-    told = _by_node(fleet.happenings, _HARDWARE)
+    away = {
+        one.name: one for one in fleet.members if one.role in _AWAY and one.fault is IncidentKind.HARDWARE
+    }
+    told = _by_node(fleet.happenings, IncidentKind.HARDWARE)
     for name, member in away.items():
         first = told.get(name, [])
         yield Reason(
             code="hardware",
             severity="warning",
-            title=f"Node {name} is unfit: {_HARDWARE.sub(lambda found: found[0], member.why)[:120]}",
+            title=f"Node {name} is unfit: {member.why[:120]}",
             where=f"node {name} ({member.host})",
             since=first[0].unix_s if first else None,
             evidence=(member.why,),
             doing="it is quarantined and holds no ranks",
-            next=f"repair it, check it there with phalanx health, then: phalanx fleet admit {seen.run} {name}",
+            next=f"repair it, check it there with phalanx health, then: phalanx fleet add {seen.run} {name}",
         )
 
 
@@ -105,21 +102,21 @@ def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
     fleet = _live(seen)
     if fleet is None:
         return
-    told = _by_node(fleet.happenings, _NOT_FINITE)
+    incidents = _by_node(fleet.happenings, IncidentKind.NOT_FINITE)
     for member in fleet.members:
-        found = _NOT_FINITE.search(member.why) if member.role in _AWAY else None
-        if found is None:
+        if member.role not in _AWAY or member.fault is not IncidentKind.NOT_FINITE:
             continue
-        first = told.get(member.name, [])
+        first = incidents.get(member.name, [])
+        step = f"Step {first[0].step:,}" if first else "A step"
         yield Reason(
             code="not-finite",
             severity="warning",
-            title=f"Step {int(found[1]):,} was NaN or infinite on node {member.name}",
+            title=f"{step} was NaN or infinite on node {member.name}",
             where=f"node {member.name} ({member.host})",
             since=first[0].unix_s if first else None,
             evidence=tuple(dict.fromkeys((*(one.what for one in first[:1]), member.why))),
             doing="it is quarantined, and the other nodes compute the step again: the bits stay the same",
-            next=f"check that machine (there: phalanx health); when it is well: phalanx fleet admit {seen.run} {member.name}",
+            next=f"check that machine (there: phalanx health); when it is well: phalanx fleet add {seen.run} {member.name}",
         )
 
 
@@ -128,11 +125,8 @@ def lost_nodes(seen: Observed) -> Iterator[Reason]:
     fleet = _live(seen)
     if fleet is None:
         return
-    away = [
-        one
-        for one in fleet.members
-        if one.role in _AWAY and not _HARDWARE.search(one.why) and not _NOT_FINITE.search(one.why)
-    ]
+    explained = (IncidentKind.HARDWARE, IncidentKind.NOT_FINITE)
+    away = [one for one in fleet.members if one.role in _AWAY and one.fault not in explained]
     if not away:
         return
     names = {one.name for one in away}
@@ -150,19 +144,21 @@ def lost_nodes(seen: Observed) -> Iterator[Reason]:
         evidence=(
             *(f"{one.name}: {one.role}{f', {one.why}' if one.why else ''}" for one in away[:5]),
             f"{seated} nodes train" + (f" of {wanted}" if wanted else "") + f", {spares} spare",
-            f"{fleet.recoveries} recoveries so far"
+            f"{fleet.recoveries} {'recovery' if fleet.recoveries == 1 else 'recoveries'} so far"
             + (
                 f"; {fleet.ranks} ranks in epoch {fleet.epoch}"
                 if fleet.phase is FleetPhase.RUNNING
                 else f"; the fleet is {fleet.phase}"
             ),
         ),
-        doing="training goes on with fewer ranks: the bits stay the same"
-        if short and fleet.phase is FleetPhase.RUNNING
+        doing="the fleet comes together again"
+        if fleet.phase is not FleetPhase.RUNNING
+        else "training goes on with fewer ranks: the bits stay the same"
+        if short
         else "a spare has taken its place"
-        if fleet.phase is FleetPhase.RUNNING
-        else "the fleet comes together again",
-        next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet admit {seen.run} NODE, "
+        if fleet.recoveries or fleet.regroups
+        else "training goes on: it held no ranks",
+        next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet add {seen.run} NODE, "
         "a new one: phalanx agent there",
     )
 
@@ -173,7 +169,7 @@ def nodes_back(seen: Observed) -> Iterator[Reason]:
     if fleet is None:
         return
     there = {one.name: one for one in fleet.members if one.role not in (*_AWAY, *_GOING)}
-    for name, told in _by_node(fleet.happenings, _LOST).items():
+    for name, told in _by_node(fleet.happenings, IncidentKind.LOST).items():
         if name not in there or seen.now - told[-1].unix_s > RECOVERING_S:
             continue
         yield Reason(
@@ -216,7 +212,35 @@ def no_spares(seen: Observed) -> Iterator[Reason]:
             *(f"{one.name}: {one.role}, {one.why}" for one in fleet.members if one.role in _AWAY),
         ),
         doing="training goes on; the next lost node makes the fleet smaller",
-        next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet admit {seen.run} NODE",
+        next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet add {seen.run} NODE",
+    )
+
+
+def fewer_ranks(seen: Observed) -> Iterator[Reason]:
+    """Enough nodes are there, and fewer ranks train than were asked for: the reasons of the newest epochs' ends are named."""
+    fleet, spec = _live(seen), seen.spec
+    if fleet is None or spec is None or fleet.phase is not FleetPhase.RUNNING or not fleet.ranks:
+        return
+    there = [member for member in fleet.members if member.role in ("member", "spare", "warming")]
+    asked = spec.fleet.nodes * spec.fleet.workers_per_node
+    ends = [(event.t, event.body) for event in seen.events if isinstance(event.body, EpochLeft)]
+    if len(there) < spec.fleet.nodes or fleet.ranks >= asked or not ends:
+        return
+    counts = Counter(end.reason for _, end in ends)
+    reason, often = counts.most_common(1)[0]
+    yield Reason(
+        code="fewer-ranks",
+        severity="warning",
+        title=f"{fleet.ranks} of {asked} ranks train, and {len(there)} nodes are there",
+        where="the fleet",
+        since=ends[-1][0],
+        evidence=(
+            f"{len(ends)} epochs were left, {often} of them for one reason: {reason[:300]}"
+            if often > 1
+            else f"the newest epoch was left because: {ends[-1][1].reason[:300]}",
+        ),
+        doing="training goes on with fewer ranks: the bits stay the same; the others are tried again",
+        next=f"see whether the nodes reach each other at the addresses that they announce: phalanx status {seen.run}, phalanx logs {seen.run}",
     )
 
 
@@ -244,9 +268,9 @@ def no_coordinator(seen: Observed) -> Iterator[Reason]:
     )
 
 
-def _by_node(happenings: tuple[Happening, ...], what: re.Pattern[str]) -> dict[str, list[Happening]]:
+def _by_node(happenings: tuple[Happening, ...], *kinds: IncidentKind) -> dict[str, list[Happening]]:
     found: dict[str, list[Happening]] = {}
     for one in happenings:
-        if one.node and what.search(one.what):
+        if one.node and one.kind in kinds:
             found.setdefault(one.node, []).append(one)
     return found

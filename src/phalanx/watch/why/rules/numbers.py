@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from statistics import median
 
@@ -16,11 +15,10 @@ from phalanx.watch.why.thresholds import (
     IMBALANCE_AFTER_STEPS,
     NEWS_S,
     RECENT_STEPS,
+    RISEN,
     SPIKE_WINDOWS,
 )
 
-_SLOT = re.compile(r"loss of slot (\d+)")
-_PARAMETER = re.compile(r"gradient of (\S+)")
 _USUAL_WINDOW = 128
 
 
@@ -76,6 +74,67 @@ def spike(seen: Observed) -> Iterator[Reason]:
     )
 
 
+def diverged(seen: Observed) -> Iterator[Reason]:
+    """The loss is above that of an untrained model, or far above the run's own past for a window of steps."""
+    losses = [(t, step) for t, step in seen.settled if math.isfinite(step.loss)]
+    if (
+        not seen.running
+        or len(losses) < RECENT_STEPS
+        or any(reason.severity == "critical" for reason in spike(seen))
+    ):
+        return  # a spike that has not come back names the step and its batch
+    window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
+    untrained = _untrained_loss(seen)
+    best = _best_loss(seen)
+    now = median(step.loss for _, step in losses[-RECENT_STEPS:])
+    above = now > (1 + BACK) * untrained
+    limit = (1 + BACK) * untrained if above else (1 + RISEN) * best
+    reached = losses[-1][1].step
+    # The steps since the loss was below the limit last, on which the rule rests.
+    below = max((step.step for _, step in losses if step.loss <= limit), default=0)
+    risen = [(t, step) for t, step in losses if step.step > below]
+    if not above and (now <= limit or not risen or reached - risen[0][1].step < window):
+        return
+    since, first = next(((t, step) for t, step in losses if step.loss > limit), losses[-1])
+    before = [step for step, _ in seen.checkpoints if step < first.step]
+    back = f"phalanx train {seen.run} --from {before[-1]}" if before else f"phalanx train {seen.run}"
+    yield Reason(
+        code="diverged",
+        severity="critical",
+        title=f"The loss has diverged: {now:.4g}",
+        where=f"step {first.step:,} and after",
+        since=since,
+        evidence=(
+            f"the median loss of the newest {RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}",
+            *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
+            *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
+        ),
+        doing="training goes on; its older checkpoints are kept as checkpoint.keep_last says",
+        next=f"lower optimizer.lr or lengthen schedule.warmup_steps, from before it: {back} --set optimizer.lr=...",
+    )
+
+
+def _untrained_loss(seen: Observed) -> float:
+    """The loss of a model that gives every token the same chance, or of the run's first step if that is larger; infinite if neither is known."""
+    vocabulary = seen.spec.model.vocab_size if seen.spec else 0
+    first = next((event.body for event in (*seen.past, *seen.events) if isinstance(event.body, Step)), None)
+    losses = [math.log(vocabulary)] if vocabulary > 1 else []
+    if first is not None and math.isfinite(first.loss):
+        losses.append(first.loss)
+    return max(losses, default=math.inf)
+
+
+def _best_loss(seen: Observed) -> float:
+    """The least median loss of a stretch of the run's steps; infinite if there are too few."""
+    losses = [
+        event.body.loss
+        for event in (*seen.past, *seen.events)
+        if isinstance(event.body, Step) and math.isfinite(event.body.loss)
+    ]
+    stretches = range(0, len(losses) - RECENT_STEPS + 1, RECENT_STEPS)
+    return min((median(losses[first : first + RECENT_STEPS]) for first in stretches), default=math.inf)
+
+
 def _spike(event: Event) -> LossSpike:
     assert isinstance(event.body, LossSpike)
     return event.body
@@ -115,11 +174,10 @@ def not_finite(seen: Observed) -> Iterator[Reason]:
         isinstance(one.body, Step) and one.t > event.t and one.body.step >= last.step for one in seen.events
     ):
         return  # it was started again, and has passed the step
-    slot, parameter = _SLOT.search(last.what), _PARAMETER.search(last.what)
     places = [
         f"step {last.step:,}",
-        *([f"slot {slot[1]}"] if slot else []),
-        *([f"gradient of {parameter[1]}"] if parameter else []),
+        *(f"slot {slot}" for slot in last.slots[:1]),
+        *(f"gradient of {name}" for name in last.parameters[:1]),
         *(
             [f"rank{'s' if len(last.ranks) > 1 else ''} {', '.join(map(str, last.ranks[:8]))}"]
             if last.ranks
@@ -132,7 +190,7 @@ def not_finite(seen: Observed) -> Iterator[Reason]:
         else ()
     )
     often = (f"{len(found)} steps since step {min(found):,} were not finite",) if len(found) > 1 else ()
-    shown = f" --slot {slot[1]}" if slot else ""
+    shown = f" --slot {last.slots[0]}" if last.slots else ""
     yield Reason(
         code="not-finite",
         severity="warning" if last.skipped else "critical",

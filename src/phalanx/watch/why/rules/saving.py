@@ -99,7 +99,7 @@ def full_disk(seen: Observed) -> Iterator[Reason]:
     if seen.disk is None or not seen.running:
         return
     saved = seen.newest(CheckpointSaved)
-    size = saved[1].size_bytes if saved else 0
+    size = seen.checkpoint_bytes or (saved[1].size_bytes if saved else 0)
     free, total = seen.disk.free, seen.disk.total
     none_left = free < DISK_NEXT * size or not free
     filling = free < DISK_SHARE * total and free < DISK_CHECKPOINTS * max(size, 1 << 30)

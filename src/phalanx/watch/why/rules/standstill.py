@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, Message
+from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, IncidentKind, Message
 from phalanx.observe.throughput import format_duration
-from phalanx.watch.why.observed import Observed
+from phalanx.watch.why.observed import Observed, ProcessSeen
 from phalanx.watch.why.reason import Code, Reason
 from phalanx.watch.why.thresholds import (
     FLEET_PATIENCE_S,
@@ -19,7 +19,12 @@ from phalanx.watch.why.thresholds import (
     WORK_TIMES,
 )
 
-_WAITS = ("has waited", "waits for its data")
+_HALTED = {
+    "T": "is stopped (state T)",
+    "t": "is held by a debugger (state t)",
+    "D": "waits for a disk (state D)",
+}
+_STOPPED = ("T",)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ def standstill(seen: Observed) -> Iterator[Reason]:
     if not seen.running or not seen.last_t:
         return
     since = seen.steps[-1][0] if seen.steps else seen.began_at or seen.last_t
-    silent_s = seen.now - max(since, seen.last_t)
+    silent_s = max(0.0, seen.now - max(since, seen.last_t))
     doing = _doing(seen)
     if silent_s <= doing.patience_s:
         return
@@ -54,24 +59,35 @@ def standstill(seen: Observed) -> Iterator[Reason]:
         else f"the newest event is {format_duration(seen.now - seen.last_t)} old",
         f"it should be {doing.what}, for which {format_duration(doing.patience_s)} are enough",
     ]
+    halted = [process for process in seen.processes if process.state in _HALTED]
+    evidence += [f"{_called(process)} {_HALTED[process.state]}" for process in halted[:4]]
+    stopped = [str(process.pid) for process in halted if process.state in _STOPPED]
     fleet = seen.fleet is not None
     stall_s = seen.spec.fleet.stall_s if seen.spec else 120.0
     yield Reason(
         code=doing.code,
         severity="critical",
         title=f"No step for {format_duration(silent_s)}, while {doing.what}",
-        where="the whole run",
+        where=", ".join(map(_called, halted[:4])) or "the whole run",
         since=since,
         evidence=tuple(evidence),
         doing=f"the fleet diagnoses a hang after {stall_s:g} s and replaces who hangs"
         if fleet
         else "nothing: plain ranks wait for each other",
-        next=doing.next
+        next=f"let it go on: kill -CONT {' '.join(stopped)}"
+        if stopped
+        else doing.next
         or (
             f"phalanx status {seen.run} (the fleet's view); phalanx logs {seen.run}"
             if fleet
             else f"look at {seen.run}/logs; then end its process (kill) and start again: phalanx train {seen.run}"
         ),
+    )
+
+
+def _called(process: ProcessSeen) -> str:
+    return (
+        f"process {process.pid}" if process.rank is None else f"rank {process.rank} (process {process.pid})"
     )
 
 
@@ -142,19 +158,15 @@ def _of_fleet(seen: Observed, stepping_s: float) -> _Doing:
 
 def _data(seen: Observed) -> _Doing | None:
     """Waiting for an object store, if that is what somebody said last."""
-    told = [
-        event for event in seen.events if isinstance(event.body, Message) and event.t >= seen.steps[-1][0]
+    texts = [
+        event.body.text
+        for event in seen.events
+        if isinstance(event.body, Message)
+        and event.body.incident is IncidentKind.DATA_WAIT
+        and event.t >= seen.steps[-1][0]
     ]
-    text = next(
-        (one.body.text for one in reversed(told) if isinstance(one.body, Message) and _waits(one.body.text)),
-        None,
-    )
-    if text is None:
+    if not texts:
         return None
     timeout = seen.spec.data.timeout_s if seen.spec else WORK_PATIENCE_S
     wait = f"see whether the object store answers (phalanx data show URL); training goes on by itself when it does, within data.timeout_s = {timeout:g} s"
-    return _Doing(f"waiting for samples ({text[:160]})", STALL_LEAST_S, "waiting-for-data", wait)
-
-
-def _waits(text: str) -> bool:
-    return any(words in text for words in _WAITS) and "samples" in text
+    return _Doing(f"waiting for samples ({texts[-1][:160]})", STALL_LEAST_S, "waiting-for-data", wait)

@@ -1,0 +1,186 @@
+"""Runs that diverge, end without an order, wait in a queue or train on fewer ranks than were asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.fleet.control.fleet_file import Member
+from phalanx.launch.engines.standing import JobStanding
+from phalanx.observe.events import CheckpointSaved, EpochLeft, Message, NonFinite, decode
+from phalanx.observe.logs.first_failure import ended_text
+from phalanx.observe.logs.line import LogLine, encode
+from phalanx.run.spec import ModelSpec, RunSpec
+from phalanx.watch.why.observed import DiskSeen, ProcessSeen
+from phalanx.watch.why.processes import processes_of
+from watch.why.test_rules import FLEET, NOTHING_DUE, only
+from watch.why.watched import T0, Watched, fleet_file, member, steps
+
+VOCABULARY = dataclasses.replace(NOTHING_DUE, model=ModelSpec(vocab_size=4096))
+"""Its untrained model has a loss of 8.3."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Watched:
+    """A run of 30 healthy steps."""
+    watched = Watched(tmp_path / "run", VOCABULARY)
+    watched.write(steps(1, 30))
+    return watched
+
+
+def log_line(run: Watched, text: str, rank: int = 1, at: float | None = None) -> None:
+    """A rank's log gets a line of an error."""
+    path = run.directory.log(0, rank).with_suffix(".jsonl")
+    path.parent.mkdir(exist_ok=True)
+    t = run.t if at is None else at
+    with path.open("ab") as file:
+        file.write(encode(LogLine(t, "error", "vm", rank, 0, 0, 30, text, f"rank-{rank:05d}")))
+
+
+# --- divergence ------------------------------------------------------------------------------------------
+
+
+def test_a_loss_above_that_of_an_untrained_model_is_critical(run: Watched) -> None:
+    run.write(steps(31, 60, lambda _: {"loss": 3900.0}))
+    found = only(run.reasons(checkpoints=((20, T0),)))
+    assert (found.code, found.severity) == ("diverged", "critical")
+    assert "an untrained model has 8.3" in found.evidence[1]
+    assert "--from 20 --set optimizer.lr=" in found.next
+
+
+def test_a_loss_that_begins_high_and_falls_is_no_divergence(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", VOCABULARY)
+    run.write(steps(1, 60, lambda number: {"loss": 30.0 - number / 4}))
+    assert run.codes() == []
+
+
+def test_a_loss_half_above_the_best_is_a_divergence_once_it_has_lasted_a_window(run: Watched) -> None:
+    run.write(steps(31, 60))
+    run.write(steps(61, 150, lambda _: {"loss": 3.5}))
+    assert run.codes() == []
+    run.write(steps(151, 200, lambda _: {"loss": 3.5}))
+    found = only(run.reasons())
+    assert (found.code, found.where) == ("diverged", "step 61 and after")
+
+
+# --- ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_was_killed_is_named_as_the_failure_of_the_run(run: Watched) -> None:
+    log_line(run, ended_text("was killed by SIGKILL"))
+    log_line(run, "RuntimeError: Connection closed by peer", rank=0, at=run.t + 0.1)
+    found = only(run.reasons(1, held=False))
+    assert (found.code, found.where) == ("failed", "rank 1 on vm")
+    assert "SIGKILL" in found.title
+    assert "dmesg" in found.next
+
+
+def test_a_failure_long_before_the_last_event_was_recovered_from(run: Watched) -> None:
+    log_line(run, ended_text("was killed by SIGKILL"), at=run.t - 300)
+    assert only(run.reasons(1, held=False)).code == "gone"
+
+
+def test_the_first_failure_is_printed_from_its_beginning(run: Watched) -> None:
+    log_line(run, f"ValueError: the cause stands here, {'then much more ' * 100}")
+    assert "the cause stands here" in only(run.reasons(1, held=False)).title
+
+
+def test_a_job_that_ended_before_its_first_event_is_named_by_its_log(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run")
+    job = JobStanding("job 7 (slurm)", "it has ended; its log is runs/x/launch/job-7.log", has_ended=True)
+    found = only(run.reasons(held=False, job=job, events=()))
+    assert (found.code, found.severity) == ("failed", "critical")
+    assert "job-7.log" in found.evidence[0]
+
+
+def test_a_job_that_died_before_its_first_event_is_named_by_its_failure(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run")
+    run.t = T0
+    log_line(run, "error: data.path: there is no /no/such", rank=0)
+    assert "there is no /no/such" in only(run.reasons(held=False, events=())).title
+
+
+@pytest.mark.parametrize(
+    ("is_held", "code", "severity"), [(True, "job-held", "warning"), (False, "job-waiting", "info")]
+)
+def test_a_job_in_the_queue_is_named(run: Watched, is_held: bool, code: str, severity: str) -> None:
+    job = JobStanding("job 7 (slurm)", "waits for 2 nodes", is_waiting=True, is_held=is_held)
+    found = only(run.reasons(held=False, job=job))
+    assert (found.code, found.severity) == (code, severity)
+
+
+# --- hangs -----------------------------------------------------------------------------------------------
+
+
+def test_a_hang_names_the_rank_whose_process_is_stopped_and_how_it_goes_on(run: Watched) -> None:
+    processes = (ProcessSeen(10, "S", 0), ProcessSeen(11, "T", 1))
+    found = only(run.reasons(120, processes=processes))
+    assert (found.code, found.where) == ("stalled", "rank 1 (process 11)")
+    assert "kill -CONT 11" in found.next
+
+
+def test_the_processes_of_a_run_are_its_holder_and_what_that_started(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.directory.lock.write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, "PHALANX_RANK": "3"}
+    )
+    try:
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        states = {process.pid: process for process in processes_of(run.directory)}
+        assert os.getpid() in states
+        assert states[child.pid] == ProcessSeen(child.pid, "T", 3)
+    finally:
+        child.kill()
+        child.wait()
+
+
+# --- fleets ----------------------------------------------------------------------------------------------
+
+
+def test_a_fleet_that_trains_on_fewer_ranks_than_its_nodes_allow_says_why(run: Watched) -> None:
+    reason = "node a, worker 0: connectFullMesh failed ... remote=[127.0.0.1]"
+    run.write([EpochLeft(number, reason) for number in range(3)])
+    members = (member("node-0", 0), Member("node-1", "spare", "b", attached=True))
+    run.spec = FLEET
+    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, ranks=1))
+    (one,) = [reason for reason in found if reason.code == "fewer-ranks"]
+    assert "1 of 2 ranks" in one.title
+    assert "127.0.0.1" in one.evidence[0]
+    assert "3 of them for one reason" in one.evidence[0]
+
+
+def test_a_spare_that_was_lost_is_not_said_to_be_replaced(run: Watched) -> None:
+    members = (member("node-0", 0), member("node-1", 1), Member("node-2", "lost", "host-2"))
+    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members))
+    (one,) = [reason for reason in found if reason.code == "lost-node"]
+    assert one.doing == "training goes on: it held no ranks"
+
+
+def test_the_room_for_the_next_checkpoint_is_that_of_all_ranks(run: Watched) -> None:
+    run.write([CheckpointSaved(30, "c", 7_600_000, 1.0)])
+    disk = DiskSeen(21 << 20, 50 << 20)
+    assert run.codes(disk=disk, checkpoint_bytes=29 << 20) == ["disk-full"]
+
+
+# --- runs of older versions ------------------------------------------------------------------------------
+
+
+def test_events_of_older_versions_are_read(run: Watched) -> None:
+    line = b'{"t":1.0,"attempt":0,"kind":"Message","level":"warning","text":"node a: slow, and no spare"}'
+    assert decode(line).body == Message("warning", "node a: slow, and no spare")
+    run.write([NonFinite(31, "not finite are loss of slot 5", skipped=False)])
+    assert next(one for one in run.reasons() if one.code == "not-finite").where == "step 31"
+
+
+def test_a_run_without_a_run_file_can_be_judged(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", RunSpec())
+    run.write(steps(1, 60))
+    assert run.codes(spec=None) == []
