@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained, refuse_unused
+from phalanx.cli.text_console import text_console
 
 if TYPE_CHECKING:
     from phalanx.launch.placing.choose import Choice
@@ -286,13 +287,13 @@ def _tell_verdict(verdict: Verdict, as_json: bool) -> None:
 
 
 def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[Choice]) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from phalanx.launch.placing.host_list import folded
     from phalanx.observe.throughput import format_bytes
 
-    console = Console(highlight=False)
+    console = text_console()
     if not console.is_terminal:
         console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
     shape, levels = traffic.shape, [level.name for level in topology.levels]
@@ -305,7 +306,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
         f"{flow.axis} ({flow.size}, {flow.pattern.replace('_', ' ')}) {format_bytes(int(flow.sent_bytes))}"
         for flow in traffic.flows
     )
-    console.print(f"[dim]each rank sends in a step:[/] {sums or 'nothing'}")
+    console.print(Text.assemble(("each rank sends in a step:", "dim"), f" {sums or 'nothing'}"))
     table = Table("unit", "order", "units", "straddling", "usable nodes", "NIC ms", box=None, pad_edge=False)
     for name in levels:
         table.add_column(f"{name} ms")
@@ -326,7 +327,11 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
     console.print(table)
     best = found[0]
     console.print(
-        f"the first is taken: [bold]{_ratio(best)}[/]; the planner expects {traffic.step_s:.3g} s a step where all is near"
+        Text.assemble(
+            "the first is taken: ",
+            (_ratio(best), "bold"),
+            f"; the planner expects {traffic.step_s:.3g} s a step where all is near",
+        )
     )
     console.print(f"ranks, in order: {folded(best.seats)}", soft_wrap=True)
     if best.placement.spares:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from phalanx.cli.errors import explained
+from phalanx.cli.text_console import text_console
 from phalanx.hardware.catalog import accelerator, accelerators, systems
 from phalanx.hardware.cluster import Accelerator, Fact
 from phalanx.hardware.errors import HardwareError
@@ -46,7 +47,7 @@ def _list(as_json: bool) -> None:
             json.dumps({"accelerators": entries, "systems": {k: _plain(s) for k, s in systems().items()}})
         )
         return
-    console = Console()
+    console = text_console(highlight=True)
     table = Table(
         title="Accelerators (dense peaks; phalanx hardware NAME shows the sources)", title_justify="left"
     )
@@ -89,14 +90,15 @@ def _show(name: str, as_json: bool) -> None:
         shown = {"accelerator": _plain(chip), "system": _plain(system) if system else None}
         click.echo(json.dumps({**shown, "fitted": {key: _plain(fit) for key, fit in fits.items()}}))
         return
-    console = Console(soft_wrap=True)
+    console = text_console(soft_wrap=True, highlight=True)
     for title, entry in ((chip.name, chip), (f"System {name}", system)):
         if entry is None:
             continue
-        console.print(f"\n[bold]{title}[/bold]", highlight=False)
+        console.print(f"\n{title}", style="bold", highlight=False)
         console.print(_figures(entry))
     console.print(
-        f"\n[bold]Fitted constants[/bold] (profile {profile_of(chip).constants.name})", highlight=False
+        Text.assemble(("\nFitted constants", "bold"), f" (profile {profile_of(chip).constants.name})"),
+        highlight=False,
     )
     console.print(_fit_table(fits))
 
@@ -106,7 +108,8 @@ def _figures(entry: Accelerator | System) -> Table:
     for name, value in _leaves(entry, ""):
         fact = value if isinstance(value, Fact) else Fact(value, "")
         shown = f"{fact.value:,.6g}" if type(fact.value) in (int, float) else str(fact.value)
-        table.add_row(name, shown, f"[dim]{fact.source}{', ' + fact.date if fact.date else ''}[/dim]")
+        source = fact.source + (f", {fact.date}" if fact.date else "")
+        table.add_row(name, shown, Text(source, style="dim"))
     return table
 
 
@@ -147,7 +150,7 @@ def _fit_table(fits: dict[str, Any]) -> Table:
             for field in dataclasses.fields(fit)
             if field.name != "provenance"
         ]
-        table.add_row(name, ", ".join(values), f"[dim]{_origin(fit.provenance)}[/dim]")
+        table.add_row(name, ", ".join(values), Text(_origin(fit.provenance), style="dim"))
     return table
 
 

@@ -7,9 +7,10 @@ import json
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from phalanx.cli.text_console import text_console
 from phalanx.model.facts import presets
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
@@ -73,7 +74,7 @@ def _print_all(found: dict[str, JsonObject]) -> None:
             *(f"{shape[part]:,}" for part in ("layers", "dim", "heads", "kv_heads")),
             f"{shape['moe']['experts']:,}" if "moe" in shape else "-",
         )
-    console = Console()
+    console = text_console(highlight=True)
     console.print(table)
     console.print(presets.__doc__, highlight=False)
 
@@ -84,6 +85,7 @@ def _print_one(name: str, facts: JsonObject) -> None:
         table.add_row(key, f"{facts[key]:,}")
     for key, value in facts["shape"].items():
         table.add_row(key, f"{value:,}" if type(value) is int else str(value))
-    console = Console()
-    console.print(f"[bold]{name}[/bold] (FLOPs per token at {facts['seq_len']:,} tokens)", highlight=False)
+    console = text_console(highlight=True)
+    head = Text.assemble((name, "bold"), f" (FLOPs per token at {facts['seq_len']:,} tokens)")
+    console.print(head, highlight=False)
     console.print(table)

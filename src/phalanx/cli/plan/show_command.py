@@ -18,6 +18,7 @@ from phalanx.cli.plan.show_ranks import (
     print_layout,
     resolved,
 )
+from phalanx.cli.text_console import text_console
 from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.throughput import format_bytes, format_count
@@ -129,7 +130,6 @@ def _facts(spec: RunSpec) -> JsonObject:
 
 
 def _print(facts: JsonObject) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -158,4 +158,4 @@ def _print(facts: JsonObject) -> None:
         table.add_row(kind, format_bytes(size), "")
     total = format_bytes(facts["state_bytes_total"])
     table.add_row("state", total, "over the whole fleet, without activations", style="bold")
-    Console(highlight=False).print(table)
+    text_console().print(table)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.cli.text_console import text_console
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.stages import stage_layers
 from phalanx.observe.throughput import format_bytes, format_count
@@ -129,14 +130,14 @@ def _comparison_facts(found: Comparison) -> JsonObject:
 
 def print_layout(facts: JsonObject) -> None:
     """The tables of ``layout_facts``."""
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = text_console()
     mesh = (
         " x ".join(f"{axis} {degree}" for axis, degree in facts["mesh"].items() if degree > 1) or "one rank"
     )
-    console.print(f"\n[bold]{facts['ranks']:,} ranks[/bold]: {mesh}")
+    console.print(Text.assemble((f"\n{facts['ranks']:,} ranks", "bold"), f": {mesh}"))
     teams = f"teams of {facts['team']} share experts; " if facts["team"] > 1 else ""
     console.print(
         f"{teams}a rank computes {facts['rounds_per_step']} slots of {facts['micro_batches_per_slot']} "
@@ -196,11 +197,12 @@ def spans(numbers: Sequence[int]) -> str:
 
 def print_dry_run(found: JsonObject) -> None:
     """The table of one rank of ``dry_run_facts``."""
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    verdict = "[green]matches[/green]" if found["matches"] else "[red]differs[/red]"
-    table = Table("what", "", "derived", "found", title=f"Rank {found['rank']:,}: {verdict}", highlight=False)
+    verdict = ("matches", "green") if found["matches"] else ("differs", "red")
+    title = Text.assemble(f"Rank {found['rank']:,}: ", verdict)
+    table = Table("what", "", "derived", "found", title=title, highlight=False)
     for column in table.columns[2:]:
         column.justify = "right"
     elements = found["elements"]
@@ -215,4 +217,4 @@ def print_dry_run(found: JsonObject) -> None:
     for row in found["collectives"]:
         style = None if row["derived"] == row["counted"] else "red"
         table.add_row(row["axis"], row["kind"], f"{row['derived']:,}", f"{row['counted']:,}", style=style)
-    Console(highlight=False).print(table)
+    text_console().print(table)

@@ -12,6 +12,7 @@ import msgspec
 
 from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.text_console import text_console
 from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, printable, share, utilization
 from phalanx.watch.runs.index import RunIndex
 from phalanx.watch.runs.row import RunRow
@@ -125,11 +126,9 @@ def list_command(
 
 
 def _print(rows: list[RunRow], shown: list[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = text_console()
     if not console.is_terminal:
         console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
     table = Table(box=None, pad_edge=False)
@@ -138,7 +137,7 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
     now = time.time()
     for row in rows:
         cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
-        table.add_row(*(Text(printable(cell)) for cell in cells))  # a folder's name may look like markup
+        table.add_row(*map(printable, cells))
     console.print(table)
     if "mfu" in shown and any(row.mfu is not None and row.mfu > 1 for row in rows):
         console.print(ABOVE_PEAK)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.result import RunResult
@@ -16,9 +17,15 @@ _ABOVE = " (above the measured peak: other work slowed that measurement when the
 
 
 _COMPARED = {
-    "equal": "[green]equal[/] to the hash in the run file: this machine computes what others have computed",
-    "different": "[red]different[/] from the hash in the run file: please report it with the file record.json of the run directory",
-    "not expected": "not compared: the run file has no hash for this run on this dataset ({run})",
+    "equal": (
+        ("equal", "green"),
+        " to the hash in the run file: this machine computes what others have computed",
+    ),
+    "different": (
+        ("different", "red"),
+        " from the hash in the run file: please report it with the file record.json of the run directory",
+    ),
+    "not expected": (("not compared", ""), ": the run file has no hash for this run on this dataset"),
 }
 
 
@@ -38,7 +45,8 @@ def result_table(
     for label, value in _rows(result, directory):
         table.add_row(label, value)
     if comparison is not None:
-        table.add_row("expected", _COMPARED[comparison].format(run=directory.path.name))
+        run = f" ({directory.path.name})" if comparison == "not expected" else ""
+        table.add_row("expected", Text.assemble(*_COMPARED[comparison], run))
     table.add_row("see all of it", page_command(directory, program))
     return table
 

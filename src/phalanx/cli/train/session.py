@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.cli.text_console import text_console
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
@@ -50,9 +51,7 @@ class FleetStory:
 
 def console_for(as_json: bool) -> Console:
     """The console for people: stderr if stdout is to carry JSON."""
-    from rich.console import Console
-
-    return Console(stderr=as_json, highlight=False)
+    return text_console(stderr=as_json)
 
 
 def progress_on(console: Console) -> Callable[[str, int, int], None]:
@@ -63,7 +62,7 @@ def progress_on(console: Console) -> Callable[[str, int, int], None]:
         now_s = time.monotonic()
         if done == total or now_s - last_s.get(what, 0.0) > 1.0:
             last_s[what] = now_s
-            console.print(f"[dim]{what}[/] {done:,}" + (f" of {total:,}" if total else ""))
+            console.print(f"{what} {done:,}" + (f" of {total:,}" if total else ""), style="dim")
 
     return show
 
@@ -95,23 +94,19 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
 
 def tell_on(console: Console) -> Callable[[str], None]:
     """Returns a function for launchers: it prints what becomes of a request to stop."""
-    return lambda words: console.print(f"[yellow]{words}[/]")
+    return lambda words: console.print(words, style="yellow")
 
 
 def tell_fallback(written: RunSpec, run: OpenRun, console: Console) -> None:
     """Prints why the numerics of a run that leaves them open are native, if they are."""
-    from rich.markup import escape
-
     if note := note_of_fallback(written, run.spec):
-        console.print(f"[yellow]note:[/] {escape(note)}")
+        _print_marked(console, "note:", note)
 
 
 def tell_earlier_data(run: OpenRun, console: Console) -> None:
     """Prints which runs of this run file are left behind because their dataset was prepared anew."""
-    from rich.markup import escape
-
     for note in notes_of_earlier_data(run):
-        console.print(f"[yellow]note:[/] {escape(note)}")
+        _print_marked(console, "note:", note)
 
 
 def tell_parent(run: OpenRun, console: Console) -> None:
@@ -125,7 +120,13 @@ def tell_parent(run: OpenRun, console: Console) -> None:
         for change in changes_from_parent(
             read_resolved(RunDirectory(start.parent.parent)), run.spec, step_of(start) or 0
         ):
-            console.print(f"[yellow]from there on[/] {change}")
+            _print_marked(console, "from there on", change)
+
+
+def _print_marked(console: Console, mark: str, text: str) -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble((mark, "yellow"), f" {text}"))
 
 
 def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Console, as_json: bool) -> int:
@@ -154,7 +155,7 @@ def how_to_go_on(run_dir: Path, words: Sequence[str], *, child: bool) -> str:
 def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, story: FleetStory | None) -> int:
     """Reports how a run ended, with the fleet's ``story`` if it had one; returns the exit code."""
     for fault in story.faults_missed if story else ():
-        console.print(f"[yellow]did not happen[/]: {fault}: its moment did not come")
+        _print_marked(console, "did not happen:", f"{fault}: its moment did not come")
     if ending.status == "finished":
         _report(run.directory, run.spec, console, as_json, story)
         return 0
@@ -163,7 +164,7 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
         step = max(run.directory.committed_steps(), default=0)
         lost = f" without saving; the newest checkpoint is of step {step}"
         how = f" ({ending.message})" if ending.message not in ("", "stopped") else ""
-        console.print(f"[yellow]stopped[/]{lost if ending.unsaved else how}; to go on: {again}")
+        _print_marked(console, "stopped", f"{lost if ending.unsaved else how}; to go on: {again}")
         if as_json:
             fleets = {"unsaved_steps": ending.unsaved_steps} if story else {}
             click.echo(json.dumps({"stopped": True, "saved_step": step} | fleets))
@@ -195,8 +196,8 @@ def _report(
     table = result.to_json() | (asdict(story) if story else {})
     text = _sample(directory.path, spec.sample, console) if spec.sample.prompt else None
     if text is not None:
-        console.rule("[bold]sample[/]", align="left")
-        console.print(text, markup=False)
+        console.rule("sample", align="left")
+        console.print(text)
         console.rule()
         table["sample"] = text
     from phalanx.cli.train.result_table import result_table
@@ -221,5 +222,5 @@ def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
     try:
         return sample_text(path, sample)
     except Exception as error:  # The run has ended well: its result is printed whatever becomes of a text.
-        console.print(f"no sample: {error}", markup=False, style="yellow")
+        console.print(f"no sample: {error}", style="yellow")
         return None

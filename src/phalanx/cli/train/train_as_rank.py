@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from phalanx.cli.text_console import text_console
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.order import order_for
@@ -82,8 +83,6 @@ def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
 
 def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
     """Shows the run's events as plain lines, from a thread; returns what ends it."""
-    from rich.console import Console
-
     from phalanx.observe.display.terminal import show_events
     from phalanx.observe.event_log import follow
 
@@ -91,7 +90,7 @@ def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
     events = RunDirectory(run_dir).events
     events.touch()
     ours = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
-    console = Console(stderr=as_json, highlight=False)
+    console = text_console(stderr=as_json)
     thread = Thread(target=show_events, args=(ours, console, False), daemon=True)
     thread.start()
 

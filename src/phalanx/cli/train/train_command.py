@@ -208,7 +208,7 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     tell_fallback(spec, run, console)
     for change in run.layout_changes:
         console.print(
-            f"[yellow]another layout than before[/]: {change}; the bits of the weights depend on it"
+            f"another layout than before: {change}; the bits of the weights depend on it", style="yellow"
         )
     ending = run_locally(run, ranks, event_display(run, console), tell_on(console))
     os.close(run.lock_fd)

@@ -71,7 +71,7 @@ def train_fleet(
     tell_parent(run, console)
     tell_earlier_data(run, console)
     tell_fallback(spec, run, console)
-    console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
+    console.print(f"look at it with phalanx status {run.directory.path}", style="dim")
     fleet = LocalFleet(nodes, spares, planned, lead=lead)
     with explained(SecurityError):
         ending = run_fleet(run, fleet, event_display(run, console), tell_on(console))
@@ -102,14 +102,15 @@ def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
         asked = dataclasses.replace(spec, model=resolve_model(spec.model, vocabulary))
         answer = None if system is None else first_halved(asked, cluster(f"{system}:{spec.parallel.ranks}"))
     except ValueError as error:
-        console.print(f"with too few ranks the tensor degree falls first: no plan, {error}", markup=False)
+        console.print(f"with too few ranks the tensor degree falls first: no plan, {error}")
         answer = None
     if answer is None:
         return spec
     seconds = ", ".join(f"{axis} {found.step_s:.3g} s" for axis, found in answer.estimates.items())
     console.print(
-        f"[dim]with too few ranks the {answer.axis} degree falls first: a planned step on {answer.ranks} "
-        f"{'rank' if answer.ranks == 1 else 'ranks'} with half of a degree takes, by degree, {seconds}[/]"
+        f"with too few ranks the {answer.axis} degree falls first: a planned step on {answer.ranks} "
+        f"{'rank' if answer.ranks == 1 else 'ranks'} with half of a degree takes, by degree, {seconds}",
+        style="dim",
     )
     return dataclasses.replace(spec, fleet=dataclasses.replace(spec.fleet, halve_first=answer.axis))
 

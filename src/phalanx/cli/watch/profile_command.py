@@ -9,6 +9,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.text_console import text_console
 from phalanx.observe.profile.request import MOST_STEPS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
@@ -54,14 +55,12 @@ def command(
       phalanx profile runs/quickstart-1f3a9c04 --show
     """
     demand_folder(run_dir)
-    from rich.console import Console
-
     from phalanx.cli.watch.text.profile_report import print_list, print_report
     from phalanx.watch.profile.ask import ask
     from phalanx.watch.profile.read import ProfileError, make_summary, profiles, read_summary
 
     directory = RunDirectory(run_dir)
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = text_console(), text_console(stderr=True)
     with explained(ProfileError, RunDirectoryError):
         if not directory.run_file.exists():
             raise RunDirectoryError(f"{run_dir} is no run directory: it has no {directory.run_file.name}")
@@ -76,7 +75,7 @@ def command(
             made_anew = cluster is not None
             summary = make_summary(directory, show, cluster) if made_anew else read_summary(directory, show)
         else:
-            name = ask(directory, steps, _ranks(ranks), wait_s, lambda line: errors.print(f"[dim]{line}[/]"))
+            name = ask(directory, steps, _ranks(ranks), wait_s, lambda line: errors.print(line, style="dim"))
             summary = make_summary(directory, name, cluster)
     if as_json:
         click.echo(json.dumps(summary))

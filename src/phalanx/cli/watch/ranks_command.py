@@ -12,6 +12,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.text_console import text_console
 from phalanx.cli.watch.text.rank_map import text_map
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError
@@ -103,10 +104,10 @@ def _headline(stream: RankStream, column: str, windows: range) -> str:
 
 
 def _print_table(column: str, layout: Layout, found: Sequence[RankLateness], nodes: dict[int, str]) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = text_console()
     if not found:
         console.print("no rank is slow" if column == "compute_s" else "no rank stands out")
         return
@@ -126,7 +127,7 @@ def _print_table(column: str, layout: Layout, found: Sequence[RankLateness], nod
             f"{one.slowdown:+.1%}",
             f"{one.deviations:.1f}",
             f"{one.slower} of {one.windows}",
-            "[bold yellow]slow[/]"
+            Text("slow", style="bold yellow")
             if one.slow and column == "compute_s"
             else "stands out"
             if one.slow

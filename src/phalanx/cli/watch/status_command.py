@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder, full_disk
+from phalanx.cli.text_console import text_console
 from phalanx.cli.watch.text.numbers import moment
 from phalanx.cli.watch.text.run_summary import RunSummary, summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _STALE_S = 10.0
 _WORTH_A_LINE = 0.01
@@ -146,10 +151,10 @@ def _data_bound(directory: RunDirectory) -> str | None:
 
 
 def _print(seen: FleetFile, last: int) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = text_console()
     console.print(_headline(seen))
     table = Table("node", "role", "ranks", "host", "last heard", "", box=None, pad_edge=False)
     for member in sorted(seen.members, key=lambda one: (one.ranks or (10**9,), one.name)):
@@ -161,16 +166,19 @@ def _print(seen: FleetFile, last: int) -> None:
         table.add_row(member.name, member.role, _ranks(member.ranks), member.host, heard, member.why)
     console.print(table)
     for one in seen.happenings[len(seen.happenings) - last :] if last else ():
-        console.print(f"[dim]{moment(one.unix_s)}[/]  epoch {one.epoch}  {one.node}  {one.what}", markup=True)
+        when = (moment(one.unix_s), "dim")
+        console.print(Text.assemble(when, f"  epoch {one.epoch}  {one.node}  {one.what}"))
     if seen.refused:
         refused = ", ".join(f"{kind}: {count}" for kind, count in seen.refused.items())
-        console.print(f"[yellow]refused[/] {refused}")
+        console.print(Text.assemble(("refused", "yellow"), f" {refused}"))
 
 
-def _headline(seen: FleetFile) -> str:
+def _headline(seen: FleetFile) -> Text:
+    from rich.text import Text
+
     pace = f", {seen.step_s:.3g} s a step" if seen.step_s else ""
     step = f", step {seen.step}" if seen.step >= 0 else ""
-    line = f"[bold]{seen.phase}[/] epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} {'recovery' if seen.recoveries == 1 else 'recoveries'}"
+    line = f" epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} {'recovery' if seen.recoveries == 1 else 'recoveries'}"
     if seen.reason:
         line += f"; {seen.reason}" if seen.over else f" (last: {seen.reason})"
     if seen.reign > 1:
@@ -178,9 +186,12 @@ def _headline(seen: FleetFile) -> str:
             f"\nled by {seen.leader}, reign {seen.reign}: the coordinator that the run began with was lost"
         )
     age_s = time.time() - seen.written_unix_s
-    if not seen.over and age_s > _STALE_S:
-        line += f"\n[yellow]as of {age_s:.0f} s ago: the coordinator at {seen.coordinator} does not answer or is gone[/]"
-    return line
+    stale = (
+        f"\nas of {age_s:.0f} s ago: the coordinator at {seen.coordinator} does not answer or is gone"
+        if not seen.over and age_s > _STALE_S
+        else ""
+    )
+    return Text.assemble((str(seen.phase), "bold"), line, (stale, "yellow"))
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -8,6 +8,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.text_console import text_console
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow
 from phalanx.run.directory.paths import RunDirectory
@@ -23,9 +24,7 @@ def command(run_dir: Path, once: bool) -> None:
       phalanx watch runs/quickstart-1f3a9c04
     """
     demand_folder(run_dir)
-    from rich.console import Console
-
-    directory, console = RunDirectory(run_dir), Console(highlight=False)
+    directory, console = RunDirectory(run_dir), text_console()
     with explained(EventLogError):
         events = follow(directory.events, lambda: once or directory.result.exists())
         show_events(events, console, live=console.is_terminal)

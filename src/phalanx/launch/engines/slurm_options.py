@@ -38,7 +38,7 @@ _HERE = (
     "SLURM_CONF or SLURM_CLUSTERS to it"
 )
 _NO_JOB = "sbatch would submit nothing, or not return: phalanx submit --dry-run shows the script, phalanx status follows the job"
-_OWN = "the job shows up among your own, where phalanx runs and phalanx cancel look for it"
+_OWN = "the job shows up among your own, where phalanx runs list and phalanx cancel look for it"
 REFUSED = {
     "array": "a run is one job: an array would start it several times. For seeds or sweeps submit one run file for each",
     "chdir": "the job runs where it was submitted: relative paths of the run file begin there",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from phalanx.cli.text_console import text_console
 from phalanx.plan.scaling.answer import BudgetAnswer
 from phalanx.plan.scaling.fit import FittedLaw
 from phalanx.plan.scaling.words import changes, comparison, count, sentence, tables
@@ -16,11 +16,11 @@ from phalanx.plan.scaling.words import changes, comparison, count, sentence, tab
 
 def print_answer(answer: BudgetAnswer) -> None:
     """Everything that fits a terminal."""
-    console = Console(highlight=False)
+    console = text_console()
     for place, one in enumerate(answer.found):
-        console.print(f"[bold]{'train' if place == 0 else 'or'}[/bold] {escape(sentence(answer, one))}")
+        console.print(Text.assemble(("train" if place == 0 else "or", "bold"), f" {sentence(answer, one)}"))
     for text in (*answer.left_out, *comparison(answer)):
-        console.print(escape(text))
+        console.print(text)
     for one in answer.found:
         for title, columns, rows in tables(one):
             table = Table(title=title, title_justify="left", box=None)
@@ -29,19 +29,20 @@ def print_answer(answer: BudgetAnswer) -> None:
             for row in rows:
                 table.add_row(*row)
             console.print(table)
-    console.print("[bold]What would change the answer[/bold]")
+    console.print("What would change the answer", style="bold")
     for text in changes(answer):
-        console.print(f"  {escape(text)}")
+        console.print(f"  {text}")
     for one in answer.found:
         if one.plan is not None:
-            console.print(f"[dim]{escape(str(one.plan.evidence))}[/dim]")
+            console.print(str(one.plan.evidence), style="dim")
             for caveat in one.plan.caveats:
-                console.print(f"[bold yellow]caution, {one.shape.name}:[/bold yellow] {escape(caveat.text)}")
+                caution = (f"caution, {one.shape.name}:", "bold yellow")
+                console.print(Text.assemble(caution, f" {caveat.text}"))
 
 
 def print_fit(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> None:
     """A law fitted to runs, run by run, and what it predicts."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = text_console(soft_wrap=True)
     table = Table(box=None)
     for column in ("run", "parameters", "tokens", "loss", "fitted", "off"):
         table.add_column(column, justify="left" if column == "run" else "right")
@@ -59,7 +60,9 @@ def print_fit(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> None:
     for what, (parameters, tokens) in asked.items():
         low, high = law.band(parameters, tokens)
         console.print(
-            f"[bold]{escape(what)}[/bold]: {count(parameters)} parameters on {count(tokens)} tokens: predicted loss "
-            f"{law.loss(parameters, tokens):.3f} (P5-P95 {low:.3f} to {high:.3f}), {law.beyond(parameters, tokens):.3g} times the compute of the "
-            "largest run fitted"
+            Text.assemble(
+                (what, "bold"),
+                f": {count(parameters)} parameters on {count(tokens)} tokens: predicted loss {law.loss(parameters, tokens):.3f} "
+                f"(P5-P95 {low:.3f} to {high:.3f}), {law.beyond(parameters, tokens):.3g} times the compute of the largest run fitted",
+            )
         )

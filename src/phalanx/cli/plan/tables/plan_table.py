@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from phalanx.cli.text_console import text_console
 from phalanx.plan.report.units import (
     BETWEEN,
     CO2,
@@ -35,7 +36,7 @@ _FAMILIES = 12
 
 def print_plan(plan: Plan, *, explain: bool) -> None:
     """Everything that fits a terminal."""
-    console = Console(highlight=False)
+    console = text_console()
     _print_head(console, plan)
     if plan.aim.layout is None:
         _print_ideas(console, plan)
@@ -46,24 +47,27 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
         _print_explained(console, plan)
     console.print(_run_table(plan))
     for note in (*plan.run.warnings, *plan.notes):
-        console.print(f"[yellow]note:[/yellow] {escape(note)}")
+        console.print(Text.assemble(("note:", "yellow"), f" {note}"))
 
 
 def _print_head(console: Console, plan: Plan) -> None:
     job = plan.job
     counts, cluster = job.workload.counts, job.cluster
-    console.print(f"[{'yellow' if plan.evidence.kind == 'never' else 'dim'}]{escape(str(plan.evidence))}[/]")
+    console.print(str(plan.evidence), style="yellow" if plan.evidence.kind == "never" else "dim")
     announced = " (announced, not yet measured by anyone)" if cluster.accelerator.announced_only else ""
     console.print(
-        f"[bold]{plan.name}[/bold]: {counted(counts.parameters)} parameters ({counted(counts.active_parameters)} active), "
-        f"{job.workload.batch:,} x {job.workload.seq_len:,} tokens a step, {counted(plan.tokens)} tokens"
+        Text.assemble(
+            (plan.name, "bold"),
+            f": {counted(counts.parameters)} parameters ({counted(counts.active_parameters)} active), "
+            f"{job.workload.batch:,} x {job.workload.seq_len:,} tokens a step, {counted(plan.tokens)} tokens",
+        )
     )
     console.print(
         f"{cluster.key}: {cluster.accelerators:,} x {cluster.accelerator.name}{announced}; stack {job.stack.name}, "
         f"constants {job.profile.constants.name}; step times are {plan.band.p5 - 1:+.0%} to {plan.band.p95 - 1:+.0%} (P5-P95)"
     )
     for caveat in plan.caveats:
-        console.print(f"[bold yellow]caution:[/bold yellow] {escape(caveat.text)}")
+        console.print(Text.assemble(("caution:", "bold yellow"), f" {caveat.text}"))
     for name, value in cluster.overrides.items():
         console.print(f"  {name} = {value:g}, set by you")
 
@@ -74,7 +78,10 @@ def _print_ideas(console: Console, plan: Plan) -> None:
         days = plan.tokens / idea.found.tokens_per_s / 86_400
         usd = idea.found.price_per_hour * idea.found.ranks * days * 24
         console.print(
-            f"[bold]plan {number}[/bold]: {idea.title}: {written(days, DAYS)} and {written(usd, DOLLARS)} without failures"
+            Text.assemble(
+                (f"plan {number}", "bold"),
+                f": {idea.title}: {written(days, DAYS)} and {written(usd, DOLLARS)} without failures",
+            )
         )
         gives_up = "; ".join(idea.gives_up) or "nothing against the others"
         console.print(f"  gives up: {gives_up}")
@@ -83,7 +90,7 @@ def _print_ideas(console: Console, plan: Plan) -> None:
 
 
 def _ranking(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, Console().width))
+    table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, text_console().width))
     days_of = [plan.tokens / found.tokens_per_s / 86_400 for found in plan.best]
     usd_of = [
         found.price_per_hour * found.ranks * days * 24 for found, days in zip(plan.best, days_of, strict=True)
@@ -153,7 +160,10 @@ def _print_losers(console: Console, plan: Plan) -> None:
         )
     what = {"time": "step", "cost": "accelerator-hours", "gpus": "accelerators"}[plan.aim.optimize]
     console.print(
-        f"\n[bold]What the best of every other family loses[/bold] ({what}; where most of the step's time goes)"
+        Text.assemble(
+            ("\nWhat the best of every other family loses", "bold"),
+            f" ({what}; where most of the step's time goes)",
+        )
     )
     console.print(table)
     excluded = ", ".join(f"{number:,} by {reason}" for reason, number in found.excluded.items() if number)
@@ -172,9 +182,9 @@ def lost(plan: Plan, one: RunnerUp) -> float:
 def _print_explained(console: Console, plan: Plan) -> None:
     """The layout's breakdown; beside it the best other one, where there was a search."""
     other = _rival(plan)
-    console.print(f"\n[bold]{plan.chosen.layout}[/bold]")
+    console.print(f"\n{plan.chosen.layout}", style="bold")
     if other is not None:
-        console.print(f"beside [bold]{other.layout}[/bold]")
+        console.print(Text.assemble("beside ", (str(other.layout), "bold")))
     console.print(_breakdown("memory", plan.chosen, other))
     console.print(_breakdown("time", plan.chosen, other))
     console.print(_verdict(plan.chosen, other))

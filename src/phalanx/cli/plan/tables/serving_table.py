@@ -7,9 +7,10 @@ import json
 import math
 
 import click
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from phalanx.cli.text_console import text_console
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.serving.demand import DemandError, read_objectives, read_traffic
 from phalanx.plan.serving.fleet import Answer, describe, nearest, plan_service
@@ -79,12 +80,15 @@ _EVIDENCE = (
 
 
 def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], top: int) -> None:
-    console, best, traffic = Console(highlight=False), good[0], service.traffic
+    console, best, traffic = text_console(), good[0], service.traffic
     held = traffic.prompt + traffic.text
-    console.print(f"[dim]{_EVIDENCE}[/]")
+    console.print(_EVIDENCE, style="dim")
     console.print(
-        f"[bold]{name}[/bold] in {service.format} on {service.cluster.key}: {describe(best)}; {best.accelerators:,} accelerators carry "
-        f"{best.rate:,.4g} requests/s ({best.rate * traffic.text:,.4g} tokens/s)"
+        Text.assemble(
+            (name, "bold"),
+            f" in {service.format} on {service.cluster.key}: {describe(best)}; {best.accelerators:,} accelerators carry "
+            f"{best.rate:,.4g} requests/s ({best.rate * traffic.text:,.4g} tokens/s)",
+        )
     )
     weights = weight_bytes(service.model, best.decode, service.format) / 1e9
     room = requests_held(service.model, service.cluster, best.decode, service.format, 8192, held)
@@ -110,7 +114,7 @@ def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], t
             f"the best with roles {other.roles}: {describe(other)}, {other.accelerators:,} gpus, {other.rate:,.4g} requests/s"
         )
     for each in bad:
-        console.print(f"[dim]not {describe(each)}: {each.killed}[/]")
+        console.print(f"not {describe(each)}: {each.killed}", style="dim")
 
 
 def _row(answer: Answer) -> tuple[str, ...]:

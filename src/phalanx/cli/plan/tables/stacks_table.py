@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from phalanx.cli.text_console import text_console
 from phalanx.plan.evidence.learned import learned
 from phalanx.plan.search.query import OWN
 from phalanx.plan.workload.foreign_stacks import STACKS
@@ -30,7 +30,7 @@ def print_stacks(*, as_json: bool) -> None:
     for name in names:
         for row in _rows(name):
             table.add_row(name, *row)
-    Console(highlight=False).print(table)
+    text_console().print(table)
 
 
 def _rows(name: str) -> Iterator[tuple[str, str, str, str]]:

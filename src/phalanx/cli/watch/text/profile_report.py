@@ -23,20 +23,15 @@ _LEAST_SHARE = 0.001
 
 def print_list(console: Console, run_dir: Path, found: Sequence[ProfileSummary]) -> None:
     """Prints the profiles of a run."""
-    from rich.markup import escape
     from rich.table import Table
 
     if not found:
-        console.print(
-            f"nothing was recorded of {escape(str(run_dir))} yet: phalanx profile {escape(str(run_dir))}"
-        )
+        console.print(f"nothing was recorded of {run_dir} yet: phalanx profile {run_dir}")
         return
     table = Table("profile", "steps", "ranks", "a step", "verdict", box=None, pad_edge=False)
     for one in found:
         last = one.step + one.steps - 1
-        table.add_row(
-            one.name, f"{one.step}-{last}", str(len(one.ranks)), duration(one.step_s), escape(one.verdict)
-        )
+        table.add_row(one.name, f"{one.step}-{last}", str(len(one.ranks)), duration(one.step_s), one.verdict)
     console.print(table)
 
 
@@ -51,21 +46,22 @@ def print_report(console: Console, directory: RunDirectory, summary: Mapping[str
 
 
 def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
-    from rich.markup import escape
+    from rich.text import Text
 
     step_s = float(summary["step_s"])
     verdict, *further = summary["findings"]
-    console.print(f"[bold]{escape(_capital(verdict['text']))}.[/]")
+    console.print(f"{_capital(verdict['text'])}.", style="bold")
     for one in further[:4]:
-        console.print(f"  also: {escape(one['text'])}")
+        console.print(f"  also: {one['text']}")
     for note in summary["notes"]:
-        console.print(f"[yellow]note:[/] {escape(note)}")
+        console.print(Text.assemble(("note:", "yellow"), f" {note}"))
     steps, error_s = summary["steps"], summary["clock_error_s"]
     clocks = "clocks not bound together" if error_s is None else f"clocks within {duration(error_s)}"
     when = moment(summary["asked_unix_s"] or 0)
     console.print(
-        f"[dim]steps {steps[0]}-{steps[-1]}, {duration(step_s)} each while recorded; {len(summary['ranks'])} of {summary['of_ranks']} ranks; "
-        f"{clocks}; {when}[/]\n"
+        f"steps {steps[0]}-{steps[-1]}, {duration(step_s)} each while recorded; {len(summary['ranks'])} of {summary['of_ranks']} ranks; "
+        f"{clocks}; {when}\n",
+        style="dim",
     )
     _where(console, summary["table"], step_s)
     _who(console, summary, step_s)
@@ -74,7 +70,8 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
     _memory(console, summary["memory"])
     folder = directory.profiles / summary["name"]
     console.print(
-        f"[dim]all of it on a time line: {escape(str(folder / 'trace.json.gz'))} (open it in ui.perfetto.dev)[/]",
+        f"all of it on a time line: {folder / 'trace.json.gz'} (open it in ui.perfetto.dev)",
+        style="dim",
         soft_wrap=True,  # a path is copied, and read by programs
     )
 
@@ -103,7 +100,7 @@ def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
     found.add_row("of it waiting for other ranks", *(_cell(row["waited_s"]) for row in chosen), style="dim")
     console.print(found)
     if len(rows) > len(chosen):
-        console.print(f"[dim]and {len(rows) - len(chosen)} ranks that wait longer (--json has all)[/]")
+        console.print(f"and {len(rows) - len(chosen)} ranks that wait longer (--json has all)", style="dim")
     console.print()
 
 
