@@ -148,7 +148,7 @@ TROUBLES: dict[str, dict[str, str]] = {
     "PhalanxAgentGone": {f"up{{{_NODES[1]}}}": _till(_LATE, "1", "0")},
     "PhalanxMixedSoftware": {f"phalanx_node_software_info{{{_NODES[1]},{_SOFTWARE}}}": "_x1", f'phalanx_node_software_info{{{_NODES[1]},{_SOFTWARE},driver="570"}}': f"1x{MINUTES}"},
     "PhalanxGone": {'phalanx_reason{code="gone"}': _till(MINUTES - 1, "0", "3")},
-    "PhalanxGone (it said why)": {'phalanx_reason{code="failed"}': _till(MINUTES - 1, "0", "3")},
+    "PhalanxFailed": {'phalanx_reason{code="failed"}': _till(MINUTES - 1, "0", "3")},
     "PhalanxGone (elsewhere)": {'phalanx_reason{code="silent"}': _till(MINUTES - 1, "0", "2")},
     "PhalanxOtherData": {'phalanx_reason{code="other-data"}': _till(MINUTES - 1, "0", "3")},
     "PhalanxOtherData (gone)": {'phalanx_reason{code="data-gone"}': _till(MINUTES - 1, "0", "2")},

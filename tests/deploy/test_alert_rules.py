@@ -126,3 +126,14 @@ def test_what_an_alert_of_its_own_tells_is_not_told_again_as_a_reason() -> None:
     assert {one for sources, _ in pairs for one in sources.split("|")} <= named
     assert {code for _, codes in pairs for code in codes.split("|")} <= set(CODES)
     assert len(pairs) > 10
+
+
+def test_a_run_that_is_dead_has_one_alert() -> None:
+    rules = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text())["inhibit_rules"]
+    (rule,) = [
+        rule for rule in rules if rule["source_matchers"] == ['alertname=~"PhalanxFailed|PhalanxGone"']
+    ]
+    assert rule["equal"] == ["run"]
+    (kept,) = re.fullmatch(r'alertname!~"(.*)"', rule["target_matchers"][0]).groups()  # type: ignore[union-attr]
+    told = {str(alert["alert"]) for alert in alerts()} - set(kept.split("|"))
+    assert {"PhalanxNoStep", "PhalanxNotFinite", "PhalanxCritical", "PhalanxCheckpointFailing"} <= told

@@ -20,13 +20,15 @@ from phalanx.observe.metrics.samples import Labels
 from phalanx.observe.metrics.targets import Target, announce
 from phalanx.observe.serving import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.metrics.lookout import MOST_RUNS, OLD_S, OVER_S, Lookout, rest_s, watched
+from phalanx.watch.metrics.lookout import ACKNOWLEDGED, MOST_RUNS, OLD_S, OVER_S, Lookout, rest_s, watched
 from phalanx.watch.metrics.reason_metric import reason_samples
 from phalanx.watch.metrics.serving_metric import SERVING_METRICS
 from phalanx.watch.page.app import application
 from phalanx.watch.page.guard import access_for
 from phalanx.watch.page.views.runs import Runs
 from phalanx.watch.runs.index import RunIndex
+from phalanx.watch.runs.labels import Labels as RunLabels
+from phalanx.watch.runs.labels import write_labels
 from phalanx.watch.runs.row import RunRow, run_id
 from phalanx.watch.why.reason import CODES, Reason
 from watch.made_runs import write_events
@@ -238,3 +240,14 @@ def test_rounds_take_half_a_percent_of_a_processor_or_a_tenth_where_they_would_c
     assert rest_s(took_s) >= 1
     assert share <= 0.005 + 1e-9 or rest_s(took_s) >= 15
     assert share <= 0.1 + 1e-9
+
+
+def test_a_run_whose_end_somebody_acknowledged_has_no_series_until_it_goes_on(tmp_path: Path) -> None:
+    now = time.time()
+    run = _broken_off(tmp_path / "runs" / "a", begin_s=now - 60)
+    lookout = _lookout(tmp_path, tmp_path / "runs", at=now)
+    assert _series(lookout)["phalanx_reason", "a", "gone"] == 3
+    write_labels(run, RunLabels().tagged(ACKNOWLEDGED))
+    assert _series(lookout) == {}
+    write_events(run, [Event(now + 60, 1, RunStarted(str(run), 100))])
+    assert ("phalanx_reason", "a", "gone") in _series(lookout)

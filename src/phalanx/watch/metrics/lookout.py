@@ -27,6 +27,8 @@ _LOG = logging.getLogger(__name__)
 
 MOST_RUNS = 64
 """The newest; each has some hundred series."""
+ACKNOWLEDGED = "acknowledged"
+"""Tag of a run whose end somebody knows, so that no alert is about it any more (``phalanx runs tag``)."""
 OVER_S, OLD_S = 600.0, 86_400.0
 """A run that has ended is left out after ten minutes, and one of which nothing was heard for a day."""
 _SHARE, _MOST_SHARE = 0.005, 0.1
@@ -128,9 +130,19 @@ def rest_s(took_s: float) -> float:
     return min(wanted_s, max(_LONG_REST_S, took_s * (1 / _MOST_SHARE - 1)))
 
 
+def is_acknowledged(row: RunRow) -> bool:
+    """True if the run got the tag ``ACKNOWLEDGED`` after its newest event: somebody knows how it ended. A run that goes on is watched again."""
+    if ACKNOWLEDGED not in row.tags:
+        return False
+    try:
+        return RunDirectory(Path(row.path)).labels.stat().st_mtime >= (row.updated or 0.0)
+    except OSError:
+        return False
+
+
 def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
     """The runs that an alert may be about, the newest first."""
-    heard = [(row, now - row.updated) for row in rows if row.updated is not None]
+    heard = [(row, now - row.updated) for row in rows if row.updated is not None and not is_acknowledged(row)]
     over = ("finished", "stopped")
     kept = [row for row, age_s in heard if age_s < (OVER_S if row.state in over else OLD_S)]
     return sorted(kept, key=lambda row: -(row.updated or 0.0))[:MOST_RUNS]
