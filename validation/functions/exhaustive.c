@@ -1,7 +1,7 @@
 /* Largest error of the fp32 functions over all 2^32 arguments, in units in the last place of the exact result.
 
-     cd src/phalanx/hardware/portable
-     gcc -O3 -std=gnu11 -ffp-contract=off -fno-math-errno -I. ../../../../validation/functions/exhaustive.c functions.c functions_avx512.c \
+     cd src/phalanx/hardware/portable/functions
+     gcc -O3 -std=gnu11 -ffp-contract=off -fno-math-errno -I.. ../../../../../validation/functions/exhaustive.c functions.c functions_avx512.c \
          functions_fp64.c -o /tmp/exhaustive -lm
      /tmp/exhaustive               all functions, about an hour on one core
      /tmp/exhaustive 256 exp log   every 256th argument of these
