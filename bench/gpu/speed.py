@@ -30,7 +30,10 @@ Contender = Callable[[RunSpec, torch.device], Step]
 
 
 def speed(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
-    """Tokens per second and MFU of our step and of the bare loop, one after the other, for each model."""
+    """Tokens per second and MFU of our step and of the bare loop, one after the other, for each model.
+
+    PyTorch chooses cuDNN's attention for the bare loop on some GPUs. It is not deterministic, so ours is FlashAttention: the loop is timed with both.
+    """
     sizes, ranks = sizes_for(device), dist.get_world_size()
     peak = measure_matmul_flops(device, torch.bfloat16)
     tell("measured matrix product, FLOP/s", peak)
@@ -39,6 +42,10 @@ def speed(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
         for name, build in (("ours", ours), ("bare PyTorch", bare)):
             find = partial(timed, build, spec, device, sizes, peak * ranks)
             attempt(tell, f"{preset}, {name}", device, find)
+        if on_gpu(device):
+            with attention_by(SDPBackend.FLASH_ATTENTION):
+                find = partial(timed, bare, spec, device, sizes, peak * ranks)
+                attempt(tell, f"{preset}, bare PyTorch, FlashAttention", device, find)
 
 
 def variants(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
@@ -65,12 +72,21 @@ def variants(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None
         attempt(tell, name, device, partial(timed, ours, changed, device, sizes, peak))
     with not_deterministic():
         attempt(tell, "not deterministic", device, partial(timed, ours, spec, device, sizes, peak))
-        if on_gpu(device):  # which kernel attention gets is fixed when a block is compiled
-            torch.compiler.reset()
-            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        if on_gpu(device):
+            with attention_by(SDPBackend.CUDNN_ATTENTION):
                 find = partial(timed, ours, spec, device, sizes, peak)
                 attempt(tell, "not deterministic, cuDNN's attention", device, find)
-            torch.compiler.reset()
+
+
+@contextmanager
+def attention_by(backend: SDPBackend) -> Iterator[None]:
+    """Inside, attention is computed by ``backend``. Which kernel it gets is fixed when a block is compiled."""
+    torch.compiler.reset()
+    try:
+        with sdpa_kernel([backend]):
+            yield
+    finally:
+        torch.compiler.reset()
 
 
 @contextmanager

@@ -24,7 +24,9 @@ def demand_folder(run_dir: Path, error: type[click.ClickException] = click.Click
     near = newest_runs(run_dir.parent) or newest_runs(Path("runs"))
     if near:
         names = ", ".join(map(str, near))
-        raise error(f"{what}; the newest run{'s' * (len(near) > 1)} there: {names} (phalanx runs list has all)")
+        raise error(
+            f"{what}; the newest run{'s' * (len(near) > 1)} there: {names} (phalanx runs list has all)"
+        )
     raise error(
         f"{what}, and no run beside it or in runs/; phalanx train RUN_FILE starts one and says where it lies"
     )

@@ -152,8 +152,11 @@ class Transformer(nn.Module):
         """The vectors ``(..., d)`` that the first layer is given for ``tokens``."""
         assert self.embedding is not None, "this stage of a pipeline has no embedding"
         vectors: Tensor = self.embedding(tokens)
-        # The factor is rounded to the vectors' format, as where such models were trained.
-        return vectors * vectors.new_tensor(self.spec.dim**0.5) if self.spec.scale_embeddings else vectors
+        if not self.spec.scale_embeddings:
+            return vectors
+        # The factor is rounded to the vectors' format, as where such models were trained. It is a number of the host: a tensor of ordinary
+        # memory would be copied to a GPU only when all that was queued before it is done.
+        return vectors * torch.tensor(self.spec.dim**0.5, dtype=vectors.dtype, device="cpu").item()
 
     def _length(self, positions: Tensor, cache: Sequence[Cache] | None) -> int:
         """Tokens of the whole sequence, where the rotation depends on it; else 0."""

@@ -194,6 +194,17 @@ def test_finish_backward_shares_out_what_earlier_backward_passes_have_left(ranks
     assert ranks.run(2, reduced_outside_of_a_backward_pass) == [[1.0, 1.0]] * 2
 
 
+def test_the_operations_of_grouped_heads_are_those_of_as_many_heads_as_the_queries_have() -> None:
+    from torch.utils import flop_counter
+
+    from phalanx.parallel.mesh.torch_compat import count_operations_of_grouped_heads
+
+    count_operations_of_grouped_heads()
+    query, grouped = (2, 8, 16, 32), (2, 4, 16, 32)
+    counted = flop_counter.sdpa_flop_count(query, grouped, grouped)
+    assert counted == flop_counter.sdpa_flop_count(query, query, query) == 2 * 2 * 2 * 8 * 16 * 16 * 32
+
+
 def test_a_compiled_block_with_a_budget_keeps_less_and_computes_the_same() -> None:
     from torch._functorch import config
 

@@ -59,13 +59,13 @@ def test_a_gradient_that_only_one_rank_holds_becomes_the_sum_in_its_own_buffer()
     leaves = Leaves(Deal(5, 1, 1), 1)
     values = leaves_of(5, 3)
     reducer = TreeReducer("group", of_replica(0, 1), leaves, Intake())
-    gradient = torch.empty(3)
+    buffers = []
     for current in rounds_of(leaves.deal, 0, 0):
         reducer.intake.round = current
-        gradient.copy_(values[current.slot])
-        reducer.take_alone(gradient)
-        assert current.last or torch.equal(gradient, values[current.slot])
-    assert torch.equal(gradient, in_one_place(values))
+        buffers.append(values[current.slot].clone())
+        reducer.take_alone(buffers[-1])
+    assert torch.equal(buffers[-1], in_one_place(values))
+    assert not reducer.tree.nodes
 
 
 def test_a_gradient_that_is_not_admitted_is_left_out_of_the_tree() -> None:

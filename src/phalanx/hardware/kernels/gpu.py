@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.hardware.kernels.reference import Kernels, UpdateFactors
+from phalanx.hardware.local.device import brought
 
 _BLOCK = 1024
 _TILES = 16
@@ -124,9 +125,8 @@ class GpuKernels(Kernels):
     ) -> Tensor:
         pieces, rows = _rows(tensors)
         sums = torch.empty((sum(rows), 2), dtype=torch.float64, device=device)
-        numbers = torch.tensor(
-            constants, dtype=torch.float64, device=device
-        )  # fp64: an argument would be fp32
+        # fp64: an argument would be fp32
+        numbers = brought(torch.tensor(constants, dtype=torch.float64), device)
         for piece, own in zip(pieces, torch.split(sums, rows), strict=True):
             _extract[(len(own),)](
                 piece, piece.numel(), numbers, own, BLOCK=_BLOCK, TILES=_TILES, enable_fp_fusion=False

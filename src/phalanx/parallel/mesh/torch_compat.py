@@ -6,6 +6,7 @@ about.
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import json
@@ -214,7 +215,27 @@ def keep_activations_within(fraction: float) -> None:
     """Tells the compiler what fraction of a block's activations it may keep, in all that this process compiles later."""
     from torch._functorch import config  # slow to import, and only compiled runs need it
 
+    count_operations_of_grouped_heads()
     config.activation_memory_budget = fraction
+
+
+@functools.cache
+def count_operations_of_grouped_heads() -> None:
+    """Let PyTorch count the operations of attention whose keys have fewer heads than its queries.
+
+    The compiler counts them for a budget of activations. Before 2.13 the formula for GPUs raises an AssertionError for grouped heads.
+    """
+    if torch.__version__ >= "2.13":  # as versions compare
+        return
+    from torch.utils import flop_counter
+
+    count: Callable[..., int] = flop_counter.sdpa_flop_count
+
+    def count_with_all_heads(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+        batch, heads = query[:2]
+        return count(query, (batch, heads, *key[2:]), (batch, heads, *value[2:]))
+
+    flop_counter.sdpa_flop_count = count_with_all_heads
 
 
 def keep_selected_tensors_from_hooks() -> dict[str, Any]:

@@ -92,9 +92,11 @@ class TreeReducer:
         """Takes in the gradient of a group that only this rank holds, and after the last round makes it the sum."""
         if not self.intake.admit(self.name, gradient):
             return
-        # FSDP2 makes parameters' gradients from this buffer afterwards, so the tree needs its own copy.
-        self.push(gradient.clone().unsqueeze(0))
-        if self.intake.round.last:
+        # After the last round FSDP2 makes parameters' gradients from this buffer, so the tree needs its own copy. Gradients of earlier
+        # rounds are dropped.
+        last = self.intake.round.last
+        self.push((gradient.clone() if last else gradient).unsqueeze(0))
+        if last:
             self.finish(gradient)
 
 

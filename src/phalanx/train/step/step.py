@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.hardware.local.device import wait_for_stream
+from phalanx.hardware.local.device import brought, wait_for_stream
 from phalanx.model.layers.experts.router import routers
 from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.slots import Round
@@ -291,7 +291,7 @@ class Stepper:
 
         ``losses`` and ``tokens`` are this rank's ``(pieces,)``. The mean is NaN if any piece is not finite.
         """
-        asked = torch.tensor(dataclasses.astuple(flags), dtype=torch.float64, device=self._device)
+        asked = brought(torch.tensor(dataclasses.astuple(flags), dtype=torch.float64), self._device)
         everything = torch.cat((losses, tokens, asked))  # (2 * pieces + flags,)
         # Each loss and count comes from one rank and is zero on all others, so this sum rounds nothing.
         dist.all_reduce(everything)
