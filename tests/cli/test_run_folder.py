@@ -36,6 +36,10 @@ def made(folder: Path, age_s: int) -> Path:
         "reproduce {} --dry-run",
         "data show {} --step 3",
         "ui {}",
+        "hash {}",
+        "checkpoint list {}",
+        "checkpoint verify {}",
+        "generate {} --prompt a",
     ],
 )
 def test_a_command_about_a_run_that_is_not_there_names_the_newest_that_are(

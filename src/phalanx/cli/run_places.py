@@ -12,6 +12,7 @@ import click
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import COMMITTED, ObjectTier
 from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
 from phalanx.run.directory.paths import (
     RunDirectory,
     RunDirectoryError,
@@ -41,8 +42,7 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
 
     Raises ``ClickException`` if there is nothing of the kind, or it is a checkpoint of another step.
     """
-    if not path.is_dir():
-        raise click.ClickException(f"there is no directory {path}; give a run directory or a checkpoint")
+    demand_folder(path)
     with explained(RunDirectoryError):
         root, step = locate_checkpoints(path, step)
     if root != path or any(step_of(entry) is not None for entry in path.iterdir()):

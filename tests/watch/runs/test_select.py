@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.watch.runs.index import RunIndex, RunRow
 from phalanx.watch.runs.labels import Labels, write_labels
-from phalanx.watch.runs.select import SelectionError, ordered, read_condition, selected
+from phalanx.watch.runs.select import COLUMNS, HEADINGS, SelectionError, ordered, read_condition, selected
 from watch.runs.some_runs import make_run
 
 
@@ -57,3 +57,9 @@ def test_runs_are_ordered_by_a_column_and_those_without_a_value_come_last(rows: 
 def test_what_cannot_be_read_says_what_there_is(text: str, says: str) -> None:
     with pytest.raises(SelectionError, match=says):
         read_condition(text)
+
+
+@pytest.mark.parametrize("name", HEADINGS)
+def test_the_heading_of_a_column_is_a_name_of_it(name: str) -> None:
+    assert name in COLUMNS
+    assert read_condition(f"{HEADINGS[name]} ~ 3") == read_condition(f"{name}~3")

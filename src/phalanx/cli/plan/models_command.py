@@ -64,7 +64,8 @@ def _facts(spec: ModelSpec) -> JsonObject:
 def _print_all(found: dict[str, JsonObject]) -> None:
     table = Table()
     for column in ("name", "parameters", "active", "layers", "dim", "heads", "KV heads", "experts"):
-        table.add_column(column, justify="left" if column == "name" else "right")
+        is_name = column == "name"  # which is what people copy
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for key, facts in found.items():
         shape = facts["shape"]
         sizes = (f"{facts[part] / 1e9:,.4g} B" for part in ("parameters", "active_parameters"))

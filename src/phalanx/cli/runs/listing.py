@@ -17,6 +17,7 @@ from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, printable, share, ut
 from phalanx.watch.runs.index import RunIndex
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.runs.select import (
+    HEADINGS,
     SelectionError,
     checked_name,
     ordered,
@@ -72,7 +73,7 @@ def list_command(
     """List the runs in FOLDERS (runs/ if none is given); a folder may be a run directory itself.
 
     Each has a line: state, losses, speed, weights, tags, and the checkpoint that it goes on from. A condition is NAME OPERATOR VALUE, with
-    < <= > >= = != or ~ (contains); a name is a column, or a field of the run file such as optimizer.lr. With --on: what the cluster does
+    < <= > >= = != or ~ (contains); a name is a column or its heading, or a field of the run file such as optimizer.lr. With --on: what the cluster does
     with your runs, and why one waits.
 
     \b
@@ -132,8 +133,8 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
     if not console.is_terminal:
         console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
     table = Table(box=None, pad_edge=False)
-    for name in ("run", *shown, "goes on from"):
-        table.add_column(_HEADS.get(name, name), overflow="fold")
+    for name in ("path", *shown, "goes on from"):
+        table.add_column(HEADINGS.get(name, name), overflow="fold")
     now = time.time()
     for row in rows:
         cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
@@ -141,15 +142,6 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
     console.print(table)
     if "mfu" in shown and any(row.mfu is not None and row.mfu > 1 for row in rows):
         console.print(ABOVE_PEAK)
-
-
-_HEADS = {
-    "bits_per_byte": "bits/byte",
-    "tokens_per_s": "tokens/s",
-    "updated": "last event",
-    "weights_sha256": "weights",
-    "held_out_loss": "held out",
-}
 
 
 def _cell(row: RunRow, name: str, now: float) -> str:

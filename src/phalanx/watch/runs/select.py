@@ -18,7 +18,17 @@ from phalanx.run.directory.regular_file import read_small
 from phalanx.watch.runs.row import RunRow
 
 COLUMNS = tuple(field.name for field in fields(RunRow))
-_CONDITION = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|!=|<|>|=|~)\s*(.*?)\s*", re.DOTALL)
+HEADINGS: Mapping[str, str] = {
+    "path": "run",
+    "bits_per_byte": "bits/byte",
+    "tokens_per_s": "tokens/s",
+    "updated": "last event",
+    "weights_sha256": "weights",
+    "held_out_loss": "held out",
+}
+"""Headings of columns in tables, where they are other than the names; both are accepted."""
+_NAMES = {heading: name for name, heading in HEADINGS.items()}
+_CONDITION = re.compile(r"\s*([A-Za-z_][\w./ ]*?)\s*(<=|>=|!=|<|>|=|~)\s*(.*?)\s*", re.DOTALL)
 _NUMERIC: Mapping[str, Callable[[float, float], bool]] = {
     "<": lambda a, b: a < b,
     "<=": lambda a, b: a <= b,
@@ -68,7 +78,9 @@ def read_condition(text: str) -> Condition:
 
 
 def checked_name(name: str) -> str:
-    """The name, if it is a column or may be a field of a run file. Raises ``SelectionError``."""
+    """Return the name of a column that ``name`` or its heading names, or of a field of the run file. Raises ``SelectionError``."""
+    if name in _NAMES:
+        return _NAMES[name]
     if "." in name or name in COLUMNS:
         return name
     near = difflib.get_close_matches(name, COLUMNS, 1)
@@ -94,7 +106,7 @@ def selected(rows: Iterable[RunRow], conditions: Sequence[Condition], tags: Sequ
 
 def ordered(rows: Sequence[RunRow], name: str, *, falling: bool) -> list[RunRow]:
     """The runs by a column, or by a field of the run file; those without a value come last. Raises ``SelectionError``."""
-    checked_name(name)
+    name = checked_name(name)
     having = [
         (value, row) for row in rows if (value := value_of(row, name)) not in (None, "") and value == value
     ]

@@ -266,7 +266,10 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     )
     if run.data is not None:
         yield "data", run.data.sentence
-    yield "spares", f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators)"
+    yield (
+        "spares",
+        f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators), billed beside those that train (--assume spare_nodes=N)",
+    )
     yield (
         "energy",
         f"{written(run.energy.total_kwh, ENERGY)} ({_range(run.energy_kwh, ENERGY)}), {written(run.mean_power_w, POWER)}, "
