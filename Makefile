@@ -27,7 +27,7 @@ test-all: env-dev  ## and what takes longer
 
 test-processors: env-dev  ## numerics under each instruction set of this machine and 1 to 8 threads, and the C kernels on 64-bit Arm
 	$(BIN)/python -m pytest -n auto --maxprocesses 2 -m processors tests/processors
-	$(BIN)/python -u tests/processors/table.py
+	PYTHONPATH=. $(BIN)/python -u tests/processors/table.py
 
 servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, and a compiler and an emulator for 64-bit Arm; as root
 	apt-get update -qq

@@ -101,13 +101,13 @@ BENCHES: dict[str, Needs] = {
         (),
         slow=True,
     ),
-    "reproduce.arm": Needs(
-        "the quickstart's first steps on 64-bit Arm, emulated, and on a fleet of both: one hash",
+    "reproduce.hashes": Needs(
+        "one hash for each kind of run on all instruction sets, threads and ranks, and on emulated 64-bit Arm",
         6.0,
-        60.0,
-        ("--set", "train.seq_len=32", "--set", "train.batch_size=2", "--set", "train.slots=2"),
-        ("--set",),
-        peers=(("the emulated machine", "bench/reproduce/arm_root.sh ROOT, then --root ROOT"),),
+        15.0,
+        ("--kinds", "dense", "--set", "train.steps=1"),
+        ("--kinds", "--set"),
+        slow=True,
     ),
     "reproduce.reproducibility": Needs(
         "one hash on every fleet, with kills and restarts (writes docs/reproducibility.md)",

@@ -1,6 +1,6 @@
 """Numerics, kernels, exact serving and the first steps of the quickstart, under each instruction set of this machine and with several numbers of threads.
 
-    python tests/processors/table.py
+    PYTHONPATH=. python tests/processors/table.py
 
 Prints a table of instruction sets and threads: tests that passed, failed and were skipped, and the hash of the weights after the first steps, in portable
 and in native numerics. Tests assert equal bits, never which processor they run on. Exit code 1: a test failed, none passed, a training run failed, or the
@@ -23,24 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.common.instruction_sets import LIMITS, instruction_sets
+
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = (1, 2, 3, 8)
-LIMITS = {
-    "default": {
-        "ATEN_CPU_CAPABILITY": "default",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "DNNL_MAX_CPU_ISA": "SSE41",
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-    },
-    "avx2": {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "DNNL_MAX_CPU_ISA": "AVX2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    },
-    "all": {},
-}
-"""By name, the variables that limit which instructions are used; ``all`` has no limit."""
 ONE_THREAD = (
     "tests/hardware/test_kernels.py",
     "tests/hardware/test_layer_kernels.py",
@@ -82,20 +68,6 @@ class Cell:
     """Hashes of weights; empty if the run failed."""
     output: str
     """Output of what failed."""
-
-
-def instruction_sets() -> list[str]:
-    """Return the limits that this machine can be put under, the lowest first."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        flags = ""
-    names = ["default"]
-    if re.search(r"^flags.*\bavx2\b", flags, re.MULTILINE):
-        names.append("avx2")
-    if "avx2" not in names or re.search(r"^flags.*\bavx512f\b", flags, re.MULTILINE):
-        names.append("all")
-    return names
 
 
 def cell(name: str, threads: int, folder: Path) -> Cell:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from click.testing import CliRunner
-from phalanx.model.facts.presets import PRESETS
 
 from phalanx.cli.plan.models_command import command
+from phalanx.model.facts.presets import PRESETS
 
 
 def test_names_are_whole_in_a_narrow_terminal() -> None:

@@ -48,6 +48,26 @@ def test_lanes_and_tiles_free_both_degrees_together() -> None:
     assert layout_problems(mixture, 4) == []
 
 
+NATIVE: dict[str, Any] = {"runtime.numerics": "native", "parallel.expert": 2}
+NATIVE_MIXTURES = (
+    ("model.moe.ffn_dim", {"model.moe": replace(MIXTURE, ffn_dim=24), **NATIVE}),
+    ("runtime.threads", {"model.moe": MIXTURE, "runtime.threads": 2, **NATIVE}),
+    (
+        "model.moe.ffn_dim",
+        {"model.moe": replace(MIXTURE, ffn_dim=48), "precision.compute": "bf16", **NATIVE},
+    ),
+)
+
+
+@pytest.mark.parametrize("numerics", ["auto", "portable"])
+@pytest.mark.parametrize(("path", "values"), NATIVE_MIXTURES)
+def test_portable_activations_depend_neither_on_widths_nor_on_threads(
+    path: str, values: dict[str, Any], numerics: str
+) -> None:
+    spec = with_fields(run(), {**values, "runtime.numerics": numerics})
+    assert path not in [problem.path for problem in layout_problems(spec, 0)]
+
+
 @pytest.mark.parametrize(
     ("path", "values"),
     [
@@ -64,16 +84,7 @@ def test_lanes_and_tiles_free_both_degrees_together() -> None:
             {"model.lanes": 4, "parallel.tensor": 2, "model.moe": MIXTURE, "parallel.expert": 2},
         ),
         ("parallel.expert_tensor", {"model.lanes": 4, "model.moe": MIXTURE, "parallel.expert_tensor": 2}),
-        ("model.moe.ffn_dim", {"model.moe": replace(MIXTURE, ffn_dim=24), "parallel.expert": 2}),
-        ("runtime.threads", {"model.moe": MIXTURE, "parallel.expert": 2, "runtime.threads": 2}),
-        (
-            "model.moe.ffn_dim",
-            {
-                "model.moe": replace(MIXTURE, ffn_dim=48),
-                "parallel.expert": 2,
-                "precision.compute": "bf16",
-            },
-        ),
+        *NATIVE_MIXTURES,
     ],
 )
 def test_all_else_is_refused_with_the_field_to_change(path: str, values: dict[str, Any]) -> None:

@@ -23,8 +23,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -48,18 +47,28 @@ def library_name(
     return f"{source.stem}-{key.hexdigest()[:16]}.so"
 
 
-def _folders() -> Iterator[Path]:
-    """Yield the folders in which a library may be: the user's cache, and a folder for temporary files that is the user's alone."""
+def _cache_folder() -> Path:
+    """Return the folder of libraries in the user's cache, or in the folder of temporary files for a user without a home."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    with suppress(RuntimeError):  # a user without a home
-        yield (Path(cache) if cache else Path.home() / ".cache") / "phalanx" / "kernels"
-    own = Path(tempfile.gettempdir()) / f"phalanx-kernels-{os.getuid()}"
-    with suppress(OSError):
-        own.mkdir(mode=0o700, exist_ok=True)
-        status = own.lstat()
-        # Others can make a folder of this name, too, and what is in it would be run.
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-            yield own
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "phalanx" / "kernels"
+    except RuntimeError:
+        return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"phalanx-kernels-{os.getuid()}"
+
+
+def _is_trusted(folder: Path) -> bool:
+    """Return False for a temporary folder that others may have made: what is in it is run."""
+    if folder != _temporary_folder():
+        return True
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _with_headers(sources: Sequence[Path]) -> list[Path]:
@@ -86,9 +95,12 @@ def compiled(
 
     ``linked`` are options that name libraries. Raises ``NoHostKernelsError``.
     """
-    name, folders = library_name(source, options, beside=beside, linked=linked), list(_folders())
+    name, folders = (
+        library_name(source, options, beside=beside, linked=linked),
+        (_cache_folder(), _temporary_folder()),
+    )
     for folder in folders:
-        if (folder / name).exists():
+        if (folder / name).exists() and _is_trusted(folder):
             return folder / name
     compiler = _compiler()
     if compiler is None:
@@ -102,15 +114,14 @@ def compiled(
             problems.append(f"{compiler} failed: {error.stderr.strip()[-300:]}")
         except (OSError, subprocess.TimeoutExpired) as error:
             problems.append(str(error))
-    raise NoHostKernelsError(
-        "; ".join(problems)
-        or "there is no folder for compiled kernels: set XDG_CACHE_HOME to one that can be written"
-    )
+    raise NoHostKernelsError("; ".join(dict.fromkeys(problems)))
 
 
 def _compile_into(folder: Path, name: str, command: Sequence[str]) -> Path:
     """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so. Return the library's path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700 if folder == _temporary_folder() else 0o777, parents=True, exist_ok=True)
+    if not _is_trusted(folder):
+        raise PermissionError(f"others can write {folder}: set XDG_CACHE_HOME to a folder of your own")
     target = folder / name
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

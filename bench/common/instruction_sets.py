@@ -1,0 +1,37 @@
+"""Limits on the instructions that PyTorch's libraries use, as variables of the environment."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+LIMITS: dict[str, dict[str, str]] = {
+    "default": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "DNNL_MAX_CPU_ISA": "SSE41",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    },
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "DNNL_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "all": {},
+}
+"""By name, the variables that limit which instructions are used; ``all`` has no limit."""
+
+
+def instruction_sets() -> list[str]:
+    """Return the limits that this machine can be put under, the lowest first."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        flags = ""
+    names = ["default"]
+    if re.search(r"^flags.*\bavx2\b", flags, re.MULTILINE):
+        names.append("avx2")
+    if "avx2" not in names or re.search(r"^flags.*\bavx512f\b", flags, re.MULTILINE):
+        names.append("all")
+    return names
