@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers lint contract bench gpu env env-dev clean
+.PHONY: quickstart test test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients lint contract bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -19,7 +19,7 @@ quickstart: env  ## a model trained on real text, in about three minutes on two 
 test: env-dev  ## the whole suite, in ten minutes on two cores
 	$(PYTEST) -m "not slow and not servers and not processors"
 
-test-servers: env-dev  ## real Slurm, sshd, Chromium and Prometheus (after `make servers`), and campaigns of faults
+test-servers: env-dev clients  ## real Slurm, sshd, Chromium and Prometheus (after `make servers`), clients of `phalanx serve`, and campaigns of faults
 	$(PYTEST) -m "servers and not slow and not processors"
 
 test-all: env-dev  ## and what takes longer
@@ -32,6 +32,13 @@ test-processors: env-dev  ## numerics under each instruction set of this machine
 servers:  ## Debian's Slurm, sshd, Chromium and Prometheus, and a compiler and an emulator for 64-bit Arm; as root
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$(grep -v '^#' requirements/debian.txt)
+
+clients: $(VENV)-clients/.made  ## lm-evaluation-harness, in an environment of its own
+
+$(VENV)-clients/.made: requirements/clients.txt
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/pip install --quiet -r requirements/clients.txt
+	@touch $@
 
 lint: env-dev
 	$(BIN)/ruff format --check src tests bench validation examples deploy lint requirements
@@ -93,4 +100,4 @@ $(VENV)/.dev: $(VENV)/.base $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl .cache runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl $(VENV)-clients .cache runs
