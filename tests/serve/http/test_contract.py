@@ -198,6 +198,7 @@ def test_choices_are_those_of_separate_requests(client: OpenAI, model: str) -> N
         return [choice.text for choice in answer.choices]
 
     together = ask(3, 0)
+    assert client.completions.create(model=model, prompt=PROMPT, max_tokens=1, n=3, best_of=3).choices
     assert together == [text for choice in range(3) for text in ask(1, choice)]
     assert len(set(together)) == 3
 

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's two interfaces, and of vLLM's for ids: known fields are typed and bounded, all others are refused by name.
 
 A field that is silently ignored gives text that the client did not request. So unknown fields are refused, and fields of OpenAI's and vLLM's
-interfaces that are not implemented are refused with the remedy, except where their value is neutral (``"best_of": 1``).
+interfaces that are not implemented are refused with the remedy, except where their value is neutral (``"logit_bias": {}``).
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Completion(Common, kw_only=True):
     """0 scores an echoed prompt and generates nothing."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
+    best_of: int | None = None
+    """As many as ``n``: no text is computed to be left out."""
 
 
 class Chat(Common, kw_only=True):
@@ -116,7 +118,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "repetition_penalty": ((1,), "use temperature, top_p or min_p"),
     "length_penalty": ((1,), "leave it out"),
     "use_beam_search": ((False,), "ask for n and choose by logprobs"),
-    "best_of": ((1,), "ask for n and choose by logprobs"),
     "suffix": (("",), "write what comes before into the prompt"),
     "min_tokens": ((0,), "use ignore_eos with max_tokens"),
     "stop_token_ids": (([],), "use stop, with the tokens' text"),
@@ -143,6 +144,7 @@ _UNSUPPORTED_BY_KIND: dict[type[Struct], dict[str, tuple[tuple[object, ...], str
         "add_special_tokens": ((True,), "give the prompt as token ids"),
     },
     Chat: {
+        "best_of": ((1,), "ask for n and choose by logprobs"),
         "add_special_tokens": ((False,), "the chat template writes what begins a text"),
         "echo": ((False,), "keep the messages"),
     },

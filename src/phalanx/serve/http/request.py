@@ -122,6 +122,12 @@ def parse_request(
         echoed = (content if isinstance(content, str) else decode(content) for content in contents)
         texts = list(echoed) if body.echo else [""] * len(contents)
         logprobs = -1 if body.logprobs is None else body.logprobs
+        if body.best_of not in (None, body.n or 1):
+            raise RefusedError(
+                "best_of is not done here: ask for n and choose by logprobs",
+                "best_of",
+                code="unsupported_parameter",
+            )
         if max_tokens == 0 and not body.echo:
             raise RefusedError(
                 "max_tokens: at least 1, or 0 with echo: true, which scores the prompt", "max_tokens"
