@@ -274,6 +274,30 @@ def test_a_tokenizer_that_loses_text_is_refused() -> None:
         BpeTokenizer(json.dumps(content), END_OF_DOCUMENT)
 
 
+def test_a_normalizer_that_makes_a_text_ever_longer_is_refused_before_it_has_taken_all_memory() -> None:
+    content = json.loads(BPE.serialized)
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [step] * 4}
+    with pytest.raises(TokenizerError, match="its normalizer makes"):
+        BpeTokenizer(json.dumps(content), END_OF_DOCUMENT)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_what_is_no_file_in_the_place_of_a_tokenizers_file_is_named(name: str, tmp_path: Path) -> None:
+    BPE.save(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(TokenizerError, match=f"{name}: it is no file"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_configuration_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    BPE.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is damaged"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
     hf = HfTokenizer(models.WordPiece(unk_token="[UNK]"))
     hf.pre_tokenizer = pre_tokenizers.Whitespace()

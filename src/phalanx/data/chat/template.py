@@ -16,7 +16,7 @@ from types import MappingProxyType
 from phalanx.data.chat.messages import Message
 from phalanx.data.chat.renderer import MARKS, RenderingError, renderer
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.files import CONFIG_FILE, read_config
+from phalanx.data.tokenizers.published.files import CONFIG_FILE, decoded, read_bytes, read_config
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -126,10 +126,11 @@ def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
         if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS_FILE).exists():
             tokens |= read_config(folder, SPECIAL_TOKENS_FILE)
         if file is not None or (folder / TEMPLATE_FILE).exists():
-            source: object = (file or folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+            path = file or folder / TEMPLATE_FILE
+            source: object = decoded(read_bytes(path), path)
         else:
             source = config.get("chat_template")
-    except (TokenizerError, OSError, UnicodeDecodeError) as error:
+    except (TokenizerError, OSError) as error:
         raise ChatTemplateError(f"the chat template in {folder} cannot be read: {error}") from error
     if isinstance(source, list):  # several, each with a name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}

@@ -40,7 +40,12 @@ from phalanx.data.tokenizers.published.files import (
     require_known_ids,
     save_tokenizer,
 )
-from phalanx.data.tokenizers.published.lossless import longest_token, require_lossless, without_stripping
+from phalanx.data.tokenizers.published.lossless import (
+    longest_token,
+    require_bounded,
+    require_lossless,
+    without_stripping,
+)
 from phalanx.data.tokenizers.published.sentencepiece_model import read_model, to_tokenizer_json
 from phalanx.data.tokenizers.published.tiktoken_ranks import (
     bytes_spelling,
@@ -171,6 +176,7 @@ class BpeTokenizer:
     def __post_init__(self) -> None:
         """Raises ``TokenizerError`` if this is no byte-level tokenizer or does not give text back as it was."""
         hf = _parse(without_stripping(self.serialized))
+        require_bounded(hf)
         end_of_document = hf.token_to_id(self.end_token)
         if end_of_document is None:
             raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")
@@ -346,7 +352,7 @@ def saved_fingerprint(files: Mapping[str, bytes]) -> str:
     """
     try:
         config, serialized = json.loads(files[CONFIG_FILE]), files[TOKENIZER_FILE].decode()
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         return ""
     if not isinstance(config, dict):
         return ""

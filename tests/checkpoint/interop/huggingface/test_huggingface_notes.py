@@ -319,6 +319,20 @@ def test_a_damaged_index_is_named(weight_map: object, tmp_path: Path) -> None:
         import_hf(published, tmp_path / "run")
 
 
+@pytest.mark.parametrize("file", ["../other.safetensors", "/other.safetensors", "a/../../b.safetensors"])
+def test_an_index_that_leads_out_of_the_folder_is_refused(file: str, tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL["llama"], tmp_path / "published")
+    (published / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(HuggingFaceError, match="a file outside the model's folder"):
+        import_hf(published, tmp_path / "run")
+
+
+def test_a_config_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(HuggingFaceError, match=r"config\.json: not JSON"):
+        import_hf(tmp_path, tmp_path / "run")
+
+
 def test_a_base_model_without_its_output_projection_is_told_from_a_strange_one(tmp_path: Path) -> None:
     published = saved_by_transformers(ALL["llama"], tmp_path / "published")
     path = published / "model.safetensors"

@@ -13,6 +13,7 @@ import torch
 from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError
 from phalanx.run.directory.durable import sync
 from phalanx.run.directory.files_below import files_below, folders_below
+from phalanx.run.directory.regular_file import read_small
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -64,12 +65,12 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_small(path).decode())
     except OSError as error:
         raise HuggingFaceError(
             f"{path}: {error.strerror}; give the folder of a Hugging Face model"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HuggingFaceError(f"{path}: not JSON ({error}); copy or download it again") from error
     if not isinstance(content, dict):
         raise HuggingFaceError(f"{path}: not a JSON object; copy or download it again")

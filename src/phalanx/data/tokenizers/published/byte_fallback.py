@@ -24,7 +24,12 @@ from phalanx.data.tokenizers.published.files import (
     require_known_ids,
     save_tokenizer,
 )
-from phalanx.data.tokenizers.published.lossless import longest_token, require_lossless, without_stripping
+from phalanx.data.tokenizers.published.lossless import (
+    longest_token,
+    require_bounded,
+    require_lossless,
+    without_stripping,
+)
 
 SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -67,6 +72,7 @@ class FallbackTokenizer:
         """Raises ``TokenizerError`` if it does not give text back as it was."""
         serialized = without_stripping(self.serialized)
         theirs = _unlimited(HfTokenizer.from_str(serialized))
+        require_bounded(theirs)
         end_of_document = theirs.token_to_id(self.end_token)
         if end_of_document is None:
             raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")

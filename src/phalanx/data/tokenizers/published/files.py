@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.data.errors import TokenizerError
+from phalanx.run.directory.regular_file import read_small
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -40,7 +41,7 @@ def read_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, object]:
         return {}
     try:
         config = json.loads(decoded(read_bytes(file), file))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise TokenizerError(f"{file} is damaged: {error}; copy it again from where it came") from error
     if not isinstance(config, dict):
         raise TokenizerError(f"{file} is damaged: not a JSON object; copy it again from where it came")
@@ -58,7 +59,7 @@ def named_token(config: dict[str, object], name: str) -> str | None:
 def read_bytes(file: Path) -> bytes:
     """The content of a tokenizer's file. Raises ``TokenizerError``."""
     try:
-        return file.read_bytes()
+        return read_small(file)
     except OSError as error:
         raise TokenizerError(
             f"cannot read {file}: {error.strerror}; give a tokenizer.json or its directory"

@@ -12,9 +12,12 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import normalizers
 
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published.files import PROBE
+
+_MOST_GROWTH = 8
 
 
 def without_stripping(serialized: str) -> str:
@@ -28,6 +31,20 @@ def without_stripping(serialized: str) -> str:
     for token in stripping:
         token["lstrip"] = token["rstrip"] = False
     return json.dumps(content, ensure_ascii=False) if stripping else serialized
+
+
+def require_bounded(hf: HfTokenizer) -> None:
+    """Raise ``TokenizerError`` if normalizing makes a text several times as long: steps that do so, one after another, take all memory."""
+    normalizer, text = hf.normalizer, PROBE
+    steps = [normalizer]
+    if isinstance(normalizer, normalizers.Sequence):
+        steps = [normalizer[place] for place in range(len(normalizer))]
+    for step in filter(None, steps):
+        text = step.normalize_str(text)
+        if len(text) > _MOST_GROWTH * len(PROBE):
+            raise TokenizerError(
+                f"its normalizer makes {len(text):,} characters of {len(PROBE)}; choose another tokenizer"
+            )
 
 
 def require_lossless(

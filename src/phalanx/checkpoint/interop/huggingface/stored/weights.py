@@ -169,6 +169,11 @@ def _files_of(index: Path) -> list[str]:
         raise HuggingFaceError(
             f"{index}: damaged (its weight_map names no file for each tensor); copy or download it again"
         )
+    for file in places.values():
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise HuggingFaceError(
+                f"{index}: its weight_map names {file!r}, a file outside the model's folder; download it again from a source that you trust"
+            )
     return sorted(set(places.values()))
 
 
