@@ -16,10 +16,12 @@ trust_option = click.option(
 
 def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None = None) -> None:
     """Raise FactoryError if computing with the run in ``run_dir`` runs code that nobody here has plainly chosen; ``place`` is the pack that the run
-    directory was taken from. Raises RunDirectoryError for a directory without a run file."""
+    directory was taken from."""
     from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.run.factory import require_trusted
 
+    if not RunDirectory(run_dir).run_file.exists():
+        return  # refused by what reads it
     model = read_resolved(RunDirectory(run_dir)).model
     if model.factory and not trust_code:
         require_trusted(model.factory, model.factory_sha256, place or run_dir)
