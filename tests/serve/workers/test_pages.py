@@ -151,6 +151,19 @@ def test_whoever_does_not_know_the_token_gets_nothing_and_others_are_served_on(w
     assert "token" in got.failure
 
 
+def test_strangers_write_no_warnings_however_often_they_come(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(offered()) as server, caplog.at_level(logging.DEBUG):
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port)) as stranger, suppress(OSError):
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+                while stranger.recv(1 << 16):
+                    pass
+        assert not asked(server, token="another").pages
+    of_the_server = [record for record in caplog.records if record.name == page_server.__name__]
+    assert of_the_server
+    assert all(record.levelno < logging.WARNING for record in of_the_server)
+
+
 def test_a_port_where_nobody_listens_is_a_failure_and_no_error() -> None:
     with serving(offered()) as server:
         port = server.port

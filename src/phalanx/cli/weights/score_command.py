@@ -243,12 +243,21 @@ def given_texts(content: bytes, name: str) -> list[str | list[int]]:
         one = _given(line)
         if one is None:
             raise click.ClickException(
-                f'{name}, line {number}: give {{"text": "..."}} or {{"tokens": [1, 2, ...]}}'
+                f'{name}, line {number}: {_damage(line)}give {{"text": "..."}} or {{"tokens": [1, 2, ...]}}'
             )
         if not one:
             raise click.ClickException(f"{name}, line {number}: the text is empty; leave the line out")
         found.append(one)
     return found
+
+
+def _damage(line: str) -> str:
+    """The reason why a line is no JSON, for a message; empty if it is JSON."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error}); "
+    return ""
 
 
 def _given(line: str) -> str | list[int] | None:
