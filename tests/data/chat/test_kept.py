@@ -16,7 +16,9 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.chat.encode import ChatLayout
 from phalanx.data.chat.kept import kept_template, save_template, turn_ends
 from phalanx.data.chat.messages import conversation_text
+from phalanx.data.chat.renderer import Renderer
 from phalanx.data.chat.template import ChatTemplate, read_chat_template
+from phalanx.data.errors import TokenizerError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.places import open_places, template_folder
@@ -162,3 +164,26 @@ def test_an_export_ends_turns_where_the_publisher_named_no_more_than_the_end_of_
     written = read_json(tmp_path / "hf" / GENERATION_CONFIG)
     assert written["eos_token_id"] == [1, turn_end]
     assert written.get("temperature") == (generation or {}).get("temperature")
+
+
+def test_a_served_model_has_the_chat_template_that_is_given_and_stops_where_it_ends_turns(
+    published: Path, tmp_path: Path
+) -> None:
+    import_hf(published, tmp_path / "run")
+    file = tmp_path / "other.jinja"
+    file.write_text(CHAT_TEMPLATE.replace("<|eot_id|>", "<|end_header_id|>"))
+    run = RunDirectory(tmp_path / "run")
+    words = read_model_text(run.path, "run", read_resolved(run).model.vocab_size, str(file))
+    assert words.template is not None
+    assert words.template.source == file.read_text()
+    assert tokenizer_from_file(published).encode_template("<|end_header_id|>")[0] in words.stop_tokens
+    with pytest.raises(TokenizerError, match="nowhere"):
+        read_model_text(run.path, "run", 1, str(tmp_path / "nowhere"))
+
+
+def test_the_process_that_renders_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jinja2.py").write_text("raise RuntimeError('of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    assert Renderer().render("{{ a }}", {"a": 1}, today=False) == "1"
