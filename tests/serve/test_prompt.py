@@ -200,7 +200,7 @@ def test_a_conversation_has_the_ids_of_transformers(bare_run: RunDirectory) -> N
             [{"role": "wizard", "content": "a"}],
             r"messages\[0\].role = 'wizard': one of system, developer, user",
         ),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content: a text"),
+        ([{"role": "user", "content": 0}], r"messages\[0\].content: a text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is of type 'image_url'"),
     ],
 )
@@ -274,7 +274,11 @@ def test_tools_calls_results_and_variables_are_framed_as_transformers_frames_the
     framing = Framing(tools=TOOLS, variables={"enable_thinking": False})
     as_sent = [dict(message) for message in chat]
     sent = {"name": "add", "arguments": json.dumps({"a": 1})}
-    as_sent[1] = chat[1] | {"tool_calls": [CALL | {"function": sent}], "refusal": None}
+    as_sent[1] = chat[1] | {
+        "tool_calls": [CALL | {"function": sent}],
+        "refusal": None,
+        "annotations": [],
+    }
     assert frame_messages(template, tokenizer, as_sent, framing) == expected
     assert "<none>" in expected
 

@@ -147,6 +147,8 @@ def frame_messages(
             "the model's chat template does not write them; describe them in a message", "tools"
         )
     if framing.continued:
+        if plain[-1]["content"] is None:
+            raise FramingError("the last message has no content to go on with", "continue_final_message")
         plain[-1] = plain[-1] | {"content": f"{plain[-1]['content']}{_CONTINUED} "}
     try:
         text = template.render(
@@ -173,18 +175,24 @@ def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTempl
 
 
 def _plain_message(number: int, message: Mapping[str, object], template: ChatTemplate) -> Message:
-    # OpenAI's clients send null for a field that is not there.
-    plain: Message = {name: value for name, value in message.items() if value is not None}
+    # OpenAI's clients send null, or an empty list, for a field that is not there.
+    plain: Message = {
+        name: value
+        for name, value in message.items()
+        if value is not None and (value != [] or name == "content")
+    }
     for name in plain.keys() - {"role", "content", "tool_call_id"}:
         if not template.names(name):
             raise TokenizerError(
                 f"messages[{number}].{name}: the model's chat template does not write it; leave it out, or write it into the content"
             )
     plain["role"] = _role(number, plain.get("role"), template)
+    content = plain.get("content")
     if "tool_calls" in plain:
         plain["tool_calls"] = [_with_arguments(number, call) for call in _list(number, plain["tool_calls"])]
-        plain.setdefault("content", None)
-    plain["content"] = plain["content"] and _content(number, plain["content"]) if "content" in plain else ""
+    elif content is None:
+        content = ""
+    plain["content"] = None if content is None else _content(number, content)
     return plain
 
 
