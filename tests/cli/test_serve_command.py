@@ -106,6 +106,11 @@ def test_workers_of_all_roles_have_the_cpu_where_those_of_one_role_divide_the_mo
         serve_command.command, [*words, "--workers", "prefill:1,decode:1", "--tensor", degrees]
     )
     assert asked == [device, device], done.output
+    assert "also do what the other role would" not in done.output
+    alone = CliRunner().invoke(serve_command.command, [*words, "--workers", "prefill:1"])
+    assert "all workers are prefill workers: they also do what the other role would" in alone.output
+    unnamed = CliRunner().invoke(serve_command.command, [*words, "--name", ""])
+    assert (unnamed.exit_code, "--name is empty" in unnamed.output) == (2, True)
     assert f"computing on {'cpu' if device == 'cpu' else 'cuda:0, cuda:1'}\n" in done.output
 
 

@@ -58,6 +58,8 @@ def another_machine(path: Path) -> str:
 
 
 def _require_workers(asked: Start) -> None:
+    if asked.name == "":
+        raise click.UsageError("--name is empty: leave it out for the name of PLACE")
     if not asked.workers and (asked.threads or asked.audit):
         raise click.UsageError("--threads and --audit are for --workers")
     if len(asked.workers) < 2 and "--pages" in _given_beside():

@@ -190,6 +190,8 @@ def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
             role: WorkerDivision(asked.pipeline.of(role), asked.tensor.of(role)) for role in asked.workers
         }
         places = devices_of(asked.served, len(asked.workers), divisions)
+        if {*asked.workers} in ({"prefill"}, {"decode"}):
+            said.text(f"all workers are {asked.workers[0]} workers: they also do what the other role would")
         # By their names alone: asking a GPU for more begins CUDA, and this process computes nothing.
         said.text(f"computing on {', '.join(map(str, places))}")
         return open_service(
