@@ -437,7 +437,7 @@ _WHOLE_RUN = {
         {
             **_all(
                 "engine hosts partition account qos time_limit constraint reservation exclude gpus_per_node exclusive grace_s container_image "
-                "container_mounts environment prologue options namespace scheduler topology_label domain_labels resources gpu_resource tolerations "
+                "container_mounts pod_patch environment secrets prologue options namespace scheduler topology_label domain_labels resources gpu_resource tolerations "
                 "service_account run_as",
                 _WHERE,
             ),

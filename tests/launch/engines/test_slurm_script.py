@@ -129,8 +129,7 @@ def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> N
     [
         ({"options": ("--array=1-4",)}, "launch.options: --array=1-4: a run is one job"),
         ({"prologue": ("#SBATCH --gpus=2",)}, "Slurm reads such lines at the top alone: launch.options"),
-        ({"environment": ("1X=2",)}, "launch.environment: '1X=2' is not NAME=VALUE"),
-        ({"environment": ("X",)}, "is not NAME=VALUE"),
+        ({"environment": ("1X=2",)}, "launch.environment: '1X' is no name of a variable"),
         (
             {"container_mounts": ("/a:/b",)},
             "launch.container_mounts: /a:/b: there is no container to see them",

@@ -44,9 +44,14 @@ def test_a_dry_run_prints_manifests_that_hold_the_frozen_run_file_and_writes_the
 
 def test_node_labels_come_with_what_an_administrator_allows(folder: Path) -> None:  # noqa: ARG001
     done = submit("--set", 'launch.domain_labels=["rack"]', "--namespace", "team", "--dry-run")
-    binding = list(yaml.safe_load_all(done.stdout))[1]
+    manifests = list(yaml.safe_load_all(done.stdout))
+    account, _, binding = manifests[:3]
+    name = "phalanx-node-labels"
+    assert (account["kind"], account["metadata"]["name"]) == ("ServiceAccount", name)
     assert binding["kind"] == "ClusterRoleBinding"
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "default", "namespace": "team"}]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": "team"}]
+    job = manifests[-1]["spec"]["replicatedJobs"][0]["template"]
+    assert job["spec"]["template"]["spec"]["serviceAccountName"] == name
 
 
 def test_without_kubectl_a_real_submission_says_what_to_do(folder: Path) -> None:  # noqa: ARG001

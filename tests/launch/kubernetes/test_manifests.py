@@ -332,7 +332,12 @@ def test_the_name_follows_from_the_run_directory_so_that_a_cluster_takes_a_run_o
         ({"time_limit": "2d", "scheduler": "volcano"}, "has no time limit"),
         ({"constraint": "gpu"}, "launch.constraint: 'gpu' is not LABEL=VALUE"),
         ({"domain_labels": ("a b",)}, "'a b' is no label of a node"),
-        ({"environment": ("1X=2",)}, "launch.environment: '1X=2' is not NAME=VALUE"),
+        ({"environment": ("1X=2",)}, "launch.environment: '1X' is no name of a variable"),
+        (
+            {"environment": ("WANDB_API_KEY",)},
+            "launch.environment: WANDB_API_KEY has no value: make a Secret",
+        ),
+        ({"secrets": "/home/me/keys"}, "launch.secrets: '/home/me/keys' is no name of a Secret"),
         ({"resources": ("memory=much",)}, "launch.resources: 'memory=much' is not NAME=QUANTITY"),
         ({"tolerations": ("a:Sometimes",)}, "launch.tolerations: 'a:Sometimes'"),
         ({"run_as": "me"}, "launch.run_as: 'me' is not UID or UID:GID"),

@@ -161,11 +161,11 @@ def grown(run_dir: Path, by: int, made: Submitted | None, certificates: Path | N
     from phalanx.fleet.core.messages import Grow
     from phalanx.launch.engines import slurm
 
-    script = _joining_script(run_dir, by, made) if made is not None and made.engine == "slurm" else None
+    joining = _joining_script(run_dir, by, made) if made is not None and made.engine == "slurm" else None
     answer = ask(run_dir, Grow(by), certificates)
     if answer != "accepted":
         raise click.ClickException(answer)
-    return slurm.submit(script) if script is not None else ""
+    return slurm.submit(*joining) if joining is not None else ""
 
 
 def _grow_on_hosts(
@@ -195,9 +195,13 @@ def _grow_on_hosts(
     _say({"wanted": by, "hosts": names}, f"started on {' '.join(names)}, which join the run", as_json)
 
 
-def _joining_script(run_dir: Path, by: int, made: Submitted) -> Path:
-    """Writes the script of a job whose nodes join the fleet of a run. Raises ``EngineError`` if that job could never start."""
+def _joining_script(run_dir: Path, by: int, made: Submitted) -> tuple[Path, dict[str, str]]:
+    """Writes the script of a job whose nodes join the fleet of a run; returns it with the job's private variables.
+
+    Raises ``EngineError`` if that job could never start.
+    """
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.private_variables import private_variables
     from phalanx.launch.engines.slurm_options import from_environment
     from phalanx.launch.engines.slurm_script import joining_script
     from phalanx.launch.engines.submission import order_of
@@ -217,7 +221,7 @@ def _joining_script(run_dir: Path, by: int, made: Submitted) -> Path:
     path = order.folder / "joining.sh"
     write_atomically(path, joining_script(order, by).encode(), mode=0o755)
     slurm.test_submit(path)
-    return path
+    return path, private_variables(order.launch, order.working_dir)
 
 
 def _say(values: dict[str, object], text: str, as_json: bool) -> None:

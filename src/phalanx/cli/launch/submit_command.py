@@ -281,6 +281,7 @@ def _submit(
     spec: RunSpec, working_dir: Path, best: Choice | None, why_not: str, as_json: bool, lender: Path | None
 ) -> None:
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.private_variables import private_variables
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import (
         forget_stopped,
@@ -294,6 +295,7 @@ def _submit(
     from phalanx.launch.engines.tools import EngineError
 
     order = order_of(spec, working_dir)
+    private = private_variables(order.launch, working_dir)
     script = batch_script(order)  # what no job can have is refused before anything is written, or borrowed
     with only_submission(order):
         _refuse_second(order)
@@ -308,7 +310,7 @@ def _submit(
             # Or of a job whose submitter did not live to note it the record would be that of an earlier start, perhaps elsewhere.
             with recorded(order, "slurm", ""):
                 refuse_stopped(order)
-                made = _noted(order, slurm.submit(path))
+                made = _noted(order, slurm.submit(path, private))
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error
     if as_json:

@@ -49,11 +49,7 @@ def _show(request: PodRequest, submission: str, out: Path | None, as_json: bool)
     """Prints the manifests, or writes them into a file; no token is in them, so that the leading pod makes it."""
     manifests = [*beside(request), job_of(request, submission)]
     if request.launch.domain_labels:
-        account, namespace = (
-            request.launch.service_account or "default",
-            request.launch.namespace or "default",
-        )
-        manifests = [*node_reader(account, namespace), *manifests]
+        manifests = [*node_reader(request.account, request.launch.namespace or "default"), *manifests]
     text = text_of(manifests)
     if out is not None:
         try:

@@ -29,6 +29,7 @@ from phalanx.launch.engines.hosts import (
     unreachable,
 )
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
+from phalanx.launch.engines.private_variables import private_exports
 from phalanx.launch.engines.submission import refuse_stopped
 from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.run.directory.durable import write_atomically
@@ -176,7 +177,12 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
             _forget_who_was_asked(order)
     except OSError as error:
         raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
-    pids, wrong = on_all(hosts, lambda host: _pid(host, on_host(host, start_script(order, host, head, word))))
+    private = private_exports(order.launch, order.working_dir)
+
+    def begin(host: Host) -> int:
+        return _pid(host, on_host(host, private + start_script(order, host, head, word)))
+
+    pids, wrong = on_all(hosts, begin)
     started = [Started(host, pids[host.name]) for host in hosts if host.name in pids]
     try:
         _note(order, [*earlier, *started])

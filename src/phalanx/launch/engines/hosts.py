@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.ports import port_of
+from phalanx.launch.engines.private_variables import exports_of
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.peers.loopback import is_loopback
 
@@ -233,11 +234,7 @@ def signal_script(run_dir: str, pids: list[int], number: int) -> str:
 def _begin(order: LaunchOrder) -> Iterator[str]:
     yield f"cd {shlex.quote(str(order.working_dir))} || exit 66"
     yield "export PYTHONUNBUFFERED=1"
-    for variable in order.launch.environment:
-        name, sign, value = variable.partition("=")
-        if not sign or not name.isidentifier():
-            raise EngineError(f"launch.environment: {variable!r} is not NAME=VALUE")
-        yield f"export {name}={shlex.quote(value)}"
+    yield from exports_of(order.launch)
     yield from order.launch.prologue
 
 

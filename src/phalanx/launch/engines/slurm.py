@@ -258,10 +258,10 @@ def _nodes_of(partition: str) -> list[NodeFacts]:
     return parse_nodes(run_tool(["sinfo", "-h", "-N", "-o", "%N|%T|%G", *only]))
 
 
-def submit(script: Path) -> str:
-    """Queues a batch script; returns the job's number. Raises ``EngineError`` with Slurm's words."""
+def submit(script: Path, private: Mapping[str, str]) -> str:
+    """Queues a batch script, with ``private`` variables in its job's environment; returns the job's number. Raises ``EngineError``."""
     words = ["sbatch", "--parsable", str(script)]
-    return run_tool(words, environment=without_overrulers(os.environ)).strip().split(";")[0]
+    return run_tool(words, environment={**without_overrulers(os.environ), **private}).strip().split(";")[0]
 
 
 def test_submit(script: Path) -> str:

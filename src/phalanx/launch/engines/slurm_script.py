@@ -23,8 +23,10 @@ from collections.abc import Iterator
 
 from phalanx.launch.engines.order import FOLDER, LaunchOrder, seconds_of, slurm_time
 from phalanx.launch.engines.ports import port_in_shell
+from phalanx.launch.engines.private_variables import exports_of
 from phalanx.launch.engines.slurm_options import options_in, refuse
 from phalanx.launch.engines.tools import EngineError
+from phalanx.run.launch_variables import launch_variables
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
 """Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""
@@ -132,11 +134,12 @@ def _environment(order: LaunchOrder) -> Iterator[str]:
     launch = order.launch
     yield "# Written by phalanx submit, which also freezes the run file for it: without that, sbatch alone starts nothing."
     yield "export PYTHONUNBUFFERED=1"
-    for variable in launch.environment:
-        name, sign, value = variable.partition("=")
-        if not sign or not name.isidentifier():
-            raise EngineError(f"launch.environment: {variable!r} is not NAME=VALUE")
-        yield f"export {name}={shlex.quote(value)}"
+    yield from exports_of(launch)
+    for name, value in launch_variables(launch):
+        if (
+            value is None
+        ):  # sbatch hands on what phalanx submit has put into its environment, unless it is told not to
+            yield f': "${{{name}:?launch.environment names it, and sbatch has not handed it on (--export)}}"'
     for line in launch.prologue:
         if line.lstrip().startswith("#SBATCH"):
             raise EngineError(

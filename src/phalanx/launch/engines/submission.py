@@ -23,6 +23,7 @@ from phalanx.launch.engines.tools import EngineError
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.launch_variables import variable_problems
 from phalanx.run.problems import Problem
 from phalanx.run.read import to_table
 from phalanx.run.spec import LaunchSpec, RunSpec
@@ -38,6 +39,7 @@ _OF_KUBERNETES = (
     "tolerations",
     "service_account",
     "run_as",
+    "pod_patch",
 )
 STOPPED = "stopped"
 """A file of this name keeps a job from queueing itself again, and a run that is being submitted from starting."""
@@ -91,8 +93,8 @@ def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
     if not fleet.nodes and engine != "local":
         return [Problem("fleet.nodes", "0 nodes are to hold ranks", "--nodes N")]
     # Without a fleet this machine's ranks train the run, as phalanx train does.
-    found = problems_on(spec, fleet.nodes * fleet.workers_per_node) if fleet.nodes else []
-    found += [
+    problems = problems_on(spec, fleet.nodes * fleet.workers_per_node) if fleet.nodes else []
+    problems += [
         Problem(
             field,
             "holds a default that nobody chose",
@@ -101,22 +103,23 @@ def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
         for field in spec.unfilled
     ]
     if engine != "kubernetes":
-        found += [
+        problems += [
             Problem(f"launch.{name}", "is about Kubernetes", "take it out, or --on kubernetes")
             for name in _OF_KUBERNETES
             if getattr(spec.launch, name) != getattr(LaunchSpec(), name)
         ]
+    problems += variable_problems(spec.launch)
     if engine != "ssh" and spec.launch.hosts:
-        found.append(Problem("launch.hosts", "names hosts for ssh", "take it out, or --on ssh"))
+        problems.append(Problem("launch.hosts", "names hosts for ssh", "take it out, or --on ssh"))
     if fleet.nodes and fleet.min_nodes > fleet.nodes + fleet.spares:
-        found.append(
+        problems.append(
             Problem(
                 "fleet.min_nodes",
                 f"{fleet.min_nodes} nodes are never there: fleet.nodes and fleet.spares make {fleet.nodes + fleet.spares}",
                 "fewer, or more nodes",
             )
         )
-    return found
+    return problems
 
 
 def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:

@@ -22,6 +22,7 @@ import math
 from phalanx.launch.engines.order import seconds_of
 from phalanx.launch.kubernetes.pod_template import (
     DIRECTORY,
+    MANAGED,
     RUN_LABEL,
     TOKEN_KEY,
     Json,
@@ -29,12 +30,11 @@ from phalanx.launch.kubernetes.pod_template import (
     pod_template,
     secret_name,
 )
-from phalanx.launch.kubernetes.request import TASK, PodRequest
+from phalanx.launch.kubernetes.request import NODE_READER, TASK, PodRequest
 
 EXIT_GOES_ON, EXIT_OVER = 75, 76
 """Exit codes of a pod: the run was saved and goes on, so the pod is started again; the run is over, though not finished."""
 _RETRIES = 10
-_MANAGED = {"app.kubernetes.io/name": "phalanx", "app.kubernetes.io/managed-by": "phalanx-submit"}
 JOBSET, VOLCANO_JOB = "jobset.x-k8s.io/v1alpha2", "batch.volcano.sh/v1alpha1"
 
 
@@ -79,19 +79,25 @@ def beside(request: PodRequest, token: str = "") -> list[Json]:
 
 def node_reader(account: str, namespace: str) -> list[Json]:
     """What an administrator creates once, so that pods of this service account may read the labels of their nodes."""
-    name = "phalanx-node-labels"
+    name = NODE_READER
     kind = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
+    own: Json = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": account, "namespace": namespace, "labels": dict(MANAGED)},
+    }
     return [
+        *([own] if account == NODE_READER else []),
         {
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "ClusterRole",
-            "metadata": {"name": name, "labels": dict(_MANAGED)},
+            "metadata": {"name": name, "labels": dict(MANAGED)},
             "rules": [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}],
         },
         {
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "ClusterRoleBinding",
-            "metadata": {"name": f"{name}-{namespace}-{account}", "labels": dict(_MANAGED)},
+            "metadata": {"name": f"{name}-{namespace}-{account}", "labels": dict(MANAGED)},
             "roleRef": kind,
             "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
         },
@@ -120,7 +126,7 @@ def _name(manifest: Json) -> object:
 def _head(request: PodRequest, version: str, kind: str, name: str, **labels: str) -> Json:
     metadata: Json = {
         "name": name,
-        "labels": {**_MANAGED, RUN_LABEL: request.name, **labels},
+        "labels": {**MANAGED, RUN_LABEL: request.name, **labels},
         "annotations": {DIRECTORY: request.run_dir},
     }
     if request.launch.namespace:

@@ -8,15 +8,20 @@ leads. Sources of what is asked of Kubernetes: kubernetes.io/docs/concepts/workl
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TypeAlias
 
+from phalanx.launch.kubernetes.pod_patch import merged
 from phalanx.launch.kubernetes.request import CONFIG_FOLDER, PodRequest, constraint_of, toleration_of, user_of
 from phalanx.launch.placing.host_list import expanded
+from phalanx.run.launch_variables import launch_variables
 
 Json: TypeAlias = dict[str, object]
 CONTAINER = "agent"
 RUN_LABEL = "phalanx.run/name"
 """The label of everything that belongs to a run: the name of its job."""
+MANAGED = {"app.kubernetes.io/name": "phalanx", "app.kubernetes.io/managed-by": "phalanx-submit"}
+"""Labels of everything that phalanx submit makes."""
 DIRECTORY = "phalanx.run/directory"
 """The annotation that names the run directory."""
 ALIVE_FILE = "/tmp/phalanx-alive"
@@ -46,18 +51,19 @@ def pod_template(request: PodRequest, submission: str) -> Json:
         "containers": [_container(request, submission)],
         "volumes": _volumes(request),
     }
-    if launch.service_account:
-        spec["serviceAccountName"] = launch.service_account
+    if request.account:
+        spec["serviceAccountName"] = request.account
     if constraint := constraint_of(launch):
         spec["nodeSelector"] = dict(word.split("=", 1) for word in constraint)
     if launch.tolerations:
         spec["tolerations"] = [toleration_of(text) for text in launch.tolerations]
     if affinity := _affinity(request):
         spec["affinity"] = affinity
-    return {
-        "metadata": {"labels": {RUN_LABEL: request.name}, "annotations": _topology(request)},
+    template: Json = {
+        "metadata": {"labels": {**MANAGED, RUN_LABEL: request.name}, "annotations": _topology(request)},
         "spec": spec,
     }
+    return merged(template, request.pod_patch)
 
 
 def _topology(request: PodRequest) -> Json:
@@ -96,7 +102,8 @@ def _container(request: PodRequest, submission: str) -> Json:
         "command": command,
         "workingDir": request.mounts[0].target,
         "env": _environment(request),
-        "ports": [{"name": "coordinator", "containerPort": request.port}],
+        **({"envFrom": [{"secretRef": {"name": launch.secrets}}]} if launch.secrets else {}),
+        "ports": list(_ports(request)),
         "resources": _resources(request),
         "startupProbe": {
             **asks,
@@ -110,7 +117,7 @@ def _container(request: PodRequest, submission: str) -> Json:
             "failureThreshold": _FAILURES,
             "timeoutSeconds": 10,
         },
-        "securityContext": _container_security(request),
+        "securityContext": _container_security(),
         "volumeMounts": [
             *mounts,
             {"name": "run-file", "mountPath": CONFIG_FOLDER, "readOnly": True},
@@ -119,6 +126,14 @@ def _container(request: PodRequest, submission: str) -> Json:
         # The last lines of a failed agent's log are in the pod's status, which outlives its node.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def _ports(request: PodRequest) -> Iterator[Json]:
+    """Ports by the names that deploy/kubernetes/pod-monitor.yaml scrapes; all pods have one template, so each declares the coordinator's too."""
+    yield {"name": "coordinator", "containerPort": request.port}
+    if request.metrics_port:
+        yield {"name": "metrics-fleet", "containerPort": request.metrics_port}
+        yield {"name": "metrics-node", "containerPort": request.metrics_port + 1}
 
 
 def _environment(request: PodRequest) -> list[Json]:
@@ -135,10 +150,13 @@ def _environment(request: PodRequest) -> list[Json]:
     ]
     if request.launch.run_as:
         found.append({"name": "HOME", "value": "/tmp"})  # of a user that the image does not know
-    for variable in request.launch.environment:
-        name, _, value = variable.partition("=")
+    for name, value in launch_variables(request.launch):
         # $(NAME) would be another variable's value: a run file means what it says.
-        found.append({"name": name, "value": value.replace("$(", "$$(")})
+        found.append(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": request.launch.secrets, "key": name}}}
+            if value is None
+            else {"name": name, "value": value.replace("$(", "$$(")}
+        )
     return found
 
 
@@ -155,14 +173,20 @@ def _pod_security(request: PodRequest) -> Json:
     user = user_of(request.launch)
     group = user[1] if user else _GROUP
     own: Json = {"runAsUser": user[0], "runAsGroup": user[1]} if user else {}
-    # Not changed in all files of a large volume at each start, only where the root has another group.
-    return {**own, "fsGroup": group, "fsGroupChangePolicy": "OnRootMismatch"}
+    return {
+        **own,
+        # What the Pod Security Standard "restricted" demands.
+        "runAsNonRoot": user is None or user[0] != 0,
+        "seccompProfile": {"type": "RuntimeDefault"},
+        "fsGroup": group,
+        # Not changed in all files of a large volume at each start, only where the root has another group.
+        "fsGroupChangePolicy": "OnRootMismatch",
+    }
 
 
-def _container_security(request: PodRequest) -> Json:
-    # RDMA pins memory.
-    pins = any(text.startswith("rdma/") for text in request.launch.resources)
-    return {"allowPrivilegeEscalation": False, **({"capabilities": {"add": ["IPC_LOCK"]}} if pins else {})}
+def _container_security() -> Json:
+    # RDMA pins memory, which the limit of the node's container runtime allows: an added capability has no effect for other users than root.
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def _volumes(request: PodRequest) -> list[Json]:
@@ -176,7 +200,9 @@ def _volumes(request: PodRequest) -> list[Json]:
         found.append({"name": f"mount-{number}", **source})
     found.append({"name": "run-file", "configMap": {"name": config_name(request)}})
     # NCCL and the loaders share memory, and a container has 64 MiB of it otherwise.
-    found.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    named = dict(text.split("=", 1) for text in request.launch.resources)
+    limit = {"sizeLimit": named["memory"]} if "memory" in named else {}
+    found.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", **limit}})
     return found
 
 

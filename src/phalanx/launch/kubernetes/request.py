@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 
 from phalanx.launch.engines.submission import default_name
 from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.kubernetes.pod_patch import read_pod_patch
+from phalanx.run.launch_variables import launch_variables
 from phalanx.run.spec import LaunchSpec, RunSpec
 
 PORT = 29_400
 """The coordinator's port where the run file names none: each pod has an address of its own, so that any port is free."""
+NODE_READER = "phalanx-node-labels"
+"""The service account, and the ClusterRole, of pods that read the labels of their nodes."""
 TASK = "node"
 """The name of the one group of pods, whose members are numbered."""
 CONFIG_FOLDER = "/etc/phalanx"
@@ -70,6 +74,15 @@ class PodRequest:
     port: int
     mounts: tuple[Mount, ...]
     launch: LaunchSpec
+    metrics_port: int = 0
+    """Port of the coordinator's metrics, and the one before that of an agent's; 0 for none (``observe.metrics_port``)."""
+    pod_patch: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the pod template that are merged into it (``launch.pod_patch``)."""
+
+    @property
+    def account(self) -> str:
+        """The service account of the pods; empty for the namespace's default."""
+        return self.launch.service_account or (NODE_READER if self.launch.domain_labels else "")
 
     @property
     def pods(self) -> int:
@@ -130,6 +143,8 @@ def request_of(spec: RunSpec, run_file: str) -> PodRequest:
         port=fleet.port or PORT,
         mounts=mounts_of(launch),
         launch=launch,
+        metrics_port=spec.observe.metrics_port,
+        pod_patch=read_pod_patch(Path(launch.pod_patch)) if launch.pod_patch else {},
     )
 
 
@@ -206,10 +221,13 @@ def _not_for_pods(launch: LaunchSpec) -> Iterator[str]:
 
 
 def _written_wrongly(launch: LaunchSpec) -> Iterator[str]:
-    for variable in launch.environment:
-        name, sign, _ = variable.partition("=")
-        if not sign or not name.isidentifier():
-            yield f"launch.environment: {variable!r} is not NAME=VALUE"
+    for name, value in launch_variables(launch):
+        if not name.isidentifier():
+            yield f"launch.environment: {name!r} is no name of a variable"
+        elif value is None and not launch.secrets:
+            yield f"launch.environment: {name} has no value: make a Secret with it (kubectl create secret generic), and name it in launch.secrets"
+    if launch.secrets and not _CLAIM.fullmatch(launch.secrets):
+        yield f"launch.secrets: {launch.secrets!r} is no name of a Secret, as tracker-keys is; a file of secrets stays on this machine"
     for resource in launch.resources:
         name, _, quantity = resource.partition("=")
         if not _LABEL.fullmatch(name) or not _QUANTITY.fullmatch(quantity):

@@ -13,12 +13,9 @@ import re
 import urllib.parse
 from collections.abc import Iterable, Mapping
 
+from phalanx.run.launch_variables import SECRET_NAME
+
 MASKED = "***"
-SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|KEY|AUTH(?!ORS?(?![A-Z]))|CONNECTION_?STRING|SIGNATURE",
-    re.IGNORECASE,
-)
-"""What is in the name of a variable that holds a secret; an author (``GIT_AUTHOR_NAME``) is none."""
 _SHORTEST = 8
 """A shorter value would mask parts of harmless words."""
 _HARMLESS = re.compile(r"(?:true|false|none|null|yes|no|auto|default|[\d.]+)", re.IGNORECASE)
@@ -115,6 +112,16 @@ def secret_values(environment: Mapping[str, str]) -> set[str]:
     }
 
 
+def run_file_mask(table: Mapping[str, object]) -> Mask:
+    """Return a mask for a run file and its fields: it knows the values of secrets in ``launch.environment``, as older versions allowed them."""
+    launch = table.get("launch")
+    texts = launch.get("environment") if isinstance(launch, Mapping) else None
+    parts = [str(text).partition("=") for text in texts] if isinstance(texts, list | tuple) else []
+    mask = Mask.of_environment({name: value for name, _, value in parts})
+    mask.add(*(value for name, _, value in parts if SECRET_NAME.search(name)))
+    return mask
+
+
 class Mask:
     """Replaces secrets in a text."""
 
@@ -147,3 +154,11 @@ class Mask:
             for shape, instead in _SHAPES:
                 text = shape.sub(instead, text)
         return text
+
+    def value(self, value: object) -> object:
+        """Return a setting with secrets masked in its texts, at any depth."""
+        if isinstance(value, str):
+            return self(value)
+        if isinstance(value, Mapping):
+            return {key: self.value(part) for key, part in value.items()}
+        return type(value)(map(self.value, value)) if isinstance(value, list | tuple) else value

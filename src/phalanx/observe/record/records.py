@@ -19,7 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from phalanx import version as of_package
-from phalanx.observe.logs.masking import MASKED, SECRET_NAME, Mask
+from phalanx.observe.logs.masking import MASKED, Mask
+from phalanx.run.launch_variables import SECRET_NAME
 
 PACKAGES = (
     *("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton"),

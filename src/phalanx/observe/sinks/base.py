@@ -15,6 +15,7 @@ from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped
 from phalanx.observe.ledger.goodput import goodput
 from phalanx.observe.ledger.ledger import NS_PER_S
+from phalanx.observe.logs.masking import run_file_mask
 from phalanx.run.read import RUN_FILE
 
 Setting = bool | int | float | str
@@ -56,7 +57,7 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def hyperparameters(run_directory: Path) -> dict[str, Setting]:
-    """The fields of the resolved run file by dotted path, as trackers take them; empty where there is none yet.
+    """The fields of the resolved run file by dotted path, as trackers take them, without secrets; empty where there is none yet.
 
     Lists are written as text: no tracker can plot against one.
     """
@@ -64,7 +65,8 @@ def hyperparameters(run_directory: Path) -> dict[str, Setting]:
         table = tomllib.loads((run_directory / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return dict(_settings(table, ""))
+    mask = run_file_mask(table)
+    return dict(_settings({name: mask.value(value) for name, value in table.items()}, ""))
 
 
 def _settings(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Setting]]:

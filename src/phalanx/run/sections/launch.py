@@ -64,8 +64,13 @@ class LaunchSpec:
     """Kubernetes: service account of the pods, which may name secrets for pulling the image; empty means the namespace's default."""
     run_as: Annotated[str, FLEET] = ""
     """Kubernetes: user and group of the pods' processes, as UID or UID:GID; empty means those of the image."""
+    pod_patch: Annotated[str, FLEET] = ""
+    """Kubernetes: JSON or TOML file with fields of a pod template, as metadata.annotations or spec.runtimeClassName, that are merged into the pods'."""
     environment: Annotated[tuple[str, ...], FLEET] = ()
-    """Variables for agents and workers, as NAME=VALUE."""
+    """Variables for agents and workers, as NAME=VALUE, or as NAME for the value that it has where phalanx submit is called. Values of secrets belong
+    into no run file: use NAME."""
+    secrets: Annotated[str, FLEET] = ""
+    """File of NAME=VALUE lines, of mode 600, whose variables agents and workers get; under Kubernetes, name of a Secret with them."""
     prologue: Annotated[tuple[str, ...], FLEET] = ()
     """Shell lines that run on the first node before the agents start, such as module load cuda."""
     options: Annotated[tuple[str, ...], FLEET] = ()

@@ -30,6 +30,7 @@ from phalanx.run.directory.paths import (
     read_resolved,
 )
 from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.launch_variables import variable_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.errors import StoreError
@@ -45,6 +46,7 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
     ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or
     ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
     """
+    yield from variable_problems(spec.launch)
     index = index_of_places(places)
     if isinstance(index, MixtureIndex):
         yield from epoch_problems(spec, mixture_of(spec, index))

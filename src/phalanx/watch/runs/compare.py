@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.observe.event_log import EventLogError
+from phalanx.observe.logs.masking import run_file_mask
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.identity import all_fields, identity
 from phalanx.run.spec import RunSpec
@@ -138,7 +139,14 @@ def _logs(directories: Sequence[RunDirectory]) -> tuple[list[Logged], list[str]]
 
 
 def _settings(specs: Sequence[RunSpec]) -> list[Setting]:
-    tables = [dict(all_fields(spec)) for spec in specs]
+    tables = [
+        {
+            path: (mask.value(value), owner)
+            for mask in (run_file_mask({"launch": {"environment": spec.launch.environment}}),)
+            for path, (value, owner) in all_fields(spec)
+        }
+        for spec in specs
+    ]
     owners = {path: owner for table in tables for path, (_, owner) in table.items()}
     found = []
     for path, owner in owners.items():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.fleet.control.fleet_file import path_in
 from phalanx.observe.events import Event, RunStarted
+from phalanx.observe.logs.masking import run_file_mask
 from phalanx.observe.serving import read_serving
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import RunDirectory, read_small_json
@@ -33,7 +35,7 @@ def summary(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, obje
     return asdict(runs.row(place)) | {
         "started_events": [_start(event) for event in starts],
         "environment": _environment(starts),
-        "run_file": _text(directory.run_file),
+        "run_file": _masked(_text(directory.run_file)),
         "lineage": [
             asdict(origin) | {"text": str(origin)}
             for origin in read_lineage(read_small_json(directory.record))
@@ -101,6 +103,15 @@ def _evaluations(run: RunSeries) -> list[dict[str, object]]:
         for event, body in run.evaluations
     ]
     return found[-_MOST_EVALUATIONS:]
+
+
+def _masked(text: str) -> str:
+    """Return the text of a run file without secrets."""
+    try:
+        table: dict[str, object] = tomllib.loads(text)
+    except (ValueError, RecursionError):
+        table = {}
+    return run_file_mask(table)(text)
 
 
 def _text(path: Path) -> str:
