@@ -8,18 +8,23 @@ from pathlib import Path
 import pytest
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.events import Evaluated, Event, Message
+from phalanx.observe.events import Evaluated, Event, Message, encode
 from phalanx.observe.sinks.background import FAILURES_IN_A_ROW, Background, SinkHealth, close_sinks
-from phalanx.observe.sinks.base import Sink, hyperparameters, scalars, step_of
+from phalanx.observe.sinks.base import Sink, hyperparameters, point_of, scalars, step_of
+from phalanx.observe.sinks.missing import missing_points
 from phalanx.observe.sinks.registry import SinkError, Vendor, fill_sink, open_sinks
 
 
 class Recording:
     """Keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: set[tuple[str, int]] | None = None) -> None:
         self.events: list[Event] = []
+        self.held: set[tuple[str, int] | None] = {*(held or ())}
         self.closed = False
+
+    def holds(self, event: Event) -> bool:
+        return point_of(event) in self.held
 
     def write(self, event: Event) -> None:
         self.events.append(event)
@@ -161,6 +166,7 @@ import threading
 from phalanx.observe.events import Event, Message
 from phalanx.observe.sinks.background import Background
 class Hanging:
+    def holds(self, event): return False
     def write(self, event): threading.Event().wait()
     def close(self): threading.Event().wait()
 sink = Background("x", Hanging)
@@ -247,8 +253,9 @@ def test_a_sink_is_filled_with_every_event_and_its_own_folder_is_made_anew(tmp_p
     vendors = {"x": Vendor("json", lambda _directory, _run: sink, "x-files")}
     (tmp_path / "x-files").mkdir()
     (tmp_path / "x-files" / "old").touch()
-    assert fill_sink("x", tmp_path, "run", crashed_run(), vendors) == len(crashed_run())
-    assert sink.events == crashed_run()
+    assert fill_sink("x", tmp_path, "run", crashed_run(), vendors) == len(sink.events)
+    assert {point_of(event) for event in sink.events} == {point_of(event) for event in crashed_run()}
+    assert sink.events[0] == crashed_run()[0]
     assert sink.closed
     assert not (tmp_path / "x-files").exists()
 
@@ -260,3 +267,72 @@ def test_a_tracker_that_fails_while_it_is_filled_loses_nothing_of_what_it_had(tm
     with pytest.raises(SinkError, match=r"no route to tracker.*try again"):
         fill_sink("x", tmp_path, "run", steps(2), vendors)
     assert [path.name for path in tmp_path.rglob("*")] == ["x-files", "old"]
+
+
+# --- after a crash ---------------------------------------------------------------------------------
+
+
+def stream(path: Path, events: list[Event]) -> Path:
+    """The event stream of a run directory."""
+    (path / "events.jsonl").write_bytes(b"".join(map(encode, events)))
+    return path
+
+
+def steps_of(sink: Recording) -> list[int | None]:
+    return [step_of(event) for event in sink.events]
+
+
+def test_a_start_sends_what_the_killed_one_had_not_and_no_step_twice(tmp_path: Path) -> None:
+    first = steps(50)
+    sink = Recording({("Step", number) for number in range(1, 37)})
+    vendors = {"x": Vendor("json", lambda *_: sink)}
+    (background,) = open_sinks(["x"], stream(tmp_path, first), "r", vendors)
+    again = [Event(100.0 + number, 1, step(number, 80)) for number in range(41, 81)]
+    assert all(background.offer(event) for event in again)
+    health = background.close(60)
+    assert steps_of(sink) == list(range(37, 81))
+    assert (health.written, health.dropped, health.failed) == (40, 0, 0)
+
+
+def test_a_tracker_that_holds_nothing_gets_a_long_run_from_its_beginning(tmp_path: Path) -> None:
+    path = stream(tmp_path, steps(50)) / "events.jsonl"
+    for most_lines in (10, 1000):
+        missing = missing_points(path, lambda _: False, most_lines=most_lines)
+        assert [step_of(event) for event in missing] == list(range(1, 51))
+    assert [step_of(event) for event in missing_points(path, lambda event: step_of(event) in (1, 48))] == [
+        49,
+        50,
+    ]
+
+
+def test_a_fill_sends_what_is_missing_in_the_middle_and_no_step_twice(tmp_path: Path) -> None:
+    sink = Recording({("Step", number) for number in (*range(1, 6), *range(9, 21))})
+    events = [*steps(20), *steps(12)]
+    sent = fill_sink("x", tmp_path, "r", events, {"x": Vendor("json", lambda *_: sink)})
+    assert (sent, steps_of(sink)) == (3, [6, 7, 8])
+
+
+def test_tensorboard_after_a_kill_has_every_step_once(tmp_path: Path) -> None:
+    EventFileReader = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    for attempt, (first, last) in enumerate(((1, 50), (41, 80))):
+        events = [Event(100.0 * attempt + n, attempt, step(n, 80)) for n in range(first, last + 1)]
+        (sink,) = open_sinks(["tensorboard"], tmp_path, "r")
+        with (tmp_path / "events.jsonl").open("ab") as file:
+            for event in events:
+                file.write(encode(event))
+                sink.offer(event)
+        assert sink.close(60).last_error == ""
+        if attempt == 0:  # the newest bytes of a killed process are not there
+            (written,) = (tmp_path / "tensorboard").glob("events.*")
+            written.write_bytes(written.read_bytes()[:-1000])
+            written.rename(written.with_name("events.out.tfevents.0000000001.host"))
+    found = []
+    for path in (tmp_path / "tensorboard").glob("events.*"):
+        data, at = path.read_bytes(), 0
+        while at + 12 <= len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            if at + 16 + size <= len(data):
+                record = EventFileReader.FromString(data[at + 12 : at + 12 + size])
+                found += [record.step for value in record.summary.value if value.tag == "train/loss"]
+            at += 16 + size
+    assert sorted(found) == list(range(1, 81))

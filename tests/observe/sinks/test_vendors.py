@@ -67,7 +67,10 @@ def run_directory(directory: Path) -> Path:
 
 
 def losses(events: list[Event]) -> list[tuple[int, float]]:
-    return [(event.body.step, event.body.loss) for event in events if isinstance(event.body, Step)]
+    """Step and loss of each step, once: what a restart computed again has the same value."""
+    return list(
+        {event.body.step: event.body.loss for event in events if isinstance(event.body, Step)}.items()
+    )
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------
@@ -126,6 +129,7 @@ def test_tensorboard_has_the_run_file_as_hyperparameters(tmp_path: Path) -> None
 @needs("wandb")
 def test_wandb_offline_keeps_configuration_record_curves_and_goodput_on_disk(tmp_path: Path) -> None:
     send_in_a_process("wandb", run_directory(tmp_path))
+    send_in_a_process("wandb", tmp_path)  # another start: its file has everything
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     content = file.read_bytes()
     for text in ("optimizer.lr", COMMIT, "train/loss", "eval/bits_per_byte", "goodput/ckpt.blocking_s"):

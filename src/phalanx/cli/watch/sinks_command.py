@@ -25,9 +25,10 @@ def command() -> None:
     "--sink", "names", multiple=True, type=click.Choice(sorted(VENDORS)), help="Which; may be repeated."
 )
 def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
-    """Send all events of the run in RUN_DIR to its trackers again (observe.sinks), or to those of --sink.
+    """Send to the trackers of the run in RUN_DIR (observe.sinks), or to those of --sink, what they lack of it.
 
-    TensorBoard's folder is made anew; W&B and MLflow draw what they have already at the same place.
+    Each start of a run sends what a killed one has not. This also mends gaps in the middle, after a full queue or an outage of the tracker.
+    TensorBoard's folder and the offline files of W&B are written from scratch; MLflow gets the points that it does not hold.
 
     \b
       phalanx sinks fill runs/quickstart-1f3a9c04

@@ -12,11 +12,11 @@ Even opening a sink happens on its thread.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from phalanx.observe.events import Event
-from phalanx.observe.sinks.base import Sink
+from phalanx.observe.sinks.base import Sink, point_of
 
 QUEUE_EVENTS = 4096
 CLOSE_TIMEOUT_S = 5.0
@@ -27,6 +27,11 @@ step (``fleet.stall_s``), so that nobody takes it for a hang."""
 SILENT_S = 2.0
 """A wait that is longer is told."""
 FAILURES_IN_A_ROW = 5
+
+
+def none_missing(_holds: Callable[[Event], bool]) -> Iterable[Event]:
+    """Return no event: the sink is sent what is offered, and nothing of earlier starts."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,12 @@ class Background:
         name: str,
         open_sink: Callable[[], Sink],
         queue_events: int = QUEUE_EVENTS,
+        missing: Callable[[Callable[[Event], bool]], Iterable[Event]] = none_missing,
     ) -> None:
+        """``missing`` yields the events of earlier starts that the sink lacks, given its ``holds``; they are sent first."""
         self.name = name
-        self._open_sink = open_sink
+        self._open_sink, self._missing = open_sink, missing
+        self._resent: set[tuple[str, int]] = set()
         self._room = queue_events
         self._queue: deque[Event] = deque()
         self._changed = threading.Condition()
@@ -106,7 +114,7 @@ class Background:
             self._give_up(f"could not be opened: {_describe(error)}")
             return
         failures = 0
-        while (event := self._next()) is not None:
+        for event in self._all_events(sink):
             failures = 0 if self._written_to(sink, event) else failures + 1
             if failures == FAILURES_IN_A_ROW:
                 self._give_up(f"failed {failures} times in a row, at last: {self._last_error}")
@@ -114,6 +122,18 @@ class Background:
             sink.close()
         except Exception as error:
             self._give_up(f"could not be closed: {_describe(error)}")
+
+    def _all_events(self, sink: Sink) -> Iterator[Event]:
+        """Yield the events that the sink lacks of earlier starts, then those that are offered."""
+        for event in self._missing(sink.holds):
+            point = point_of(event)
+            if self._given_up:
+                return
+            if point is not None and point not in self._resent:
+                self._resent.add(point)
+                yield event
+        while (event := self._next()) is not None:  # type: ignore[assignment]
+            yield event
 
     def _next(self) -> Event | None:
         with self._changed:
@@ -124,15 +144,18 @@ class Background:
             return self._queue.popleft()
 
     def _written_to(self, sink: Sink, event: Event) -> bool:
-        problem = ""
+        problem, is_offered = "", self._busy == 1
+        # A step that is computed again has the numbers that the tracker holds.
+        is_held = is_offered and (point_of(event) in self._resent or sink.holds(event))
         try:
-            sink.write(event)
+            if not is_held:
+                sink.write(event)
         except Exception as error:
             problem = _describe(error)
         with self._changed:
             self._busy = 0
-            self._written += not problem
-            self._failed += bool(problem)
+            self._written += is_offered and not problem
+            self._failed += is_offered and bool(problem)
             self._last_error = problem or self._last_error
         return not problem
 

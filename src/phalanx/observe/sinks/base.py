@@ -28,6 +28,9 @@ class Sink(Protocol):
     def write(self, event: Event) -> None:
         """Take one event; may block, may raise."""
 
+    def holds(self, event: Event) -> bool:
+        """Return True if the tracker had the numbers of this step or evaluation when it was opened."""
+
     def close(self) -> None:
         """Flush; no event follows."""
 
@@ -110,6 +113,12 @@ def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, fl
         (name, spent_ns / NS_PER_S, spent_ns / held_ns)
         for name, spent_ns in {**found.buckets_ns, **outcomes}.items()
     ]
+
+
+def point_of(event: Event) -> tuple[str, int] | None:
+    """The kind and the step of an event with numbers, which a tracker draws once; ``None`` for other events."""
+    step = step_of(event)
+    return None if step is None else (type(event.body).__name__, step)
 
 
 def step_of(event: Event) -> int | None:

@@ -1,4 +1,4 @@
-"""MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags; the record of each start and where the time
+"""MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags, and its numbers as metrics to sort by; the record of each start and where the time
 went as artifacts.
 
 One MLflow run a run: later attempts go on in it, found by a tag. A parameter cannot change in MLflow; a field that differs in a
@@ -22,6 +22,7 @@ from phalanx.observe.sinks.base import (
     Setting,
     goodput_rows,
     hyperparameters,
+    point_of,
     record,
     scalars,
     step_of,
@@ -32,6 +33,8 @@ BATCH = 900
 PARAMETERS = 100
 """Parameters a call; MLflow refuses more."""
 _TAG = "phalanx.run_directory"
+_POINTS = {"Step": "train/loss", "Evaluated": "eval/loss"}
+"""A metric that each event of a kind has."""
 _PATIENCE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
@@ -60,6 +63,14 @@ class MlflowSink:
         self._run_id = self._found_or_made(experiment, run_directory.resolve(), run)
         self._set_parameters(hyperparameters(run_directory))
         self._metrics: list[Any] = []
+        self._drawn = {
+            (kind, metric.step)
+            for kind, tag in _POINTS.items()
+            for metric in self._client.get_metric_history(self._run_id, tag)
+        }
+
+    def holds(self, event: Event) -> bool:
+        return point_of(event) in self._drawn
 
     def _found_or_made(self, experiment: str, directory: Path, run: str) -> str:
         """The id of the MLflow run of this run directory."""
@@ -93,8 +104,11 @@ class MlflowSink:
                 kept = record(body, event.attempt)
                 self._client.log_dict(self._run_id, kept, f"record/attempt-{event.attempt:03d}.json")
             case Finished(result=result):
+                at_ms = round(1000 * event.t)
                 for name, value in result.items():
                     self._client.set_tag(self._run_id, name, str(value))
+                    if isinstance(value, int | float) and not isinstance(value, bool):
+                        self._metrics.append(self._metric(f"result/{name}", value, at_ms, 0))
         if rows := goodput_rows(event, self._directory):
             # As MLflow's own tables are written, which its page shows as one.
             self._client.log_dict(self._run_id, {"columns": GOODPUT_COLUMNS, "data": rows}, "goodput.json")

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Event
-from phalanx.observe.sinks.background import Background
-from phalanx.observe.sinks.base import Sink
+from phalanx.observe.sinks.background import Background, none_missing
+from phalanx.observe.sinks.base import Sink, point_of
+from phalanx.observe.sinks.missing import missing_points
 
 
 class SinkError(Exception):
@@ -31,6 +32,8 @@ class Vendor:
     folder: str = ""
     """The folder in the run directory that is all that the tracker keeps; empty if it keeps anything elsewhere."""
     package: str = ""
+    resends: bool = True
+    """Each start sends the points that it lacks."""
 
 
 def _open_tensorboard(run_directory: Path, run: str) -> Sink:  # noqa: ARG001 (the folder names the run)
@@ -68,7 +71,9 @@ VENDORS: Mapping[str, Vendor] = {
     "wandb": Vendor("wandb", _open_wandb),
     "mlflow": Vendor("mlflow", _open_mlflow),
     "trackio": Vendor("trackio", _open_trackio, "trackio"),
-    "otel": Vendor("opentelemetry.exporter.otlp.proto.http", _open_otel, package="phalanx-train[otel]"),
+    "otel": Vendor(
+        "opentelemetry.exporter.otlp.proto.http", _open_otel, package="phalanx-train[otel]", resends=False
+    ),
 }
 
 
@@ -83,7 +88,15 @@ def open_sinks(
     Raises SinkError, before any is opened, if a name is unknown or a package is not installed.
     """
     require_sinks(names, vendors)
-    return [Background(name, partial(vendors[name].open_sink, run_directory, run)) for name in names]
+    missing = partial(missing_points, run_directory / "events.jsonl")
+    return [
+        Background(
+            name,
+            partial(vendors[name].open_sink, run_directory, run),
+            missing=missing if vendors[name].resends else none_missing,
+        )
+        for name in names
+    ]
 
 
 def fill_sink(
@@ -93,18 +106,22 @@ def fill_sink(
     events: Iterable[Event],
     vendors: Mapping[str, Vendor] = VENDORS,
 ) -> int:
-    """Sends a run's ``events`` to the sink ``name`` again, all of them, and returns their number.
+    """Sends to the sink ``name`` what it lacks of a run's ``events``, and returns the number of events sent.
 
-    A tracker that is a folder of the run is made anew. The others draw what they have already at the same place, since it has the
-    same step and time. Blocks until the tracker has taken everything. Raises SinkError as ``open_sinks`` does, and if the tracker
-    fails; nothing is lost then.
+    A tracker that is a folder of the run is made anew. The others get the points that they do not hold, each once. Blocks until the tracker
+    has taken everything. Raises SinkError as ``open_sinks`` does, and if the tracker fails; nothing is lost then.
     """
     require_sinks([name], vendors)
     vendor = vendors[name]
     with _remade(run_directory / vendor.folder) if vendor.folder else nullcontext():
         try:
             sink, sent = vendor.open_sink(run_directory, run), 0
+            drawn: set[tuple[str, int] | None] = set()
             for event in events:
+                point = point_of(event)
+                if point is not None and (point in drawn or sink.holds(event)):
+                    continue
+                drawn.add(point)
                 sink.write(event)
                 sent += 1
             sink.close()

@@ -1,14 +1,15 @@
 """TensorBoard event files, written by tensorboardX: scalars by step, the resolved run file as hyperparameters, and as text the messages, the
 record of each start, and where the time went.
 
-``tensorboard --logdir RUN_DIRECTORY`` shows them. A step done again after a restart is written again
-with the same number; the value is the same, so TensorBoard's curve is too.
+``tensorboard --logdir RUN_DIRECTORY`` shows them. A start writes the points that a killed one has not written; a step that is done again after
+a restart has the same value, and is there once.
 """
 
 import json
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event as EventRecord
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import hparams, scalar
 
@@ -17,15 +18,20 @@ from phalanx.observe.sinks.base import (
     GOODPUT_COLUMNS,
     goodput_rows,
     hyperparameters,
+    point_of,
     record,
     scalars,
     step_of,
 )
 
+_POINTS = {"Step": "train/loss", "Evaluated": "eval/loss"}
+"""A scalar that each event of a kind has."""
+
 
 class TensorBoardSink:
     def __init__(self, run_directory: Path) -> None:
         """Writes into the folder ``tensorboard`` of the run directory."""
+        self._newest = newest_steps(run_directory / "tensorboard")
         self._writer = SummaryWriter(logdir=str(run_directory / "tensorboard"))
         self._step, self._directory = 0, run_directory
         self._tags: dict[str, str] = {}
@@ -34,6 +40,10 @@ class TensorBoardSink:
             # Not add_hparams, which would make a second, empty run of them.
             for summary in hparams(settings, dict.fromkeys(("train/loss", "eval/loss"), 0.0))[:2]:
                 self._writer.file_writer.add_summary(summary)
+
+    def holds(self, event: Event) -> bool:
+        point = point_of(event)
+        return point is not None and point[1] <= self._newest.get(point[0], 0)
 
     def write(self, event: Event) -> None:
         self._step = step_of(event) or self._step
@@ -61,6 +71,28 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def newest_steps(folder: Path) -> dict[str, int]:
+    """Return the newest step of each kind of point in the event files of a folder; a file that a killed writer left torn counts up to there.
+
+    A file is a sequence of records: length (8 bytes), its checksum (4), the record, its checksum (4).
+    """
+    newest: dict[str, int] = {}
+    for path in sorted(folder.glob("events.out.tfevents.*"), reverse=True):
+        with path.open("rb") as file:
+            while len(header := file.read(12)) == 12:
+                data = file.read(int.from_bytes(header[:8], "little"))
+                if len(file.read(4)) < 4:
+                    break
+                record = EventRecord.FromString(data)
+                tags = {value.tag for value in record.summary.value}
+                for kind, tag in _POINTS.items():
+                    if tag in tags:
+                        newest[kind] = max(newest.get(kind, 0), record.step)
+        if "Step" in newest:
+            break
+    return newest
 
 
 def _table(rows: list[tuple[str, float, float]]) -> str:

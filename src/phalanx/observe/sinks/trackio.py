@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
 from phalanx.observe.sinks.base import (
     GOODPUT_COLUMNS,
@@ -22,6 +23,7 @@ from phalanx.observe.sinks.base import (
     step_of,
 )
 
+_RESENT_S = 600.0
 _ELSEWHERE = ("TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID")
 
 
@@ -35,6 +37,10 @@ class TrackioSink:
             run = f"{run}-{hashlib.sha256(str(own).encode()).hexdigest()[:8]}"
         trackio: Any = importlib.import_module("trackio")
         self._directory, self._table, self._step = run_directory, trackio.Table, 0
+        # What is written again has its place, so the points of the newest minutes are: a killed process may not have written them.
+        events = run_directory / "events.jsonl"
+        newest = newest_event(events, lambda _: True) if events.exists() else None
+        self._resent_from = newest.t - _RESENT_S if newest else 0.0
         self._levels = {"warning": trackio.AlertLevel.WARN, "error": trackio.AlertLevel.ERROR}
         self._run: Any = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "phalanx"),
@@ -45,6 +51,9 @@ class TrackioSink:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+
+    def holds(self, event: Event) -> bool:
+        return event.t < self._resent_from
 
     def write(self, event: Event) -> None:
         self._step = step_of(event) or self._step

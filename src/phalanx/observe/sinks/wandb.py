@@ -2,12 +2,14 @@
 the newest start; where the time went is a table.
 
 Offline unless WANDB_MODE says otherwise: files go to ``RUN_DIRECTORY/wandb`` and ``wandb sync`` uploads
-them when nobody is waiting. (Online, W&B's own exit handler may wait for its upload.)
+them when nobody is waiting. (Online, W&B's own exit handler may wait for its upload.) The files of the newest start have all points of the run; those
+of earlier starts that were not uploaded are removed.
 """
 
 import hashlib
 import importlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +30,35 @@ class WandbSink:
         wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version
         self._table: Any = wandb.Table
         # The same directory is the same W&B run, so that a restart goes on in it.
+        mode = os.environ.get("WANDB_MODE", "offline")
+        offline = mode == "offline"
         identity = hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]
+        if offline:
+            _forget_earlier(run_directory / "wandb", identity)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "phalanx"),
             name=run,
             id=identity,
             resume="allow",
             dir=str(run_directory),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=mode,
             settings=wandb.Settings(silent=True),
         )
         self._run.config.update(hyperparameters(run_directory), allow_val_change=True)
-        # W&B drops a step lower than its last one, which a restart logs: the step is a metric of its own.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        # Online W&B counts on where the server is; offline the file of this start has everything from the first step on.
+        self._newest = -1 if offline else int(self._run.step) - 1
+
+    def holds(self, event: Event) -> bool:
+        step = step_of(event)
+        return step is not None and step <= self._newest
 
     def write(self, event: Event) -> None:
         values = scalars(event)
         if values:
-            self._run.log({**values, "step": step_of(event)})
+            # W&B's own step is the run's, so that rows which are uploaded twice are the same rows.
+            self._run.log({**values, "step": step_of(event)}, step=step_of(event))
         rows = goodput_rows(event, self._directory)
         if rows:
             self._run.log(
@@ -63,3 +75,10 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _forget_earlier(folder: Path, identity: str) -> None:
+    """Remove the offline files of earlier starts of this W&B run that were not uploaded."""
+    for earlier in folder.glob(f"offline-run-*-{identity}"):
+        if not any(earlier.glob("*.synced")):
+            shutil.rmtree(earlier, ignore_errors=True)
