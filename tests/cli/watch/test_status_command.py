@@ -79,3 +79,23 @@ def test_a_fleet_that_stands_still_because_the_disk_is_full_says_so(
 def test_a_disk_that_does_not_say_how_large_it_is_is_not_called_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
     assert run_folder.full_disk(Path()) == ""
+
+
+def test_of_a_fleet_that_is_over_neither_the_last_heartbeats_step_nor_its_pace_is_printed(
+    run_dir: Path,
+) -> None:
+    write_fleet_file(run_dir, fleet_file(0.0, phase=FleetPhase.FINISHED, step=3, step_s=0.4))
+    line = CliRunner().invoke(command, [str(run_dir)]).output.splitlines()[-5]
+    assert line.startswith("finished epoch 0, 2 ranks; 0 recoveries")
+
+
+def test_a_verdict_on_nodes_is_printed_once(run_dir: Path) -> None:
+    (run_dir / "launch").mkdir()
+    (run_dir / "launch" / "submitted.json").write_text(
+        '{"engine":"local","job":"this machine","name":"x","nodes":1,"spares":0,"unix_s":0,"working_dir":""}'
+    )
+    for name in ("given", "given-41"):
+        (run_dir / "launch" / name).write_text("not verified: no price\n")
+    output = CliRunner().invoke(command, [str(run_dir)]).output
+    assert output.count("no price") == 1
+    assert "the nodes that it got, with those of 41: not verified" in output

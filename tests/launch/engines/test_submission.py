@@ -9,6 +9,7 @@ import shlex
 import signal
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,15 @@ from launch.engines.slurm_cluster import missing
 from phalanx.cli.train.session import how_to_go_on
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.order import LaunchOrder
-from phalanx.launch.engines.submission import Submitted, how_to_follow, mark_stopped, only_submission
+from phalanx.launch.engines.submission import (
+    Submitted,
+    doubts_of,
+    how_to_follow,
+    mark_stopped,
+    only_submission,
+)
 from phalanx.launch.engines.tools import EngineError
-from phalanx.run.spec import LaunchSpec
+from phalanx.run.spec import DataSpec, FleetSpec, LaunchSpec, RunSpec
 
 
 def order(run_dir: Path) -> LaunchOrder:
@@ -125,3 +132,20 @@ def test_a_run_whose_cluster_does_not_answer_is_not_started_elsewhere_before_som
     # The run was taken to a machine of no cluster.
     monkeypatch.setenv("PATH", str(tmp_path))
     standing.refuse_second(tmp_path, made)
+
+
+def test_data_that_the_submitting_machine_does_not_see_and_one_core_for_all_workers_are_doubtful(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "words").mkdir()
+    spec = RunSpec(
+        fleet=FleetSpec(nodes=2, workers_per_node=8), launch=LaunchSpec(engine="slurm", exclusive=False)
+    )
+    missing = replace(spec, data=DataSpec(path="/no/such"))
+    data, cores = doubts_of(missing, tmp_path)
+    assert data.startswith("data.path: /no/such is not there on this machine")
+    assert "--cpus-per-task=N" in cores
+    asked = replace(spec.launch, options=("--cpus-per-task=64",))
+    assert list(doubts_of(replace(spec, data=DataSpec(path="words"), launch=asked), tmp_path)) == []
+    prepared = DataSpec(path="/no/such", corpus=("python-stdlib",))
+    assert list(doubts_of(replace(spec, data=prepared, launch=asked), tmp_path)) == []

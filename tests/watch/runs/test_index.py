@@ -18,6 +18,7 @@ import pytest
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import RunStarted
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx.watch.runs.index import RunIndex, RunRow
 from phalanx.watch.runs.labels import Labels, write_labels
 from phalanx.watch.runs.lock import KernelLocks
@@ -257,3 +258,18 @@ def test_runs_on_a_disk_that_is_away_are_neither_forgotten_nor_asked_for_when_ot
         known = {path for (path,) in base.execute("SELECT path FROM runs")}
     assert known == {str(tmp_path / folder / "a") for folder in ("here", "away")}
     assert not [path for path in asked if "away" in str(path)]
+
+
+def test_a_submitted_run_that_has_not_begun_is_listed_and_one_that_died_at_its_start_has_failed(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "runs" / "a"
+    (run / "launch").mkdir(parents=True)
+    (run / "launch" / "run.toml").write_text('name = "mine"\n[train]\nsteps = 70\n')
+    index = RunIndex([tmp_path / "runs"], tmp_path / "cache")
+    (row,) = index.rows()
+    assert (row.name, row.state, row.steps, row.problems) == ("mine", "waiting", 70, ())
+    (run / "logs").mkdir()
+    report_failure(RunFailedError("no such data", "data.path"), RunDirectory(run).log(0, 0), 0, 0)
+    (row,) = index.rows()
+    assert row.state == "failed"

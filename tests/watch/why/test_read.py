@@ -98,3 +98,22 @@ def test_a_rank_that_computes_longer_than_its_peers_is_read_from_the_stream_of_r
             writer.append(RankFrame(10 * window, run.t + window, 0, 4, columns, 10))
     found = [one for one in run.reasons() if one.code == "straggler"]
     assert [one.where for one in found] == ["rank 3"]
+
+
+@pytest.mark.parametrize(("others", "named"), [(0.02, ["rank 3"]), (0.9, [])])
+def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are(
+    tmp_path: Path, others: float, named: list[str]
+) -> None:
+    run = Watched(tmp_path)
+    (tmp_path / "run.toml").write_text('[data]\npath = "words"\n')
+    run.write(steps(1, 80))
+    with RankStreamWriter(run.directory.ranks) as writer:
+        for window in range(1, 21):
+            compute = np.array([1.0, 1.0, 1.0, 1.0], np.float32)
+            compute[3] += 0.9 * (window % 5 < 2)
+            compute[window % 3] += others * (window % 2)
+            columns = {name: np.full(4, np.nan, np.float32) for name in RANK_COLUMNS} | {"compute_s": compute}
+            writer.append(RankFrame(10 * window, run.t + window, 0, 4, columns, 10))
+    reasons = [one for one in run.reasons() if one.code == "straggler"]
+    assert [one.where for one in reasons] == named
+    assert all("late in bursts" in one.title for one in reasons)

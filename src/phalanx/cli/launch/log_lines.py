@@ -18,7 +18,14 @@ from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.logs.follow import Follower
 from phalanx.watch.logs.groups import LogGroup, grouped
-from phalanx.watch.logs.read import LogQuery, LogQueryError, all_lines, read_lines, told_failure
+from phalanx.watch.logs.read import (
+    LogQuery,
+    LogQueryError,
+    all_lines,
+    read_lines,
+    recovered_step,
+    told_failure,
+)
 
 _POLL_S = 0.5
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -117,7 +124,10 @@ def _print_first_failure(directory: RunDirectory) -> None:
         return
     at = datetime.fromtimestamp(told.line.t).strftime("%m-%d %H:%M:%S")
     message = what_happened(told.line.text).splitlines()[0][:300]
-    click.secho(f"first failure: {who(told.line)}, {at}: {_safe(message)}", fg="red", bold=True, err=True)
+    recovered = recovered_step(directory, told.line)
+    since = "" if recovered is None else f" (recovered: step {recovered:,} was reached since)"
+    text = f"first failure{since}: {who(told.line)}, {at}: {_safe(message)}"
+    click.secho(text, fg="red" if recovered is None else "yellow", bold=True, err=True)
     for words in told.evidence:
         click.secho(f"  {_safe(words)}", dim=True, err=True)
 

@@ -101,6 +101,7 @@ def command(
       phalanx submit run.toml --on local --nodes 2              # in the background of this machine
       phalanx submit urgent.toml --on slurm --nodes 6 --take-from runs/big-1f3a9c04
     """
+    from phalanx.launch.engines.submission import doubts_of
     from phalanx.launch.engines.tools import EngineError
 
     fields = {
@@ -124,6 +125,8 @@ def command(
         spec = _read(run_file, [*overrides, *_overrides(fields)])
         _refuse_elsewhere(spec, spares, out, lender)
         spec = _checked(run_file, spec, working_dir)
+        for doubt in doubts_of(spec, working_dir):
+            click.secho(f"warning: {doubt}", fg="yellow", err=True)
         if spec.launch.engine == "slurm":
             _submit_to_slurm(spec, working_dir, lender, dry_run=dry_run, as_json=as_json)
         elif spec.launch.engine == "kubernetes":

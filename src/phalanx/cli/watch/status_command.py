@@ -120,15 +120,16 @@ def _given(run_dir: Path) -> str:
     """Lines on what the nodes cost a step that an engine gave, or that joined later; empty if nobody has said that."""
     from phalanx.launch.engines.order import FOLDER
 
-    told = ""
+    verdicts: dict[str, list[str]] = {}
     for path in (run_dir / FOLDER / "given", *sorted((run_dir / FOLDER).glob("given-*"))):
         try:
             lines = path.read_text().strip().splitlines()
         except OSError:
             continue
         whose = "the nodes that it got" if path.name == "given" else f"with those of {path.name[6:]}"
-        told += f"\n  {whose}: {lines[-1].removeprefix('Error: ')}" if lines else ""
-    return told
+        if lines:
+            verdicts.setdefault(lines[-1].removeprefix("Error: "), []).append(whose)
+    return "".join(f"\n  {', '.join(whose)}: {verdict}" for verdict, whose in verdicts.items())
 
 
 def _data_bound(directory: RunDirectory) -> str | None:
@@ -176,8 +177,9 @@ def _print(seen: FleetFile, last: int) -> None:
 def _headline(seen: FleetFile) -> Text:
     from rich.text import Text
 
-    pace = f", {seen.step_s:.3g} s a step" if seen.step_s else ""
-    step = f", step {seen.step}" if seen.step >= 0 else ""
+    # By the last heartbeats, which a run that is over has outlived.
+    pace = f", {seen.step_s:.3g} s a step" if seen.step_s and not seen.over else ""
+    step = f", step {seen.step}" if seen.step >= 0 and not seen.over else ""
     line = f" epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} {'recovery' if seen.recoveries == 1 else 'recoveries'}"
     if seen.reason:
         line += f"; {seen.reason}" if seen.over else f" (last: {seen.reason})"

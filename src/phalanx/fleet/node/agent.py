@@ -293,7 +293,9 @@ class Agent:
 
     def on_exit(self, index: int, code: int, text: str) -> None:
         """The process of a worker has ended."""
-        self.log(f"worker {index} ended with code {code} {text if code > 0 else ''}".rstrip())
+        ended_here = self._over.is_set() and code < 0  # at the end of the run, as it should
+        how = "was ended by its agent" if ended_here else f"ended with code {code} {text if code > 0 else ''}"
+        self.log(f"worker {index} {how}".rstrip())
         self._do(self._state.on_exit(index, code, text, time.time()))
 
     # --- effects -------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import tomli_w
 
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.ports import range_of_connections
+from phalanx.launch.engines.slurm_options import options_in
 from phalanx.launch.engines.tools import EngineError
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.durable import write_atomically
@@ -120,6 +121,25 @@ def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
             )
         )
     return problems
+
+
+def doubts_of(spec: RunSpec, working_dir: Path) -> Iterator[str]:
+    """Yield what may be a mistake, and cannot be known on the machine that submits the run."""
+    launch, data = spec.launch, spec.data
+    if launch.engine != "kubernetes" and not data.corpus:
+        for path in [source.path for source in data.sources] or [data.path]:
+            if path and "://" not in path and not (working_dir / Path(path).expanduser()).exists():
+                yield f"data.path: {path} is not there on this machine; if the nodes do not see it either, the run ends at its start"
+    options = {name for line in launch.options for name in options_in(line)}
+    if (
+        launch.engine == "slurm"
+        and not launch.exclusive
+        and not options & {"cpus-per-task", "cpus-per-gpu", "mincpus"}
+    ):
+        yield (
+            f"launch.exclusive = false: Slurm gives the agent of a node and its {spec.fleet.workers_per_node} workers one core; "
+            'launch.options = ["--cpus-per-task=N"] asks for more'
+        )
 
 
 def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from phalanx.observe.event_log import EventLogError, newest_event
+from phalanx.observe.events import Step
 from phalanx.observe.logs import first_failure as blame
 from phalanx.observe.logs.line import LogLine, severity
 from phalanx.run.directory.paths import RunDirectory
@@ -29,11 +31,14 @@ __all__ = [
     "first_failure",
     "grouped",
     "read_lines",
+    "recovered_step",
     "told_failure",
 ]
 
 _MANY = 256
 _SMALL_BLOCK = 16 << 10
+_RECOVERED_S = 5.0
+"""After a failure the ranks that it leaves behind may still end a step."""
 
 
 class LogQueryError(ValueError):
@@ -184,6 +189,17 @@ def told_failure(directory: RunDirectory) -> blame.FirstFailure | None:
         if stream.attempt == newest:
             errors += (line for line in _end_of(stream) if line.level == "error")
     return blame.first_failure(errors)
+
+
+def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:
+    """The newest step if it ended well after a failure, from which the run has recovered then; else ``None``."""
+    try:
+        newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))
+    except EventLogError:
+        return None
+    if newest is None or not isinstance(newest.body, Step) or newest.t < failure.t + _RECOVERED_S:
+        return None
+    return newest.body.step
 
 
 def _end_of(stream: Stream, most: int = 400) -> list[LogLine]:

@@ -46,6 +46,8 @@ class RankLateness:
     windows: int
     slow: bool
     """True if that were most windows, and it stands out."""
+    late_share: float = 0.0
+    """The time that its peers have waited for it in the windows in which it was slower, over their own time in all of them."""
 
 
 def newest_windows(stream: RankStream, last: int, attempt: int | None = None) -> range:
@@ -91,7 +93,9 @@ def _latest(
     mine = values[:, peers].astype(np.float64)  # (windows, peers)
     if not mine.size:
         return []
-    slower = np.array([lateness(window, rule)[0] >= rule.slowdown for window in mine]).sum(0)
+    late = np.array([lateness(window, rule)[0] for window in mine])  # (windows, peers)
+    slower = (late >= rule.slowdown).sum(0)
+    late_share = np.where(late >= rule.slowdown, late, 0.0).sum(0) / len(mine)
     usual = np.median(mine, axis=0)
     slowdown, deviations = lateness(usual, rule)
     mostly = slower * rule.windows >= rule.needed * len(mine)
@@ -108,6 +112,7 @@ def _latest(
             slower=int(slower[one]),
             windows=len(mine),
             slow=bool(slow[one]),
+            late_share=float(late_share[one]),
         )
         for one in order
     ]

@@ -22,7 +22,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import RUN_FILE
 from phalanx.version import __version__
 from phalanx.watch.runs.lock import KernelLocks
-from phalanx.watch.runs.row import RunFacts, RunRow, read_facts, row_of
+from phalanx.watch.runs.row import SUBMITTED, RunFacts, RunRow, read_facts, row_of
 
 __all__ = ["RunIndex", "RunRow"]
 REMOVED = ".removed-"
@@ -83,8 +83,8 @@ def found_in(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """True if ``path`` is a run directory."""
-    return (path / "record.json").exists() or (path / RUN_FILE).exists()
+    """True if ``path`` is a run directory, or that of a run which was submitted and has not begun."""
+    return any((path / name).exists() for name in ("record.json", RUN_FILE, SUBMITTED))
 
 
 def _signature(path: Path) -> str:
@@ -92,7 +92,7 @@ def _signature(path: Path) -> str:
     directory = RunDirectory(path)
     files = (
         *(directory.run_file, directory.record, directory.events, directory.result, directory.checkpoints),
-        *(path / "fleet.json", directory.labels),
+        *(path / "fleet.json", directory.labels, directory.logs, path / SUBMITTED),
     )
     return " ".join(map(_stamp, files))
 

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
@@ -24,6 +25,8 @@ from phalanx.run.directory.result import read_result
 from phalanx.watch.runs.labels import read_labels
 from phalanx.watch.runs.tail import Tail, read_tail
 
+SUBMITTED = f"{FOLDER}/run.toml"
+"""The frozen run file of a submitted run, below its directory."""
 State = Literal["running", "finished", "stopped", "failed", "silent", "waiting"]
 _PATIENCE_S = 120.0
 _LED_S = 20.0
@@ -180,6 +183,8 @@ def read_facts(path: Path) -> RunFacts:
         problems=tuple(problems),
     )
     ended = "finished" if result is not None else _ended(tail, fleet)
+    if not ended and not tail.last_s and any(directory.logs.glob("*.failure.json")):
+        ended = "failed"
     waits = fleet.get("phase") == "waiting" or (not tail.last_s and not record)
     pace_s = max(step.logged_s, step.step_s) if step else 0.0
     led = fleet.get("written_unix_s")
@@ -203,7 +208,9 @@ def _commit(code: object) -> str:
 
 def _run_file(directory: RunDirectory, problems: list[str]) -> Mapping[str, object]:
     try:
-        return tomllib.loads(read_small(directory.run_file).decode())
+        frozen = directory.path / SUBMITTED  # a run that was submitted and has not begun
+        path = frozen if frozen.exists() and not directory.run_file.exists() else directory.run_file
+        return tomllib.loads(read_small(path).decode())
     except FileNotFoundError:
         problems.append(f"there is no {directory.run_file}")
     except (OSError, ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@ Each is asked as the command of its own is (``phalanx ranks``, ``phalanx runs sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from textwrap import shorten
 
@@ -15,13 +16,15 @@ from phalanx.observe.record.machines import machine_differences, newest_machines
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.watch.logs.read import first_failure
 from phalanx.watch.ranks.seats import layout_of_attempt, nodes_of_ranks
-from phalanx.watch.ranks.slowest import newest_windows, slowest, values_of
+from phalanx.watch.ranks.slowest import RankLateness, newest_windows, slowest, values_of
 from phalanx.watch.why.observed import FirstFailureSeen, SlowRankSeen
+from phalanx.watch.why.thresholds import BURST_ALONE, BURST_WINDOWS, SLOW_RANK
 
 _WINDOWS = 20
 _LEAST_WINDOWS = 5
 """Fewer say more about the start of a run than about a rank."""
 _MOST = 5
+_MOST_LOOKED_AT = 256
 _CUT = 300
 
 
@@ -36,7 +39,9 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
             return []
         ranks = stream.head(windows[-1]).ranks
         values = values_of(stream, "compute_s", windows)
-        found = slowest("compute_s", values, layout_of_attempt(directory, attempt, ranks), _MOST)
+        layout = layout_of_attempt(directory, attempt, ranks)
+        found = slowest("compute_s", values, layout, _MOST_LOOKED_AT)
+        worst = max(found, key=lambda rank: rank.late_share, default=None)
         nodes = nodes_of_ranks(directory, ranks)
         return [
             SlowRankSeen(
@@ -47,11 +52,19 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
                 one.slower,
                 stream.head(windows[0]).t,
                 nodes.get(one.rank, ""),
+                one.late_share,
             )
-            for one in found
-            if one.slow
+            for one in found[:_MOST]
+            if one.slow or (one is worst and _is_late_alone(one, found))
         ]
     return []
+
+
+def _is_late_alone(worst: RankLateness, ranks: Sequence[RankLateness]) -> bool:
+    """True if a rank is late in bursts: often, by much in all, and far more than any other; on a busy machine every rank is late at times."""
+    others = max((rank.late_share for rank in ranks if rank is not worst), default=0.0)
+    often = worst.slower >= BURST_WINDOWS * worst.windows
+    return often and worst.late_share >= SLOW_RANK and worst.late_share >= BURST_ALONE * others
 
 
 def unlike_machines(directory: RunDirectory) -> list[str]:

@@ -81,6 +81,8 @@ class SlowRankSeen:
     """Windows in which it was slower."""
     since: float | None
     node: str = ""
+    late_share: float = 0.0
+    """The time that its peers have waited for it, over their own time in these windows."""
 
 
 @dataclass(frozen=True)

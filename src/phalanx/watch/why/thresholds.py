@@ -59,5 +59,9 @@ SKEW_S = 5.0
 IMBALANCE = 0.6
 """Part of the largest imbalance that a router can have (all tokens to the same experts), once it had time to learn."""
 IMBALANCE_AFTER_STEPS = 200
+BURST_WINDOWS = 0.3
+"""Part of the windows in which a rank must be slower to be late in bursts, which a median over all windows does not show."""
+BURST_ALONE = 3.0
+"""Times the time that its peers wait for the next rank: on a machine with neighbors all ranks are late at times."""
 SLOW_RANK = 0.2
 """Part by which a rank computes longer than its peers; noise of shared machines is below."""

@@ -41,7 +41,7 @@ export function fleetView(host, page) {
           el("p", { class: "muted", text: [now && now.phase, [...counts].map(([role, count]) => (NOUNS.has(role) ? plural(count, role) : `${count} ${role}`)).join(", "), plural(epochs.length, "epoch"), plural(faults.length, "fault"), now?.reason && (now.over ? now.reason : `last: ${now.reason}`)].filter(Boolean).join(" · ") })),
         el("section", { class: "panel" }, el("div", { class: "bar slim" }, el("h2", { text: "Time line" })), timeLine(epochs, faults)),
         el("section", { class: "panel" }, el("div", { class: "bar slim" }, el("h2", { text: "Faults" }), el("span", { class: "space" }), copyMenu("the faults", copied, page.say)), faultTable(page.id, faults)),
-        members.length > 0 && panel("Members", memberTable(members), fleet.members_left_out > 0 && el("p", { class: "note", text: `and ${whole(fleet.members_left_out)} more` })),
+        members.length > 0 && panel("Members", memberTable(members, now?.over === true), fleet.members_left_out > 0 && el("p", { class: "note", text: `and ${whole(fleet.members_left_out)} more` })),
         happenings.length > 0 && panel("What happened", happeningTable(page.id, happenings)),
       );
     },
@@ -89,15 +89,15 @@ function faultTable(id, faults) {
   );
 }
 
-/** @param {any[]} members */
-function memberTable(members) {
+/** @param {any[]} members @param {boolean} over */
+function memberTable(members, over) {
   const rows = members.map((member) => {
     const role = String(member.role ?? "member");
     const ranks = member.ranks ?? [];
     return [
       el("b", { text: member.name }), el("span", { class: "state", data: { state: role } }, el("span", { class: "dot" }), el("span", { text: role })),
       ranks.length > 8 ? `${ranks[0]} … ${ranks[ranks.length - 1]} (${ranks.length})` : ranks.join(" ") || "–",
-      anything(member.host), anything(member.domain), role === "lost" ? "–" : duration(member.silent_s), member.why ?? "",
+      anything(member.host), anything(member.domain), role === "lost" || over ? "–" : duration(member.silent_s), member.why ?? "",
     ];
   });
   return table(["Node", "State", "Ranks", "Host", "Domain", "Heard from", "Why"], rows, "Members", [5], 6);

@@ -124,10 +124,12 @@ function when(one) {
 
 /** The failure that came before the others, how that is known, and who failed because of it. @param {any} one @param {(since: string, until: string) => void} around */
 function failure(one, around) {
+  const recovered = known(one.recovered_step);
   return el(
-    "section", { class: "first-failure", "aria-label": "First failure" },
-    el("div", { class: "line" }, el("b", { text: "First failure" }), el("span", { class: "muted", text: when(one) }), el("span", { class: "space" }),
+    "section", { class: recovered ? "first-failure recovered" : "first-failure", "aria-label": "First failure" },
+    el("div", { class: "line" }, el("b", { text: recovered ? `First failure, recovered: step ${whole(one.recovered_step)} was reached since` : "First failure" }), el("span", { class: "muted", text: when(one) }), el("span", { class: "space" }),
       el("button", { type: "button", text: "lines around it", on: { click: () => around(String(one.t - 30), String(one.t + 30)) } })),
+    one.what !== one.text && el("p", { class: "what", text: one.what }),
     el("pre", { tabindex: "0", text: one.text }),
     (one.evidence ?? []).map((/** @type {string} */ line) => el("p", { class: "note", text: line })),
     one.followers?.length > 0 && el("details", {}, el("summary", { class: "note", text: `${plural(one.followers.length, "failure")} that followed` }), one.followers.map((/** @type {LogLine} */ other) => el("p", { class: "follower" }, el("span", { class: "muted", text: `${when(other)}  ` }), other.text.split("\n").at(-1)))),

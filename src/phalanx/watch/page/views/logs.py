@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 
+from phalanx.observe.logs.first_failure import what_happened
 from phalanx.observe.logs.line import LEVELS
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.logs.read import LogGroup, LogLine, LogQuery, grouped, read_lines, told_failure
+from phalanx.watch.logs.read import (
+    LogGroup,
+    LogLine,
+    LogQuery,
+    grouped,
+    read_lines,
+    recovered_step,
+    told_failure,
+)
 from phalanx.watch.page.answer import Parameters, RequestError
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views.runs import Runs
@@ -33,6 +42,8 @@ def logs_view(_runs: Runs, place: Place, parameters: Parameters) -> dict[str, ob
         if told is None
         else _line(told.line)
         | {
+            "what": what_happened(told.line.text)[:_LONGEST_TEXT],
+            "recovered_step": recovered_step(directory, told.line),
             "evidence": list(told.evidence),
             "followers": [_line(one) for one in told.followers[:_MOST_FOLLOWERS]],
         },

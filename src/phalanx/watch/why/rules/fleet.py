@@ -27,12 +27,15 @@ def straggler(seen: Observed) -> Iterator[Reason]:
     """A rank computes longer than its peers, and all wait for it."""
     if not seen.running:
         return
-    for slow in [one for one in seen.slow_ranks if one.slowdown >= SLOW_RANK][:5]:
+    for slow in [one for one in seen.slow_ranks if max(one.slowdown, one.late_share) >= SLOW_RANK][:5]:
         node = f" on {slow.node}" if slow.node else ""
+        is_steady = slow.slowdown >= SLOW_RANK
         yield Reason(
             code="straggler",
             severity="warning",
-            title=f"Rank {slow.rank} is {slow.slowdown:.0%} slower than its peers, and all wait for it",
+            title=f"Rank {slow.rank} is {slow.slowdown:.0%} slower than its peers, and all wait for it"
+            if is_steady
+            else f"Rank {slow.rank} is late in bursts: its peers have waited {slow.late_share:.0%} of their time for it",
             where=f"rank {slow.rank}{node}",
             since=slow.since,
             evidence=(
@@ -68,7 +71,8 @@ def straggler(seen: Observed) -> Iterator[Reason]:
             doing="it was quarantined, and a spare took its place"
             if replaced
             else "training goes on at its pace",
-            next=f"look at that machine; when it is well: phalanx fleet add {seen.run} {node}"
+            next=f"look at that machine; when it is well: phalanx fleet add {seen.run} {node}; where machines have neighbors: "
+            "fleet.straggler_window_steps = 0"
             if replaced
             else f"add a node (phalanx agent), then: phalanx fleet drain {seen.run} {node}",
         )
