@@ -54,9 +54,9 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
                 nodes.get(one.rank, ""),
                 one.late_share,
             )
-            for one in found[:_MOST]
+            for one in found
             if one.slow or (one is worst and _is_late_alone(one, found))
-        ]
+        ][:_MOST]
     return []
 
 
