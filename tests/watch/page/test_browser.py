@@ -9,6 +9,7 @@ import pytest
 
 from observe.served_runs import SERVED
 from phalanx.watch.page.export import export_run
+from phalanx.watch.runs.row import run_id
 from recorded_runs import RecordedRun
 from watch.page.browsing import (
     CHROMIUM,
@@ -29,7 +30,7 @@ pytestmark = [
         not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: the page is NOT tested in a browser"
     ),
 ]
-from playwright.sync_api import expect  # noqa: E402
+from playwright.sync_api import Browser, expect  # noqa: E402
 
 LEGENDS_UNDER_TOOLS = """[...document.querySelectorAll("figcaption")].filter((head) => {
   const tools = head.querySelector(".tools")?.getBoundingClientRect();
@@ -97,6 +98,24 @@ def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open
     expect(held_out.locator(".note")).to_be_hidden()  # two evaluations are drawn as two
 
 
+def test_many_runs_of_one_name_are_told_apart_by_their_settings_and_fit_a_phone(
+    tmp_path: Path, browser: Browser
+) -> None:
+    for number in range(10):
+        run = RecordedRun(tmp_path / f"tiny-{number}", "tiny", 20, lr=1e-3 * (number + 1))
+        run.train(5)
+    ids = ",".join(run_id(path) for path in sorted(tmp_path.iterdir()))
+    with serving(tmp_path) as port:
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.goto(f"http://127.0.0.1:{port}/#/compare?ids={ids}")
+        expect(page.locator(".legendbox .entry").first).to_contain_text("tiny · lr 0.001")
+        cell = page.get_by_role("cell", name="state", exact=True)
+        assert cell.evaluate("cell => cell.getBoundingClientRect().height") < 60, "a letter in each line"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        expect(page.locator("figure:not(.wide) .legend").first).to_be_hidden()
+        page.close()
+
+
 # --- one run ---------------------------------------------------------------------------------------
 
 
@@ -146,7 +165,7 @@ def test_a_curve_of_many_steps_says_that_it_is_reduced_and_keeps_its_peak(open_p
     page = open_page().page
     go(page, "long")
     loss = page.locator("figure", has_text="Loss").first
-    expect(loss.locator(".note")).to_contain_text("3.00 k points drawn as")
+    expect(loss.locator(".note")).to_contain_text("3,000 points drawn as")
     copied = page.evaluate(
         "async (id) => (await (await fetch(`/api/run/${id}/curves?names=loss&points=100`)).json()).series.loss.hi",
         id_of(page, "long"),

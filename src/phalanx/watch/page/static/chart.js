@@ -5,10 +5,10 @@
 
 import { copyMenu } from "./copy.js";
 import { color, el, put, say, style } from "./dom.js";
-import { age, duration, known, number, si } from "./format.js";
+import { age, duration, known, number, si, whole } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
-/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, exact?: boolean}} Line
+/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, exact?: boolean, dashed?: boolean}} Line
  * `color` names one of the style sheet; `tick` is the format beside the axis; a sparse line passes over gaps; an exact one is never smoothed */
 /** @typedef {{x: number, kind: string, text: string, step?: number, t?: number}} Mark */
 /** @typedef {{y: (number | null)[], lo?: (number | null)[], hi?: (number | null)[]}} Values */
@@ -220,7 +220,7 @@ export class Chart {
     const faint = color(`${line.color}-band`);
     const edge = { stroke: () => (this.weight && !line.exact ? faint : "transparent"), width: 1, points: { show: false }, spanGaps: Boolean(line.sparse) };
     return [
-      { label: line.label, stroke: color(line.color), width: 1.6, spanGaps: Boolean(line.sparse), points: { show: this.hasDots(line), size: 5, fill: color(line.color) } },
+      { label: line.label, stroke: color(line.color), width: 1.6, dash: line.dashed ? [6, 4] : undefined, spanGaps: Boolean(line.sparse), points: { show: this.hasDots(line), size: 5, fill: color(line.color) } },
       edge,
       edge,
     ];
@@ -323,7 +323,7 @@ export class Chart {
     this.canvas.setAttribute("aria-label", `${this.options.title} over ${title}${last >= 0 ? ` up to ${format(this.curves.x[last])}` : ""}. ${parts.join("; ")}`);
     // A handful of evaluations among many steps is drawn as it is: nothing of it was left out.
     this.note.hidden = !this.curves.reduced || this.mostValues() < FEW_DOTS;
-    if (!this.note.hidden) say(this.note, `${si(this.curves.total)} points drawn as ${si(this.curves.x.length)}; ${this.hasBand() ? "the band keeps the least and the greatest of each" : "peaks are kept"}. Drag to see all.`);
+    if (!this.note.hidden) say(this.note, `${whole(this.curves.total ?? null)} points drawn as ${whole(this.curves.x.length)}; ${this.hasBand() ? "the band keeps the least and the greatest of each" : "peaks are kept"}. Drag to see all.`);
   }
 
   mostValues() {

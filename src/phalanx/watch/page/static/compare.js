@@ -4,13 +4,17 @@ import uPlot from "./vendor/uPlot.esm.js";
 import { get, ofRun } from "./api.js";
 import { AXES, Chart } from "./chart.js";
 import { choice, command, el, empty, panel, put, select, table } from "./dom.js";
-import { anything, duration, fixed, known, number, percent, plural, si, utilization } from "./format.js";
+import { anything, duration, fixed, folderOf, known, number, percent, plural, si, utilization } from "./format.js";
 import { stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
 
 const POINTS = 800;
 /** More differences than this are folded away. */
 const MANY = 24;
+/** More settings than this do not fit into a run's label. */
+const MOST_IN_LABEL = 2;
+/** More runs than this have no legend below each small chart: the one on top names their colors. */
+const CROWD = 6;
 const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 /** @typedef {{name: string, title: string, format: (value: number | null) => string, tick?: (value: number | null) => string}} Metric */
@@ -41,6 +45,8 @@ export function compareView(host, page) {
   let curves = [];
   /** @type {any[]} */
   let rows = [];
+  /** Settings of the run that differ. @type {any[]} */
+  let settings = [];
   /** @type {Chart[]} */
   let charts = [];
 
@@ -51,7 +57,7 @@ export function compareView(host, page) {
 
   const legend = el("div", { class: "legendbox" });
   const bits = el("div");
-  const grid = el("div", { class: "charts compare" });
+  const grid = el("div", { class: ids.length > CROWD ? "charts compare crowded" : "charts compare" });
   const tables = el("div");
   const smoothing = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(weight), "aria-label": "Smoothing", on: { input: () => ((weight = Number(smoothing.value)), page.set({ smooth: weight || null }), draw()) } });
   const all = el("button", { type: "button", text: "Show all", hidden: range.first === null, on: { click: () => zoom(null, null) } });
@@ -86,7 +92,7 @@ export function compareView(host, page) {
     const names = [main, ...BESIDE.filter((name) => name !== main)];
     charts = names.map((name, place) => {
       const metric = /** @type {Metric} */ (METRICS.find((one) => one.name === name));
-      const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], format: metric.format, tick: metric.tick, sparse: true, exact: metric.name.startsWith("eval") }));
+      const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], dashed: index >= COLORS.length, format: metric.format, tick: metric.tick, sparse: true, exact: metric.name.startsWith("eval") }));
       const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, marks: false, below: true, onZoom: zoom, say: page.say });
       chart.element.classList.toggle("wide", place === 0);
       chart.element.dataset.metric = name;
@@ -97,18 +103,20 @@ export function compareView(host, page) {
     draw();
   }
 
-  /** Runs may share a name, and then their folders tell them apart; where these are called alike too, their identifiers do. @param {string} id @param {number} index */
+  /** Runs may share a name, and then the settings that differ tell them apart, else their folders; where these are called alike too, their identifiers do. @param {string} id @param {number} index */
   function labelOf(id, index) {
     const name = rows[index]?.name ?? id;
     const alike = rows.filter((row) => row.name === name);
     if (alike.length < 2) return name;
+    const chosen = settingsOf(index);
+    if (chosen && rows.every((row, other) => other === index || row.name !== name || settingsOf(other) !== chosen)) return `${name} · ${chosen}`;
     const folder = folderOf(rows[index]);
     return alike.filter((row) => folderOf(row) === folder).length > 1 ? id : folder;
   }
 
-  /** @param {any} row @returns {string} */
-  function folderOf(row) {
-    return String(row.path ?? row.id).split("/").filter(Boolean).at(-1) ?? row.id;
+  /** A run's values of the first settings that differ, as "lr 0.001". @param {number} index @returns {string} */
+  function settingsOf(index) {
+    return settings.slice(0, MOST_IN_LABEL).map((one) => `${one.path.split(".").at(-1)} ${anything(one.values[index])}`).join(", ");
   }
 
   function draw() {
@@ -139,8 +147,9 @@ export function compareView(host, page) {
       const [comparison, all, ...found] = await Promise.all([get("/api/compare", { ids: ids.join(",") }, signal).catch((/** @type {Error} */ error) => ({ missing: true, error })), get("/api/runs", {}, signal), ...asked]);
       curves = found;
       const before = rows.map((row, index) => labelOf(row.id, index)).join();
+      settings = (comparison.settings ?? []).filter((/** @type {any} */ one) => one.owner === "run");
       rows = ids.map((id) => all.runs.find((/** @type {any} */ row) => row.id === id) ?? { id, name: id, state: "unknown" });
-      put(legend, rows.map((row, index) => el("a", { class: "entry", href: runAddress(row.id) }, el("i", { style: { background: `var(${COLORS[index % COLORS.length]})` } }), el("b", { text: labelOf(row.id, index) }), stateChip(row.state), el("span", { class: "muted", text: `loss ${fixed(row.loss)}` }))));
+      put(legend, rows.map((row, index) => el("a", { class: "entry", href: runAddress(row.id) }, el("i", { class: index >= COLORS.length ? "dashed" : null, style: { background: `var(${COLORS[index % COLORS.length]})`, "--run": `var(${COLORS[index % COLORS.length]})` } }), el("b", { text: labelOf(row.id, index) }), stateChip(row.state), el("span", { class: "muted", text: `loss ${fixed(row.loss)}` }))));
       drawBits(bits, comparison.same_bits, rows);
       if (comparison.missing) put(tables, comparison.error && el("p", { class: "muted" }, `The runs' settings cannot be compared: ${comparison.error.message}`));
       else drawTables(tables, comparison, rows.map((row, index) => labelOf(row.id, index)));

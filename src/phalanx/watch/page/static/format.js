@@ -136,3 +136,8 @@ export function anything(value) {
   const entries = Object.entries(value);
   return entries.length ? entries.map(([name, item]) => `${name} ${anything(item)}`).join(", ") : DASH;
 }
+
+/** The folder of a run, which tells runs of one name apart. @param {any} run @returns {string} */
+export function folderOf(run) {
+  return String(run.path ?? run.id ?? "").split("/").filter(Boolean).at(-1) ?? "";
+}

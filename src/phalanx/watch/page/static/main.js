@@ -9,6 +9,7 @@ import { checkpointsView } from "./checkpoints.js";
 import { compareView } from "./compare.js";
 import { el, put, say, svg } from "./dom.js";
 import { fleetView } from "./fleet.js";
+import { folderOf } from "./format.js";
 import { bindKeys, showHelp } from "./keys.js";
 import { logsView } from "./logs.js";
 import { profileView } from "./profile.js";
@@ -27,7 +28,7 @@ import { timeView } from "./time.js";
  * @property {() => void} reload asks again at once, because a person changed something
  * @property {() => void} soon asks again before long, because the answer was not whole
  * @property {(text: string) => void} say tells a person, once
- * @property {(title: string) => void} title names the run
+ * @property {(title: string, folder?: string) => void} title names the run
  */
 /** @typedef {[string, string, () => void]} Key the key, what it does, in words and in deed */
 /** @typedef {{update: (signal: AbortSignal) => Promise<void>, keys?: Key[], close?: () => void}} View */
@@ -107,10 +108,12 @@ function tell(text) {
   toastTimer = window.setTimeout(() => delete toast.dataset.shown, 2500);
 }
 
-/** @param {string} name */
-function nameRun(name) {
+/** The run's name, and its folder, which tells runs of one name apart. @param {string} name @param {string} [folder] */
+function nameRun(name, folder = "") {
   const link = heading.querySelector(".name");
   if (link) say(link, name);
+  const beside = heading.querySelector(".folder");
+  if (beside) say(beside, folder === name ? "" : folder);
   document.title = name ? `${name} · Phalanx` : "Phalanx";
 }
 
@@ -124,7 +127,7 @@ function emblem() {
 function showHeading(route) {
   const home = el("a", { class: "home", href: exported ? runAddress(exported.id) : "#/" }, emblem(), "Phalanx");
   const of = route.id ? el("a", { class: "name", href: runAddress(route.id), text: "…" }) : el("span", { class: "name", text: { runs: "Runs", compare: "Compare" }[route.view] ?? "" });
-  put(heading, home, el("span", { class: "slash", text: "/", "aria-hidden": "true" }), of);
+  put(heading, home, el("span", { class: "slash", text: "/", "aria-hidden": "true" }), of, el("span", { class: "folder muted" }));
   const title = TITLES[route.view];
   if (title) heading.append(el("h1", { class: "hidden", text: title }));
   tabs.hidden = !route.id;
@@ -145,8 +148,9 @@ function show(again = false) {
   shown?.view.close?.();
   const sameRun = shown?.route.id === route.id && route.id;
   const name = sameRun ? (heading.querySelector(".name")?.textContent ?? "") : "";
+  const folder = sameRun ? (heading.querySelector(".folder")?.textContent ?? "") : "";
   showHeading(route);
-  nameRun(name || (route.id ? "…" : (heading.querySelector(".name")?.textContent ?? "")));
+  nameRun(name || (route.id ? "…" : (heading.querySelector(".name")?.textContent ?? "")), folder);
   trouble.hidden = true;
   main.className = `view-${route.view}`;
   main.replaceChildren();
@@ -165,7 +169,7 @@ function show(again = false) {
 /** @param {string} id */
 async function learnName(id) {
   const run = await get(ofRun(id)).catch(() => ({ name: id })); // the view itself says what is wrong
-  if (shown?.route.id === id) nameRun(run.name);
+  if (shown?.route.id === id) nameRun(run.name, folderOf(run));
 }
 
 /** @param {Error | null} error */

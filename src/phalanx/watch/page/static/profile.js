@@ -31,6 +31,7 @@ export function profileView(host, page) {
     async update(signal) {
       const [{ profiles = [] }, run] = await Promise.all([get(ofRun(page.id, "profiles"), {}, signal), get(ofRun(page.id), {}, signal)]);
       if (!profiles.length) {
+        if (["finished", "stopped", "failed"].includes(run.state)) return put(host, empty("No profile", "No trace was recorded of this run while it trained, and it does not train any more."));
         return put(host, empty("No profile yet", "Ask a running run for a trace of its next steps; it costs nothing until then: ", command(`phalanx profile ${run.path}`)));
       }
       const chosen = profiles.find((/** @type {any} */ one) => one.name === name) ?? profiles.at(-1);

@@ -4,7 +4,7 @@ import { exported, get, ofRun } from "./api.js";
 import { stackedBar } from "./bars.js";
 import { AXES, Chart, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
-import { age, anything, bytes, duration, fixed, known, moment, number, percent, plural, si, utilization, whole, MFU_HINT } from "./format.js";
+import { MFU_HINT, age, anything, bytes, duration, fixed, folderOf, known, moment, number, percent, plural, si, utilization, whole } from "./format.js";
 import { problemBox } from "./problems.js";
 import { servedBox } from "./serving.js";
 import { folderName, layoutText, stateChip } from "./runs.js";
@@ -132,7 +132,7 @@ export function runView(host, page) {
       const curvesOf = get(ofRun(page.id, "curves"), { names: NAMES.join(","), x, ...range, points: POINTS }, signal);
       const [run, why, whole] = await Promise.all([get(ofRun(page.id), {}, signal), get(ofRun(page.id, "why"), {}, signal).catch(nothingWrong), curvesOf]);
       const curves = exported ? between(whole, range) : whole;
-      page.title(run.name);
+      page.title(run.name, folderOf(run));
       drawSummary(head, run);
       problemBox(problems, page.id, why.reasons ?? []);
       servedBox(served, run.serving ?? []);
@@ -215,18 +215,34 @@ function drawMemory(host, curves) {
   );
 }
 
+/** Checkpoints that follow one another are one entry: what matters is between them. @param {import("./chart.js").Mark[]} marks @returns {import("./chart.js").Mark[]} */
+function grouped(marks) {
+  /** @type {import("./chart.js").Mark[][]} */
+  const groups = [];
+  for (const mark of marks) {
+    const group = groups.at(-1);
+    if (mark.kind === "checkpoint" && group?.[0].kind === "checkpoint") group.push(mark);
+    else groups.push([mark]);
+  }
+  return groups.map((group) => {
+    const last = /** @type {import("./chart.js").Mark} */ (group.at(-1));
+    return group.length < 2 ? last : { ...last, text: `${whole(group.length)} times since step ${whole(group[0].step ?? null)}; the newest: ${last.text}` };
+  });
+}
+
 /** The marks as a list, with the way to the lines around each. @param {Element} host @param {string} id @param {import("./chart.js").Mark[]} marks */
 function drawHappened(host, id, marks) {
   const told = marks.filter(({ kind }) => kind !== "evaluation");
   if (!told.length) return put(host);
-  const shown = told.slice(-MOST_TOLD).reverse();
+  const groups = grouped(told);
+  const shown = groups.slice(-MOST_TOLD).reverse();
   const rows = shown.map((mark) => [
     whole(mark.step),
     known(mark.t) ? el("a", { href: runAddress(id, "logs", { since: mark.t - 30, until: mark.t + 30 }), title: `${moment(mark.t)}: the lines around it`, text: moment(mark.t).slice(11) }) : "–",
     el("span", { class: "kind", style: { color: `var(${(MARKS[mark.kind] ?? MARKS.message)[0]})` }, text: MARKS[mark.kind]?.[1] ?? mark.kind }),
     mark.text,
   ]);
-  put(host, panel("What happened", table(["Step", "At", "What", ""], rows, "What happened", [0], 3), told.length > shown.length && el("p", { class: "note", text: `The last ${shown.length} of ${told.length}.` })));
+  put(host, panel("What happened", table(["Step", "At", "What", ""], rows, "What happened", [0], 3), groups.length > shown.length && el("p", { class: "note", text: `The last ${shown.length} of ${groups.length}.` })));
 }
 
 /** @param {Element} host @param {any} run */
