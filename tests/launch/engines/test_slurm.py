@@ -382,6 +382,25 @@ def test_what_the_run_file_exports_reaches_the_agents_where_sbatch_is_told_to_ex
     )
 
 
+def test_a_secret_that_the_run_file_names_reaches_the_job_and_no_file_of_the_run_holds_it(
+    phalanx: Phalanx, tmp_path: Path
+) -> None:
+    seen, run_dir = tmp_path / "seen", tmp_path / "run"
+    phalanx(
+        *("submit", "tiny.toml", "--on", "slurm", "--nodes", "1", "--set", f'run_dir="{run_dir}"'),
+        *("--set", 'launch.environment=["MY_TOKEN"]'),
+        *("--set", f"launch.prologue=['printf %s \"$MY_TOKEN\" > {seen}']"),
+        MY_TOKEN="not-for-others-42",
+    )
+    wait_until(seen.exists, "the job does not begin", run_dir / "launch")
+    wait_until(lambda: seen.read_text() != "", "the prologue does not write", run_dir / "launch")
+    phalanx("cancel", str(run_dir), "--now")
+    assert seen.read_text() == "not-for-others-42"
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert files
+    assert not any(b"not-for-others-42" in path.read_bytes() for path in files)
+
+
 def test_nodes_that_lose_more_of_a_step_than_they_may_are_not_trained_on(phalanx: Phalanx) -> None:
     slow = ["--set", 'launch.shares=["leaf=0.00001"]', "--set", "launch.most_lost_ms=0.001"]
     run_dir = phalanx.submit("too-far", "--nodes", "8", *slow)

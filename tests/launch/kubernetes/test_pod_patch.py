@@ -131,3 +131,9 @@ def test_a_patch_of_what_a_fleet_rests_on_is_refused(tmp_path: Path, patch: obje
     path.write_text(json.dumps(patch))
     with pytest.raises(EngineError, match=f"launch.pod_patch: .*{field}"):
         request(pod_patch=str(path))
+
+
+def test_the_job_and_the_run_directory_have_one_digest() -> None:
+    asked = request(name="big run")
+    assert asked.run_dir.rpartition("-")[2] == asked.name.rpartition("-")[2]
+    assert request(run_dir="/runs/mine").name != request(run_dir="/runs/other").name

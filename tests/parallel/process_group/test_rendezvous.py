@@ -40,10 +40,31 @@ def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
         "SLURM_PROCID": "9",
         "SLURM_NTASKS": "16",
         "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "46",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "gpu[003-004]",
     }
-    assert rank_from_environment(environ) == RankEnvironment(9, 16, 1, "tcp://gpu003:29500", "srun")
+    assert rank_from_environment(environ) == RankEnvironment(9, 16, 1, "tcp://gpu003:24462", "srun")
+    given = environ | {"MASTER_PORT": "29500"}
+    assert rank_from_environment(given) == RankEnvironment(9, 16, 1, "tcp://gpu003:29500", "srun")
+
+
+def test_two_steps_of_srun_on_one_node_meet_at_two_ports() -> None:
+    ports = set()
+    for job in ("46", "47"):
+        for step in ("0", "1"):
+            place = rank_from_environment(
+                {"SLURM_PROCID": "0", "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_STEP_NODELIST": "n1"}
+            )
+            assert place is not None
+            ports.add(place.meeting_point)
+    assert len(ports) == 4
+
+
+def test_a_machine_of_rank_0_without_an_address_is_named_at_once() -> None:
+    place = RankEnvironment(1, 2, 0, "tcp://no-such-host.invalid:29500", "srun")
+    with pytest.raises(RendezvousError, match=r"finds no address for no-such-host\.invalid.*MASTER_ADDR"):
+        join(place, torch.device("cpu"), 60.0)
 
 
 @pytest.mark.parametrize(

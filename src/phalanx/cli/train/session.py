@@ -94,7 +94,7 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
 
 def tell_on(console: Console) -> Callable[[str], None]:
     """Returns a function for launchers: it prints what becomes of a request to stop."""
-    return lambda words: console.print(words, style="yellow")
+    return lambda words: console.print(words, style="yellow", soft_wrap=True)
 
 
 def tell_fallback(written: RunSpec, run: OpenRun, console: Console) -> None:
@@ -126,7 +126,7 @@ def tell_parent(run: OpenRun, console: Console) -> None:
 def _print_marked(console: Console, mark: str, text: str) -> None:
     from rich.text import Text
 
-    console.print(Text.assemble((mark, "yellow"), f" {text}"))
+    console.print(Text.assemble((mark, "yellow"), f" {text}"), soft_wrap=True)
 
 
 def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Console, as_json: bool) -> int:

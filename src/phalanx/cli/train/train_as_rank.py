@@ -37,6 +37,12 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         place = rank_from_environment(os.environ)
         assert place is not None
         first = place.rank == 0
+        if place.local_rank == 0 and place.ranks > 1:
+            whom = "the other ranks" if first else "rank 0"
+            where = place.meeting_point.removeprefix("tcp://")
+            print(
+                f"rank {place.rank} of {place.ranks} waits for {whom} at {where}", file=sys.stderr, flush=True
+            )
         join(place, device_for(spec.runtime.device, place.local_rank), group_timeout_s(spec))
         run_dir, attempt = _agree(spec, run_file, first)
         log = RunDirectory(run_dir).log(attempt, place.rank)

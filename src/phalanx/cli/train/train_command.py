@@ -201,7 +201,8 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         ranks = ranks_on_this_machine(spec, run_file)
         run = prepare_run(spec, run_file, progress_on(console))
     console.print(
-        f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine"
+        f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine",
+        soft_wrap=True,
     )
     tell_parent(run, console)
     tell_earlier_data(run, console)

@@ -66,12 +66,13 @@ def train_fleet(
     nodes, spares = spec.fleet.nodes, spec.fleet.spares
     console.print(
         f"run directory {run.directory.path}, a fleet of {nodes} {'node' if nodes == 1 else 'nodes'} and {spares} "
-        f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+        f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
+        soft_wrap=True,  # a job's log puts a label before each line
     )
     tell_parent(run, console)
     tell_earlier_data(run, console)
     tell_fallback(spec, run, console)
-    console.print(f"look at it with phalanx status {run.directory.path}", style="dim")
+    console.print(f"look at it with phalanx status {run.directory.path}", style="dim", soft_wrap=True)
     fleet = LocalFleet(nodes, spares, planned, lead=lead)
     with explained(SecurityError):
         ending = run_fleet(run, fleet, event_display(run, console), tell_on(console))

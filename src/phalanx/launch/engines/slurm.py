@@ -337,7 +337,7 @@ def _problems_in(
     order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]
 ) -> Iterator[str]:
     launch = order.launch
-    names = ", ".join(one.name for one in partitions)
+    names = ", ".join(one.name for one in partitions if one.up)
     wanted = [
         one for one in partitions if (one.name == launch.partition if launch.partition else one.default)
     ]

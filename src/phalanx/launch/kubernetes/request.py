@@ -149,8 +149,10 @@ def request_of(spec: RunSpec, run_file: str) -> PodRequest:
 
 
 def object_name(spec: RunSpec) -> str:
-    """The name of the run's objects, a DNS label: its name, and a digest of its directory."""
-    digest = hashlib.sha256(spec.run_dir.encode()).hexdigest()[:8]
+    """The name of the run's objects, a DNS label: its name, and the digest that its directory has in its name, else one of its directory."""
+    own = default_name(replace(spec, run_dir=""))
+    is_default = PurePosixPath(spec.run_dir).name == own
+    digest = own[-8:] if is_default else hashlib.sha256(spec.run_dir.encode()).hexdigest()[:8]
     words = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
     words = words if words[:1].isalpha() else f"run-{words}".rstrip("-")
     return f"{words[: _LONGEST_NAME - 9].rstrip('-')}-{digest}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ from phalanx.hardware.local.device import device_of_rank, gpus, make_current, on
 from phalanx.parallel.mesh.torch_compat import forget_groups
 
 _DEFAULT_PORT = 29_500  # torchrun's
+_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+_FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 class RendezvousError(RuntimeError):
@@ -67,7 +70,7 @@ def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         ranks = int(environ.get("SLURM_NTASKS", "1"))
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
         host = environ.get("MASTER_ADDR") or first_host(nodes)
-        point = _tcp(host, environ.get("MASTER_PORT", ""), "srun")
+        point = _tcp(host, environ.get("MASTER_PORT", "") or _port_of_step(environ), "srun")
         return RankEnvironment(
             int(environ["SLURM_PROCID"]), ranks, int(environ.get("SLURM_LOCALID", "0")), point, "srun"
         )
@@ -78,6 +81,14 @@ def _tcp(host: str, port: str, launcher: str) -> str:
     if not host:
         raise RendezvousError(f"{launcher} gave this process a rank but no address: set MASTER_ADDR")
     return f"tcp://{host}:{port or _DEFAULT_PORT}"
+
+
+def _port_of_step(environ: Mapping[str, str]) -> str:
+    """A port that follows from the job and the step, so that two on one node do not meet; below the ports of outgoing connections."""
+    job, step = (
+        int(value) if value.isdecimal() else 0 for value in (environ.get(name, "") for name in _STEP)
+    )
+    return str(_FIRST_PORT + (job * 97 + step) % _PORTS)
 
 
 def first_host(nodes: str) -> str:
@@ -120,6 +131,7 @@ def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None
         # All ranks are on this machine: a laptop's host name may resolve to nowhere, loopback always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
     make_current(device)
+    _require_address(place)
     try:
         store = _file_store(place)
         dist.init_process_group(
@@ -132,6 +144,20 @@ def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None
         )
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise RendezvousError(_explain(error, place)) from error
+
+
+def _require_address(place: RankEnvironment) -> None:
+    """Raises ``RendezvousError`` if the name of rank 0's machine has no address here: PyTorch would try for the whole timeout."""
+    address = urlparse(place.meeting_point)
+    if address.scheme != "tcp" or address.hostname is None:
+        return
+    try:
+        socket.getaddrinfo(address.hostname, address.port)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank {place.rank} of {place.ranks} finds no address for {address.hostname}, the machine of rank 0 ({error.strerror}): set "
+            "MASTER_ADDR to a name or an address that this machine knows"
+        ) from error
 
 
 def _file_store(place: RankEnvironment) -> FileStore | None:
