@@ -46,7 +46,7 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
     (folder / "submitted.json").write_text(json.dumps(asdict(earlier)))
     assert read_record(run_dir) == earlier
 
-    def refuse(_script: Path) -> str:
+    def refuse(_script: Path, _private: dict[str, str]) -> str:
         raise EngineError("sbatch: the queue is closed")
 
     monkeypatch.setattr(slurm, "refuse_second", lambda *_: None)
@@ -95,7 +95,7 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
         monkeypatch.setattr(submission, "write_atomically", write_atomically)
         return {}
 
-    def submit(_script: Path) -> str:
+    def submit(_script: Path, _private: dict[str, str]) -> str:
         fill()
         return "7"
 
@@ -131,7 +131,7 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
     class KilledError(BaseException):
         """As by SIGKILL: nothing catches it."""
 
-    def submit(_script: Path) -> str:
+    def submit(_script: Path, _private: dict[str, str]) -> str:
         queue.write_text(line)
         raise KilledError
 
@@ -391,7 +391,7 @@ def test_a_cancellation_is_not_forgotten_by_the_submission_or_the_job_that_begin
             until_noted()
         return ""
 
-    def submit(_script: Path) -> str:
+    def submit(_script: Path, _private: dict[str, str]) -> str:
         cancel.start()
         until_noted()
         stopped.unlink()  # as the job's script does
