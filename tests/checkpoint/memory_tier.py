@@ -15,7 +15,7 @@ from phalanx.checkpoint.format.restore_plan import (
     PlannedRead,
     require_complete,
 )
-from phalanx.checkpoint.tiers.tier import Draft, Record, never
+from phalanx.checkpoint.tiers.tier import Draft, Record, always, never
 
 POLL_S = 0.02
 
@@ -54,6 +54,7 @@ class MemoryTier:
         *,
         timeout_s: float,
         required: Sequence[Box] = (),
+        authorize: Callable[[], None] = always,
         cancelled: Callable[[], bool] = never,
     ) -> int:
         def settled() -> bool:
@@ -82,6 +83,7 @@ class MemoryTier:
                 for e in image.layout.entries
             ]
             require_complete(held, required)
+            authorize()
             self._committed.setdefault(draft.step, (record, images))
             return sum(image.layout.nbytes for image in images.values())
 

@@ -112,6 +112,26 @@ def test_saving_a_committed_step_does_nothing_and_says_so(tmp_path: Path) -> Non
     assert tier.extra(1) == {"tokens": 5}
 
 
+def test_a_job_that_was_superseded_commits_nothing_and_deletes_nothing(tmp_path: Path) -> None:
+    leads = True
+
+    def authorize() -> None:
+        if not leads:
+            raise AbandonedError("another job has taken over")
+
+    tier = DiskTier(tmp_path)
+    saver = AsyncSaver(tier, 0, 1, retention=Retention(1), authorize=authorize)
+    saver.save(1, shards_of(state(1)), {})
+    saver.wait()
+    leads = False
+    saver.save(2, shards_of(state(2)), {})
+    saver.close()
+    assert [outcome.status for outcome in saver.poll()] == ["committed", "failed"]
+    assert tier.steps() == [1]
+    with pytest.raises(AbandonedError):
+        AsyncSaver(tier, 0, 1, attempt=7, authorize=authorize)
+
+
 def test_replicas_share_the_writing_and_together_write_everything_once(tmp_path: Path) -> None:
     savers = [AsyncSaver(DiskTier(tmp_path), rank, 3, replica=rank, replicas=3) for rank in range(3)]
     receipts = [saver.save(1, shards_of(state(1)), {}) for saver in savers]

@@ -35,7 +35,7 @@ def agent(workers: int = 1, *, checked: bool = False) -> AgentState:
     state = AgentState(
         Identity("node-0", workers, "127.0.0.1", 4000),
         5,
-        Patience(LEASE_S, LEAVE_S, 60.0),
+        Patience(LEASE_S, LEAVE_S, 60.0, 10.0),
         lambda: (HOLDING,),
         checked=checked,
     )
@@ -445,6 +445,19 @@ def test_an_agent_that_never_found_a_coordinator_ends_too() -> None:
         now_s += 0.4
         state.on_worker_message(0, wl.Alive(-1, -1, "warm", 0.0), now_s, 0.0)
     assert 60.0 < now_s < 61.0
+
+
+@given(st.lists(st.booleans(), min_size=60, max_size=120))
+def test_saves_are_held_while_no_coordinator_has_led_for_a_lease(led: list[bool]) -> None:
+    state, alone_s, held = in_epoch(4, 0), 0.0, False
+    state.on_tick(0.0, 0.0)
+    for index, leads in enumerate(led, 1):
+        alone_s = 0.0 if leads else alone_s + 0.4
+        state.on_worker_message(0, wl.Alive(4, 7, "forward", 0.0), 0.4 * index, 0.0)
+        orders = told(state.on_tick(0.4 * index, 0.0, led=leads))
+        due = alone_s > 10.0 + 1e-9
+        assert orders == ([(0, wl.HoldSaves(due))] if due != held else []), "once for each change"
+        held = due
 
 
 @given(st.lists(st.booleans(), min_size=60, max_size=60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.format.errors import StorageFullError
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotMemory
+from phalanx.fleet.control.succession.claims import ClaimRegister
 from phalanx.fleet.core.messages import LEFT_AS_ASKED
 from phalanx.fleet.health.audit import Verdict
 from phalanx.fleet.health.live_audit import CorruptionFoundError
@@ -25,6 +27,7 @@ from phalanx.fleet.node.rank.rank_guardian import (
 from phalanx.fleet.node.rank.worker import outcome_of
 from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
 from phalanx.fleet.node.worker_link import Doubted, EpochBroken, LeaveEpoch
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.step.step import StepFlags, StepReport
@@ -54,12 +57,19 @@ def memory() -> Iterator[SnapshotMemory]:
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 def test_what_a_gpu_holds_after_its_epoch_was_broken_off_is_no_result(
-    memory: SnapshotMemory, device: torch.device
+    tmp_path: Path, memory: SnapshotMemory, device: torch.device
 ) -> None:
     """On gloo a broken collective raises; NCCL's kernel ends, and leaves whatever is in memory."""
     orders = Orders(StopRequest())
     guardian = RankGuardian(
-        RunSpec(), memory.worker_segments(0), "", None, lambda _message: None, orders, device
+        RunSpec(),
+        memory.worker_segments(0),
+        "",
+        None,
+        lambda _message: None,
+        orders,
+        device,
+        ClaimRegister(RunDirectory(tmp_path), 0),
     )
     guardian.epoch = 7
     guardian.computed()

@@ -14,16 +14,23 @@ from typing import Any
 import pytest
 
 from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
+from fleet.small_fleets import settings
+from phalanx.fleet.control.succession.claims import ClaimRegister
+from phalanx.fleet.core.succession import Claim
 from phalanx.fleet.node.worker_link import (
     CheckpointCommitted,
     Doubted,
     EpochBroken,
+    HoldSaves,
     InjectFault,
     RestoreFrom,
     SnapshotAddress,
     StepEnded,
     Unfit,
 )
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Finished
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from run.specs import replace_at
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
@@ -34,6 +41,12 @@ STEPS = 12
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "bytes")
+
+
+def claim_epoch(driver: Driver, epoch: int) -> None:
+    """A coordinator has begun ``epoch``."""
+    register = ClaimRegister(RunDirectory(Path(driver.spec.run_dir)), 0)
+    assert register.make(Claim(1, 1, "", f"epoch {epoch}", settings(2), epoch=epoch))
 
 
 def a_run(dataset: Path, run_dir: Path) -> RunSpec:
@@ -114,6 +127,49 @@ def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any
     driver.bind([first, spare], resume)
     assert driver.finish() == undisturbed
     assert first.pids == [first.process.pid], "the survivor is the same process"
+
+
+def test_an_epoch_that_was_left_without_its_node_saves_and_deletes_nothing_and_does_not_finish(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(2, every_steps=2)
+    cut_off, second = driver.nodes
+    cut_off.tell(InjectFault("stop rank 0 at step 4"))
+    driver.bind([cut_off])
+    driver.wait_until_stopped()
+    resume = driver.resume([cut_off])
+    claim_epoch(driver, 2)
+    driver.bind([second], resume)
+    assert driver.finish() == undisturbed
+    checkpoints = Path(driver.spec.run_dir) / "checkpoints"
+    committed = {path.name: path.stat().st_ino for path in checkpoints.glob("step-*")}
+    cut_off.process.send_signal(signal.SIGCONT)
+    assert cut_off.hear(EpochBroken).epoch == 1
+    assert {path.name: path.stat().st_ino for path in checkpoints.glob("step-*")} == committed
+    finished = [
+        event
+        for event in read_events(Path(driver.spec.run_dir) / "events.jsonl")
+        if isinstance(event.body, Finished)
+    ]
+    assert [event.attempt for event in finished] == [2]
+
+
+def test_a_rank_without_a_coordinator_trains_on_and_saves_once_there_is_one(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(1, every_steps=2)
+    (node,) = driver.nodes
+    driver.stop_after(3)
+    driver.bind([node])
+    driver.wait_until_stopped()
+    node.tell(HoldSaves(held=True))
+    driver.go_on()
+    driver.wait_for_step(STEPS)
+    checkpoints = Path(driver.spec.run_dir) / "checkpoints"
+    assert {path.name for path in checkpoints.glob("step-*")} <= {"step-00000002"}
+    node.tell(HoldSaves(held=False))
+    assert driver.finish() == undisturbed
+    assert (checkpoints / f"step-{STEPS:08}").exists()
 
 
 @pytest.mark.servers

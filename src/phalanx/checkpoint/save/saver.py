@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.restore_plan import share_of
 from phalanx.checkpoint.format.shards import Copies, Shard
 from phalanx.checkpoint.save.staging import StagedImage, Staging
-from phalanx.checkpoint.tiers.tier import Draft, Record, Tier
+from phalanx.checkpoint.tiers.tier import Draft, Record, Tier, always
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class AsyncSaver:
     of them, and each writes its share. ``attempt`` must be the same on all ranks and new after each restart or rollback.
     ``timeout_s``: how long those that collect others' shares wait for them. ``buffers``: 1 waits while the previous save is still
     being written, 2 takes twice the host memory and does not. ``retention``, used by rank 0, is applied after each
-    commit. On rank 0 the constructor sweeps away what other attempts left unfinished.
+    commit. ``authorize``, called on rank 0 before anything is committed or removed, raises a CheckpointError if this job
+    may not change the tier any more. On rank 0 the constructor sweeps away what other attempts left unfinished.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class AsyncSaver:
         timeout_s: float = 600.0,
         buffers: int = 1,
         retention: Retention | None = None,
+        authorize: Callable[[], None] = always,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
@@ -101,6 +103,7 @@ class AsyncSaver:
         self._attempt = attempt
         self._timeout_s = timeout_s
         self._retention = retention
+        self._authorize = authorize
         self._staging = Staging(buffers=buffers)
         self._share: tuple[tuple[tuple[Box, Copies], ...], list[tuple[int, Box]]] | None = None
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
@@ -108,6 +111,7 @@ class AsyncSaver:
         self._cancelled = threading.Event()
         self._closed = False
         if rank == 0:
+            authorize()
             tier.sweep(attempt)
         # A daemon: an interpreter that exits without close() must not wait for a slow disk. The draft is abandoned.
         self._thread = threading.Thread(target=self._work, name="checkpoint-save", daemon=True)
@@ -258,6 +262,7 @@ class AsyncSaver:
                 job.record,
                 timeout_s=self._timeout_s,
                 required=job.required,
+                authorize=self._authorize,
                 cancelled=self._cancelled.is_set,
             )
         except Exception as error:
@@ -266,6 +271,7 @@ class AsyncSaver:
     def _retain(self) -> tuple[tuple[int, ...], CheckpointError | None]:
         deleted: list[int] = []
         try:
+            self._authorize()
             for step in self._retention.expired(self._tier.steps()) if self._retention else ():
                 self._tier.delete(step)
                 deleted.append(step)

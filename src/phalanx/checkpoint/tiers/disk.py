@@ -51,7 +51,7 @@ from phalanx.checkpoint.tiers.collect import (
     write_record,
     wrong_size,
 )
-from phalanx.checkpoint.tiers.tier import Draft, Record, never
+from phalanx.checkpoint.tiers.tier import Draft, Record, always, never
 from phalanx.run.directory.durable import sync
 from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
@@ -157,6 +157,7 @@ class DiskTier:
         *,
         timeout_s: float,
         required: Sequence[Box] = (),
+        authorize: Callable[[], None] = always,
         cancelled: Callable[[], bool] = never,
     ) -> int:
         folder = self.draft_folder(draft)
@@ -177,6 +178,7 @@ class DiskTier:
             )
             # 3. The index, durable in the draft, where nobody looks for it.
             write_record(folder / CHECKPOINT_INDEX, encode_index(index))
+            authorize()
             # 4. One rename makes the step visible: before it there is a draft, after it a whole checkpoint.
             self._publish(folder, draft.step)
             self._drop_earlier(draft)

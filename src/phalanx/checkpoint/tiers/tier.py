@@ -19,6 +19,10 @@ def never() -> bool:
     return False
 
 
+def always() -> None:
+    """The ``authorize`` of a job that nobody supersedes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """An uncommitted save: the step, and the attempt (incarnation of the job) that saves it.
@@ -126,13 +130,15 @@ class Tier(KeepingTier, Protocol):
         *,
         timeout_s: float,
         required: Sequence[Box] = (),
+        authorize: Callable[[], None] = always,
         cancelled: Callable[[], bool] = never,
     ) -> int:
         """Waits for all of ``record.world_size`` ranks, then makes the step visible at once; returns the bytes of all ranks' images.
 
         Raises AbandonedError, and drops the draft, where a rank failed, is not there after ``timeout_s``, or
         ``cancelled()`` turns true; NotCoveredError, likewise, where the ranks' boxes together do not cover ``required``
-        or all of a tensor that they name. Committing a step that is there already leaves that one and drops the draft.
+        or all of a tensor that they name. ``authorize`` is called last before the step becomes visible; what it raises drops the
+        draft. Committing a step that is there already leaves that one and drops the draft.
         """
         ...
 

@@ -170,6 +170,11 @@ def _line(state: FleetState, head: str) -> tuple[str, ...]:
     return (*sorted(place, key=place.__getitem__), *([head] if alive else []))
 
 
+def is_superseded(claim: Claim, epoch: int) -> bool:
+    """Return True if the ranks of ``epoch`` must not write to the run directory: ``claim``, the newest, begins a later one or ends the run."""
+    return claim.epoch > epoch or claim.ended is not None
+
+
 # --- the candidates ---------------------------------------------------------------------------------
 
 

@@ -103,7 +103,7 @@ class Agent:
         identity = Identity(
             args.node, fleet.workers_per_node, args.host, self._data.port, args.domain, args.started_as_spare
         )
-        patience = Patience(fleet.worker_lease_s, leave_s(fleet), fleet.coordinator_lease_s)
+        patience = Patience(fleet.worker_lease_s, leave_s(fleet), fleet.coordinator_lease_s, fleet.lease_s)
         self._state = AgentState(
             identity,
             time.time_ns() // 1_000_000,
@@ -256,8 +256,9 @@ class Agent:
         while True:
             now_s = time.monotonic()
             working = self._workers.working(self._state.silent(now_s))
-            attached = self._link.attached
-            self._do(self._state.on_tick(now_s, time.time(), attached=attached, working=working))
+            attached, led = self._link.attached, self._link.led
+            actions = self._state.on_tick(now_s, time.time(), attached=attached, led=led, working=working)
+            self._do(actions)
             await asyncio.sleep(pause_s)
 
     async def _follow_leader(self) -> None:

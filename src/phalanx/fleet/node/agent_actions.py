@@ -133,11 +133,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits: how long a worker may be silent, how long it may take to leave an epoch, and how long no coordinator may be there."""
+    """Time limits: how long a worker may be silent, how long it may take to leave an epoch, and how long no coordinator may be there.
+
+    ``saves_s``: after so long without a coordinator that leads, no checkpoint is committed.
+    """
 
     lease_s: float
     leave_s: float
     coordinator_s: float = math.inf
+    saves_s: float = math.inf
 
 
 @dataclass

@@ -115,6 +115,10 @@ class AgentState:
     ticked_s: float = 0.0
     attached_s: float | None = None
     """The time when this agent was last attached to a coordinator, or began; not counting the time in which it stood still itself."""
+    led_s: float | None = None
+    """The time when a coordinator last led this agent, or it began."""
+    saves_held: bool = False
+    """The workers were told to commit no checkpoint."""
     leaving: bool = False
     """The node is about to be taken away, and the fleet is told so."""
     checked: bool = False
@@ -460,12 +464,19 @@ class AgentState:
         ]
 
     def on_tick(
-        self, now_s: float, unix_s: float, *, attached: bool = True, working: Collection[int] = ()
+        self,
+        now_s: float,
+        unix_s: float,
+        *,
+        attached: bool = True,
+        led: bool = True,
+        working: Collection[int] = (),
     ) -> list[AgentAction]:
         """Handles the passing of time: kills workers whose lease has run out or that do not leave an epoch.
 
         ``attached`` says whether a coordinator is there. Without one for too long, the agent ends: nobody would ever tell it that the
-        run is over, or goes on elsewhere. ``working`` are the silent workers that the kernel sees at work: their pulse may only be held up,
+        run is over, or goes on elsewhere. ``led`` says whether one leads: a candidate does not, and without one for long nothing is saved.
+        ``working`` are the silent workers that the kernel sees at work: their pulse may only be held up,
         so their lease is longer.
         """
         stood_s = now_s - self.ticked_s
@@ -480,7 +491,7 @@ class AgentState:
             return []
         if now_s - self.attached_s > self.patience.coordinator_s:
             return [EndAgent(_ABANDONED.format(now_s - self.attached_s), failed=True)]
-        actions: list[AgentAction] = []
+        actions: list[AgentAction] = self._hold_saves(now_s, led=led)
         for index, worker in enumerate(self.workers):
             if not worker.running or worker.doomed or worker.finished:
                 continue
@@ -497,3 +508,13 @@ class AgentState:
                 worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
                 actions.append(KillProcess(index))
         return actions
+
+    def _hold_saves(self, now_s: float, *, led: bool) -> list[AgentAction]:
+        """Tells the workers whether they may commit checkpoints: a coordinator that is cut off from them may begin another epoch elsewhere."""
+        if led or self.led_s is None:
+            self.led_s = now_s
+        held = now_s - self.led_s > self.patience.saves_s
+        if held == self.saves_held:
+            return []
+        self.saves_held = held
+        return [TellWorker(i, worker_link.HoldSaves(held)) for i, w in enumerate(self.workers) if w.running]

@@ -94,6 +94,12 @@ class SnapshotSafe(_LinkMessage, frozen=True):
     step: int
 
 
+class HoldSaves(_LinkMessage, frozen=True):
+    """Commit no checkpoint while ``held``: the agent has no coordinator, which may have begun another epoch without this node."""
+
+    held: bool
+
+
 class InjectFault(_LinkMessage, frozen=True):
     """Inject a fault of ``phalanx.fleet.faults.fault`` into yourself, for tests and drills."""
 
@@ -218,7 +224,7 @@ class RunFailed(_LinkMessage, frozen=True):
     """All ranks have agreed on it and raise it alike."""
 
 
-ToWorker = JoinEpoch | LeaveEpoch | StopTraining | SnapshotSafe | InjectFault | SendFlightRecord
+ToWorker = JoinEpoch | LeaveEpoch | StopTraining | SnapshotSafe | HoldSaves | InjectFault | SendFlightRecord
 ToAgent = (
     Warm
     | Unfit

@@ -95,6 +95,8 @@ class WorkerPool:
             self._args.host,
             "--node",
             self._args.node,
+            "--attempt",
+            str(self._args.attempt),
             *(["--certificates", str(self._certificates)] if self._certificates else []),
             "--segments",
             *map(str, segments),

@@ -190,6 +190,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         attempt=inputs.attempt,
         timeout_s=spec.checkpoint.timeout_s,
         retention=Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_every or None),
+        authorize=inputs.guardian.authorize,
     )
     # The agents of a fleet copy by themselves: they outlive its epochs.
     mirror = _mirror(inputs, tier, store, mesh) if store and inputs.warm is None else None

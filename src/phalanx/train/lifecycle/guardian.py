@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.data.reading.dataset import RunData
@@ -24,6 +25,10 @@ from phalanx.train.step.step import Audit, Stepper, StepReport
 
 Samples = Callable[[int, int], NDArray[np.int64]]
 """Returns the samples of a slot, ``(sequences, seq_len + 1)``, given the step (from 1) and the slot (from 0)."""
+
+
+class EpochSupersededError(CheckpointError):
+    """A later epoch of the run has begun: this one must not write to the run directory any more, and ends."""
 
 
 class Guardian(Protocol):
@@ -79,6 +84,17 @@ class Guardian(Protocol):
         """Called after a step that ends a window, with the same numbers of all ranks on all of them; before ``ended``."""
 
     @abstractmethod
+    def authorize(self) -> None:
+        """Called on rank 0 before it commits or deletes checkpoints, or writes the result; thread-safe, reads the run directory.
+
+        Raises ``EpochSupersededError``; another ``CheckpointError`` if nobody can say now whether this epoch is the newest.
+        """
+
+    @abstractmethod
+    def await_authority(self) -> None:
+        """Called before the last save: wait while ``authorize`` would fail for want of a coordinator. May raise, to end the epoch."""
+
+    @abstractmethod
     def saved(self, step: int) -> None:
         """Called on rank 0 when the checkpoint of ``step`` is committed on disk."""
 
@@ -124,6 +140,12 @@ class NoGuardian(Guardian):
         return 0
 
     def measured(self, frame: RankFrame) -> None:
+        pass
+
+    def authorize(self) -> None:
+        pass
+
+    def await_authority(self) -> None:
         pass
 
     def saved(self, step: int) -> None:

@@ -366,6 +366,9 @@ def _finished(
 
     The save comes first: evaluation and hash need memory that training did not, and what they fail for shall not cost steps.
     """
+    guardian, first = training.inputs.guardian, training.mesh.rank == 0
+    if first:
+        guardian.await_authority()
     save(training, progress)
     if not settle(training):
         remedy = "make room and start again: the run goes on from the newest one"
@@ -374,7 +377,7 @@ def _finished(
     evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
     training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
-    training.inputs.guardian.computed()
+    guardian.computed()
     settle_copies(training)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
     tokens_per_s = _typical_speed(training, begun, progress, recent_s)
@@ -396,7 +399,9 @@ def _finished(
         layout=layout.degrees | {"expert": layout.expert},
         weights_sha256=weights,
     )
-    if training.mesh.rank == 0:
+    if first:
+        guardian.await_authority()
+        guardian.authorize()
         training.inputs.directory.write_result(result)
     training.reporter.emit(Finished(result.to_json(), training.inputs.ledger.seconds()))
     return result

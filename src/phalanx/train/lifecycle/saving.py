@@ -17,6 +17,7 @@ from phalanx.observe.throughput import format_duration
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.spec import RunSpec
 from phalanx.train.assembly.assemble import Training
+from phalanx.train.lifecycle.guardian import EpochSupersededError
 from phalanx.train.lifecycle.progress import TrainProgress
 
 
@@ -61,7 +62,7 @@ def extra_of(training: Training, progress: TrainProgress) -> dict[str, object]:
 
 
 def collect(training: Training) -> None:
-    """Reports the saves that have ended since the last call."""
+    """Report the saves that have ended since the last call. Raises ``EpochSupersededError``."""
     outcomes = training.saver.poll()
     for outcome in outcomes:
         training.last_save_good = outcome.status != "failed"
@@ -74,6 +75,9 @@ def collect(training: Training) -> None:
     if training.mirror:
         training.reporter.copied(training.mirror.poll(), training.mirror.url)
     training.reporter.saved(outcomes, training.stalls_s, str(training.inputs.directory.checkpoints))
+    for outcome in outcomes:
+        if isinstance(outcome.error, EpochSupersededError):
+            raise outcome.error
 
 
 def _tell_interval(training: Training, interval: SaveInterval, outcome: SaveOutcome) -> None:

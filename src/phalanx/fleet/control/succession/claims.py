@@ -37,14 +37,22 @@ class ClaimRegister:
     """The claims of one start of a run."""
 
     def __init__(self, directory: RunDirectory, attempt: int) -> None:
-        self._folder, self._attempt = directory.fleet / "claims", attempt
+        self._folder, self.attempt = directory.fleet / "claims", attempt
+
+    def newest_name(self) -> tuple[int, int]:
+        """The start and the term of the newest claim of all starts; the term is 0 if this start has made none. Raises ``OSError``."""
+        return max([*self._names(), (self.attempt, 0)])
 
     def newest_term(self) -> int:
         """The highest term that was claimed, as far as this machine sees; 0 if none was. Raises ``OSError``."""
+        return max((term for attempt, term in self._names() if attempt == self.attempt), default=0)
+
+    def _names(self) -> list[tuple[int, int]]:
+        """The claims that there are: the start of the run, and the term. Raises ``OSError``."""
         with suppress(FileNotFoundError):
-            found = [_NAME.fullmatch(name) for name in os.listdir(self._folder)]
-            return max((int(name[2]) for name in found if name and int(name[1]) == self._attempt), default=0)
-        return 0
+            matches = filter(None, map(_NAME.fullmatch, os.listdir(self._folder)))
+            return [(int(match[1]), int(match[2])) for match in matches]
+        return []
 
     def newest(self) -> Claim | None:
         """The newest claim; None if none was made.
@@ -54,9 +62,13 @@ class ClaimRegister:
         """
         try:
             term = self.newest_term()
-            return decode_claim(self._path(term).read_bytes()) if term else None
+            return self.read(term) if term else None
         except (OSError, msgspec.MsgspecError) as error:
             raise ClaimError(f"cannot read the newest claim in {self._folder}: {error}") from error
+
+    def read(self, term: int) -> Claim:
+        """A claim of this start. Raises ``OSError``, ``msgspec.MsgspecError``."""
+        return decode_claim(self._path(term).read_bytes())
 
     def make(self, claim: Claim) -> bool:
         """Makes a claim, durable when this returns; False if another has made that of its term.
@@ -78,7 +90,7 @@ class ClaimRegister:
         return made
 
     def _path(self, term: int) -> Path:
-        return self._folder / f"{self._attempt:03d}-{term:08d}.json"
+        return self._folder / f"{self.attempt:03d}-{term:08d}.json"
 
 
 def _make_once(path: Path, content: bytes) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import msgspec
 import torch
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -22,7 +23,9 @@ from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, descr
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
+from phalanx.fleet.control.succession.claims import ClaimRegister
 from phalanx.fleet.core.epochs.retention import may_begin
+from phalanx.fleet.core.succession import is_superseded
 from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.straggler_watch import StragglerWatch
 from phalanx.fleet.node import worker_link as link
@@ -36,7 +39,7 @@ from phalanx.parallel.process_group.abort import Connections
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.guardian import Guardian, Samples
+from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Samples
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
@@ -96,11 +99,15 @@ class RankGuardian(Guardian):
         send: Callable[[link.ToAgent], None],
         orders: Orders,
         device: torch.device,
+        claims: ClaimRegister,
     ) -> None:
-        """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes."""
+        """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes.
+
+        ``claims`` says which epoch is the newest.
+        """
         self._spec, self._segments, self._send = spec, segments, send
         self._token, self._tls = token, tls
-        self._orders, self._device = orders, device
+        self._orders, self._device, self._claims = orders, device, claims
         self._hooks: Hooks = NoHooks()
         self._every = spec.fleet.snapshot_every_steps
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
@@ -301,6 +308,25 @@ class RankGuardian(Guardian):
         for straggler in self._watch.look(frame) if self._watch is not None else ():
             if straggler.rank == self._bound().rank:
                 self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
+
+    def authorize(self) -> None:
+        if self._orders.saves_held:
+            raise CheckpointError(
+                "this node has had no coordinator for fleet.lease_s, and saves once it has one"
+            )
+        try:
+            start, term = self._claims.newest_name()
+            if start > self._claims.attempt:
+                raise EpochSupersededError("the run was started again")
+            claim = self._claims.read(term) if term else None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"cannot tell whether epoch {self.epoch} is the newest: {error}") from error
+        if claim is not None and is_superseded(claim, self.epoch):
+            what = f"epoch {claim.epoch} has begun" if claim.epoch > self.epoch else "the run is over"
+            raise EpochSupersededError(f"epoch {self.epoch} was left without this node: {what}")
+
+    def await_authority(self) -> None:
+        self._orders.wait_for_saves(self.epoch)
 
     def saved(self, step: int) -> None:
         self._send(link.CheckpointCommitted(step))

@@ -32,6 +32,7 @@ from phalanx.checkpoint.snapshot.segments import segments_from
 from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.control.inquiry.hang import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
+from phalanx.fleet.control.succession.claims import ClaimRegister
 from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.quick import complaints, of_device
@@ -108,6 +109,8 @@ class WorkerArgs:
     """The node's name; in a local fleet it ends with the node's number."""
     host: str
     """This machine, as the other nodes reach it."""
+    attempt: int
+    """The number of the run's start, whose claims say which epoch is the newest."""
     certificates: Path | None = None
     """For the data ports of other nodes."""
 
@@ -132,7 +135,14 @@ class Worker:
         self._saboteur: Saboteur | None = None
         self._token = run_token(args.run_dir)
         self._guardian = RankGuardian(
-            self._spec, self._segments, self._token, tls, link.send, self._orders, self._device
+            self._spec,
+            self._segments,
+            self._token,
+            tls,
+            link.send,
+            self._orders,
+            self._device,
+            ClaimRegister(self._directory, args.attempt),
         )
         self._store: Store | None = None
         """The store of the epoch's process groups, which live no longer than it."""

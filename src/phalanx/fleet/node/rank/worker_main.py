@@ -43,6 +43,7 @@ def main() -> None:
     )
     parser.add_argument("--certificates", type=Path, help="folder with ca.pem, node.pem and node.key")
     parser.add_argument("--host", default="127.0.0.1", help="this machine, as the other nodes reach it")
+    parser.add_argument("--attempt", type=int, default=0, help="number of the run's start")
     arguments = parser.parse_args()
     if arguments.host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
@@ -55,6 +56,7 @@ def main() -> None:
             tuple(arguments.segments),
             arguments.run_file,
             arguments.worker,
+            arguments.attempt,
             arguments.node,
             arguments.host,
             arguments.certificates,

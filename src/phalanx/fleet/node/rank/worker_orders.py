@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from phalanx.fleet.node.worker_link import (
+    HoldSaves,
     InjectFault,
     JoinEpoch,
     LeaveEpoch,
@@ -40,6 +41,8 @@ class Orders:
         self._parked, self._planned = -1, -1
         self._safe = (-1, -1)
         self._faults: list[str] = []
+        self.saves_held = False
+        """True while no checkpoint may be committed, for want of a coordinator."""
         self._session: tuple[int, Callable[[], None]] | None = None
 
     # --- the thread that listens ---
@@ -63,6 +66,8 @@ class Orders:
                     self._stop.made = True
                 case SnapshotSafe():
                     self._safe = max(self._safe, (said.epoch, said.step))
+                case HoldSaves(held):
+                    self.saves_held = held
                 case InjectFault():
                     self._faults.append(said.fault)
             self._changed.notify_all()
@@ -122,6 +127,12 @@ class Orders:
         """Waits; raises ``ParkedError`` as soon as ``epoch`` is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.over(epoch), seconds)
+        self.check(epoch)
+
+    def wait_for_saves(self, epoch: int) -> None:
+        """Waits until checkpoints may be committed; raises ``ParkedError`` as soon as ``epoch`` is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.over(epoch) or not self.saves_held)
         self.check(epoch)
 
     def wait_for_park(self, epoch: int) -> None:
