@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_torchrun_gives_rank_and_address() -> None:
         "MASTER_ADDR": "node1",
         "MASTER_PORT": "1234",
     }
-    assert rank_from_environment(environ) == RankEnvironment(3, 8, 1, "tcp://node1:1234", "torchrun")
+    assert rank_from_environment(environ) == RankEnvironment(3, 8, 1, "tcp://node1:1234", "torchrun", "node1")
 
 
 def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
@@ -44,9 +45,10 @@ def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "gpu[003-004]",
     }
-    assert rank_from_environment(environ) == RankEnvironment(9, 16, 1, "tcp://gpu003:24462", "srun")
+    expected = RankEnvironment(9, 16, 1, "tcp://gpu003:24462", "srun", "gpu003", several_machines=True)
+    assert rank_from_environment(environ) == expected
     given = environ | {"MASTER_PORT": "29500"}
-    assert rank_from_environment(given) == RankEnvironment(9, 16, 1, "tcp://gpu003:29500", "srun")
+    assert rank_from_environment(given) == replace(expected, meeting_point="tcp://gpu003:29500")
 
 
 def test_two_steps_of_srun_on_one_node_meet_at_two_ports() -> None:
@@ -73,6 +75,18 @@ def test_a_machine_of_rank_0_without_an_address_is_named_at_once() -> None:
 )
 def test_the_first_host_of_a_compressed_list_is_found(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
+
+
+def test_an_ipv6_address_is_bracketed_and_fewer_ranks_here_than_in_all_mean_several_machines() -> None:
+    environ = {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "fd00::7",
+        "MASTER_PORT": "1234",
+    }
+    expected = RankEnvironment(0, 4, 0, "tcp://[fd00::7]:1234", "torchrun", "fd00::7", several_machines=True)
+    assert rank_from_environment(environ) == expected
 
 
 def test_a_rank_without_an_address_is_told_what_to_set() -> None:

@@ -30,6 +30,7 @@ from phalanx.checkpoint.snapshot.wire import (
     authenticate,
     secured_client,
 )
+from phalanx.hardware.local.network import split_address
 
 
 class SnapshotClient:
@@ -108,8 +109,7 @@ class SnapshotClient:
 
 
 def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Wire:
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_address(address)
     try:
         connection = socket.create_connection((host, int(port)), timeout_s)
     except (OSError, ValueError) as error:

@@ -36,6 +36,7 @@ from phalanx.checkpoint.snapshot.wire import (
     authenticate,
     secured_server,
 )
+from phalanx.hardware.local.network import family_of
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 5.0
@@ -91,7 +92,7 @@ class SnapshotServer:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._listener = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=_BACKLOG)
         self._thread = threading.Thread(target=self._accept, name="snapshot-server", daemon=True)
         self._thread.start()
 
@@ -261,7 +262,3 @@ def _receive_image(wire: Wire, snapshot: Snapshot, image: ByteArray) -> None:
             damaged.append(index)
     if damaged:
         raise CorruptError(f"blocks {damaged[:8]} of {snapshot.key} came damaged; push it again")
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.hardware.local.network import family_of, join_address, split_address
 
 if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
@@ -98,6 +99,7 @@ def command(
         raise click.BadParameter(f'"{coordinator}" is not HOST:PORT', param_hint="--coordinator")
     from phalanx.launch.foreign import slurm_domains
 
+    coordinator = join_address(*split_address(coordinator)) if coordinator else ""
     domain = domain or slurm_domains(os.environ)
     part = NodePart(run, coordinator, overrides, lead, name, host or "", domain, spare, certificates)
     code, led = take_part(part, as_json)
@@ -144,7 +146,7 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             from phalanx.cli.train.train_fleet import train_fleet
             from phalanx.fleet.node.supervision.fleet_plan import Lead
 
-            here, _, port = part.coordinator.rpartition(":")
+            here, port = split_address(part.coordinator)
             lead = Lead(part.node, part.host or here, int(port), part.domain, part.spare, part.certificates)
             return train_fleet(spec, run, (), as_json, lead), True
         if not succeeded:
@@ -226,8 +228,9 @@ def _leads(told: bool | None, coordinator: str) -> bool:
         # Nodes of a test cluster share a host; the batch script runs on the first node and says its name.
         return os.environ.get("SLURM_NODEID") == "0" and os.environ.get("SLURM_LOCALID") == "0"
     try:
-        with socket.socket() as probe:
-            probe.bind((coordinator.rpartition(":")[0], 0))
+        host = split_address(coordinator)[0]
+        with socket.socket(family_of(host)) as probe:
+            probe.bind((host, 0))
     except OSError:
         return False
     return True
@@ -278,7 +281,7 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
     Whatever else listens there meanwhile, another user's run or a job of another cluster on the same host, is not it.
     Raises TimeoutError after ``patience_s``.
     """
-    host, _, port = coordinator.rpartition(":")
+    host, port = split_address(coordinator)
     said_s, began_s = -_SAY_AGAIN_S, time.monotonic()
     looked_s = began_s
     while True:

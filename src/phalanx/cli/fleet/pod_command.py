@@ -50,6 +50,7 @@ def command(
     from phalanx.cli.errors import explained
     from phalanx.cli.fleet.agent_command import NodePart, take_part
     from phalanx.fleet.node.agent import leave
+    from phalanx.hardware.local.network import join_address, split_address
     from phalanx.launch.engines.tools import EngineError
     from phalanx.launch.kubernetes.in_pod import (
         begin_submission,
@@ -77,7 +78,7 @@ def command(
             begin_submission(run_dir, submission)
         domains = node_domains(labels, os.environ)
     # The leading pod listens at its own address: its name may not be known yet, or still be that of the pod before it.
-    where = f"{host}:{coordinator.rpartition(':')[2]}" if leads else coordinator
+    where = join_address(host, split_address(coordinator)[1]) if leads else coordinator
     part = NodePart(run_file, where, (), leads, f"{TASK}-{index}", host, domains)
     try:
         code, led = take_part(part, as_json=False)

@@ -50,6 +50,7 @@ from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
+from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.metrics.endpoint import Endpoint
 from phalanx.observe.metrics.run_samples import RunSampler
@@ -192,7 +193,7 @@ class Coordinator:
         port = self._port_open or await listen(
             self._server, self._args, self.log, restarted=bool(self._restarts)
         )
-        self._address = f"{self._args.host}:{port}"
+        self._address = join_address(self._args.host, port)
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._ask_to_stop)

@@ -9,6 +9,7 @@ from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.transport import FleetServer, TransportError
+from phalanx.hardware.local.network import join_address, split_address
 
 
 async def listen(
@@ -27,11 +28,13 @@ async def listen(
     except TransportError as error:
         if not restarted or not port:
             raise
-        if await answers(f"{args.host}:{port}", server.credentials):
+        if await answers(join_address(args.host, port), server.credentials):
             raise TransportError(
-                f"another coordinator of this run listens on {host}:{port}; end it first"
+                f"another coordinator of this run listens on {join_address(host, port)}; end it first"
             ) from error
-        log(f"another program has taken {host}:{port}; a free port serves instead, and fleet.json says which")
+        log(
+            f"another program has taken {join_address(host, port)}; a free port serves instead, and fleet.json says which"
+        )
         return await server.start(host, 0)
 
 
@@ -39,5 +42,5 @@ def _port(args: CoordinatorArgs, *, restarted: bool) -> int:
     """The port that the arguments name, else that of the last coordinator of this attempt; 0 if neither is known."""
     if restarted and not args.port:
         with suppress(FleetFileError, ValueError):
-            return int(read_fleet_file(args.run_dir).coordinator.rpartition(":")[2])
+            return int(split_address(read_fleet_file(args.run_dir).coordinator)[1])
     return args.port

@@ -43,6 +43,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
+from phalanx.hardware.local.network import join_address
 from phalanx.run.peers.clocks import own_clock_is_wrong
 from phalanx.run.peers.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, token_name
 
@@ -160,10 +161,10 @@ class FleetServer:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         try:
-            bound = self._bind(f"{host}:{port}")
+            bound = self._bind(join_address(host, port))
         except RuntimeError as error:
             raise TransportError(
-                f"cannot listen on {host}:{port}; set fleet.port to a free one: {error}"
+                f"cannot listen on {join_address(host, port)}; set fleet.port to a free one: {error}"
             ) from error
         await self._server.start()
         return bound

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from phalanx.hardware.local.network import address_towards, listening_address, split_address
 from phalanx.launch.foreign import in_slurm_step
 
 WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.rank.worker_main")
@@ -45,19 +46,13 @@ class AgentArgs:
 
     @property
     def listening_on(self) -> str:
-        """The address to listen on: loopback stays private; else every interface, since ``host`` may be an alias."""
-        return self.host if self.host.startswith("127.") else "0.0.0.0"
+        """The address to listen on."""
+        return listening_address(self.host)
 
 
 def own_host(coordinator: str) -> str:
     """This machine's address on its route to the coordinator; the other nodes can most likely reach it too."""
-    host, _, port = coordinator.rpartition(":")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host or "127.0.0.1", int(port or 1)))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
+    return address_towards(split_address(coordinator)[0] or "127.0.0.1") or socket.gethostname()
 
 
 def parsed() -> tuple[AgentArgs, Path | None]:

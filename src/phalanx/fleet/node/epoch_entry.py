@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from phalanx.fleet.core.commands import Bind, FromDisk, FromMemory, Resume
 from phalanx.fleet.node import worker_link
+from phalanx.hardware.local.network import join_address
 
 
 def buddy_addresses(bind: Bind) -> dict[int, str]:
     """By rank, the address of the node that keeps the second copy of its snapshots in the epoch of ``bind``."""
-    return {rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port for rank in b.ranks}
+    return {rank: join_address(b.host, b.data_port) for b in bind.buddies if b.data_port for rank in b.ranks}
 
 
 def join_epoch(
@@ -45,7 +46,7 @@ def _restore_from(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
         return worker_link.RestoreFrom()
     told = resume.holders if first or not resume.shared else ()
     holders = tuple(
-        worker_link.SnapshotAddress(rank, f"{h.host}:{h.data_port}") for h in told for rank in h.ranks
+        worker_link.SnapshotAddress(rank, join_address(h.host, h.data_port)) for h in told for rank in h.ranks
     )
     return worker_link.RestoreFrom(
         step=resume.step, ranks=resume.ranks, holders=holders, shared=resume.shared

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from phalanx.hardware.local.network import join_address
 from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.ports import port_of
 from phalanx.launch.engines.private_variables import exports_of
@@ -192,7 +193,7 @@ def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
         words = [*order.program, "agent", "--run", str(order.run_dir)]
     else:
         words = [*order.program, "agent", "--run", str(order.run_file)]
-        words += ["--coordinator", f"{head.address}:{coordinator_port(order)}"]
+        words += ["--coordinator", join_address(head.address, coordinator_port(order))]
         words += ["--lead" if host == head else "--no-lead"]
     words += ["--node", host.name, "--host", host.address]
     for level in host.domain:

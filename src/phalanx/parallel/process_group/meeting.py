@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.hardware.local.device import make_current, on_gpu
+from phalanx.hardware.local.network import family_of, join_address, split_address
 from phalanx.parallel.process_group.rendezvous import backends_for
 from phalanx.parallel.process_group.sealed_store import SealedStore, prove_members
 
@@ -30,12 +31,12 @@ class MeetingPoint:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._socket = socket.create_server((host, 0), backlog=4096)
+        self._socket = socket.create_server((host, 0), family=family_of(host), backlog=4096)
 
     @property
     def address(self) -> str:
         """As "host:port"."""
-        return f"{self._host}:{self._socket.getsockname()[1]}"
+        return join_address(self._host, self._socket.getsockname()[1])
 
     def into_store(self, ranks: int, timeout_s: float) -> TCPStore:
         """Serves a store at this socket, which it takes over."""
@@ -86,7 +87,7 @@ def meet(
         RendezvousError: Some rank does not know the token.
     """
     make_current(device)
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     if here is not None:
         store = here.into_store(ranks, timeout_s)
     else:

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import unquote, urlparse
@@ -21,6 +21,14 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from phalanx.hardware.local.device import device_of_rank, gpus, make_current, on_gpu
+from phalanx.hardware.local.network import (
+    address_towards,
+    default_addresses,
+    interface_for,
+    join_address,
+    local_interfaces,
+    resolved,
+)
 from phalanx.parallel.mesh.torch_compat import forget_groups
 
 _DEFAULT_PORT = 29_500  # torchrun's
@@ -43,6 +51,10 @@ class RankEnvironment:
     meeting_point: str
     """An ``init_method`` URL of ``torch.distributed``."""
     launcher: str
+    host: str = ""
+    """The machine of rank 0, of ranks that meet over TCP."""
+    several_machines: bool = False
+    """True if the launcher says that the ranks are on more than one machine."""
 
 
 def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
@@ -59,28 +71,28 @@ def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
             "phalanx",
         )
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        address = _tcp(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""), "torchrun")
+        host = environ.get("MASTER_ADDR", "")
+        address = _tcp(host, environ.get("MASTER_PORT", ""), "torchrun")
         # torchrun serves the store itself and says so; connecting by env:// respects that.
         point = "env://" if "TORCHELASTIC_RUN_ID" in environ else address
-        rank = int(environ["RANK"])
-        return RankEnvironment(
-            rank, int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", rank)), point, "torchrun"
-        )
+        rank, ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        several = int(environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks
+        local_rank = int(environ.get("LOCAL_RANK", rank))
+        return RankEnvironment(rank, ranks, local_rank, point, "torchrun", host, several)
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         ranks = int(environ.get("SLURM_NTASKS", "1"))
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
         host = environ.get("MASTER_ADDR") or first_host(nodes)
         point = _tcp(host, environ.get("MASTER_PORT", "") or _port_of_step(environ), "srun")
-        return RankEnvironment(
-            int(environ["SLURM_PROCID"]), ranks, int(environ.get("SLURM_LOCALID", "0")), point, "srun"
-        )
+        rank, local_rank = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_LOCALID", "0"))
+        return RankEnvironment(rank, ranks, local_rank, point, "srun", host, first_host(nodes) != nodes)
     return None
 
 
 def _tcp(host: str, port: str, launcher: str) -> str:
     if not host:
         raise RendezvousError(f"{launcher} gave this process a rank but no address: set MASTER_ADDR")
-    return f"tcp://{host}:{port or _DEFAULT_PORT}"
+    return f"tcp://{join_address(host.strip('[]'), port or _DEFAULT_PORT)}"
 
 
 def _port_of_step(environ: Mapping[str, str]) -> str:
@@ -127,11 +139,13 @@ def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None
 
     Raises ``RendezvousError`` when the address cannot be used or not everybody came within ``timeout_s``.
     """
+    _require_address(place)
     if place.launcher == "phalanx":
         # All ranks are on this machine: a laptop's host name may resolve to nowhere, loopback always works.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
+        choose_interface(["127.0.0.1"], shared=False)
+    elif not on_gpu(device):
+        choose_interface([address_towards(place.host)], shared=place.several_machines)
     make_current(device)
-    _require_address(place)
     try:
         store = _file_store(place)
         dist.init_process_group(
@@ -158,6 +172,29 @@ def _require_address(place: RankEnvironment) -> None:
             f"rank {place.rank} of {place.ranks} finds no address for {address.hostname}, the machine of rank 0 ({error.strerror}): set "
             "MASTER_ADDR to a name or an address that this machine knows"
         ) from error
+
+
+def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
+    """Have gloo listen at the interface that has the first of ``addresses``, unless GLOO_SOCKET_IFNAME names one.
+
+    By itself gloo listens at the address of the host name, which on many machines is a loopback address (127.0.1.1 in /etc/hosts). The ranks
+    of other machines cannot connect to that. ``shared``: there may be such ranks.
+
+    Raises:
+        RendezvousError: No interface that others reach has any of the addresses, and neither the default route nor the host name leads to one.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    others = (*default_addresses(), *resolved(socket.gethostname())) if shared else ()
+    name = interface_for((*filter(None, addresses), *others), local_interfaces(), shared=shared)
+    if name:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    elif shared:
+        own = socket.gethostname()
+        raise RendezvousError(
+            f"the ranks of other machines could not reach those of this one: no interface here has {' or '.join(addresses) or 'an address'}, and "
+            f"the host name {own} is {' or '.join(resolved(own)) or 'unknown'}: set GLOO_SOCKET_IFNAME to the interface that they reach"
+        )
 
 
 def _file_store(place: RankEnvironment) -> FileStore | None:

@@ -33,6 +33,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.succession import Candidacy, Claim, succeeding
+from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -130,7 +131,7 @@ class Candidate:
         """Stands until it is elected, or withdraws. Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do."""
         fleet, before = self._spec.fleet, self._candidacy.claim
         port = await self._server.start(self._args.listening_on, 0)
-        address = f"{self._args.host}:{port}"
+        address = join_address(self._args.host, port)
         file = candidates_in(self._directory) / f"{urllib.parse.quote(self._args.node, safe='')}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         content = _Address(self._args.node, address, self._args.attempt, before.term)

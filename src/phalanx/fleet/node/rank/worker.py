@@ -58,6 +58,7 @@ from phalanx.fleet.node.worker_link import (
 )
 from phalanx.hardware.freed_memory import keep_freed_memory
 from phalanx.hardware.local.device import answers, give_back_memory, make_current, on_gpu
+from phalanx.hardware.local.network import is_loopback, resolved
 from phalanx.hardware.local.throttle import Throttles
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.ledger.goodput import ledger_of
@@ -67,7 +68,7 @@ from phalanx.observe.throttling import ThrottlingWatch
 from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
-from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
+from phalanx.parallel.process_group.rendezvous import RendezvousError, choose_interface, device_for, leave
 from phalanx.run.data_folders import addresses
 from phalanx.run.degrees.smaller import divided_over
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
@@ -130,6 +131,8 @@ class Worker:
             )
         self._device = device_for(self._spec.runtime.device, args.local_rank)
         make_current(self._device)
+        if not on_gpu(self._device):
+            choose_interface(resolved(args.host), shared=not is_loopback(args.host))
         self._segments = segments_from(args.segments)
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
         self._saboteur: Saboteur | None = None

@@ -45,8 +45,6 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="this machine, as the other nodes reach it")
     parser.add_argument("--attempt", type=int, default=0, help="number of the run's start")
     arguments = parser.parse_args()
-    if arguments.host.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
     link = WorkerEnd(arguments.link)
     try:
         with without_gc():
@@ -56,9 +54,9 @@ def main() -> None:
             tuple(arguments.segments),
             arguments.run_file,
             arguments.worker,
-            arguments.attempt,
             arguments.node,
             arguments.host,
+            arguments.attempt,
             arguments.certificates,
         )
         Worker(link, args, StopRequest()).serve()

@@ -1,0 +1,136 @@
+"""This machine's network interfaces, and addresses as text: "host:port", with an IPv6 address in brackets (RFC 3986)."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+_DEFAULT_ROUTE = "192.0.2.1", "2001:db8::1"
+"""Addresses of documentation (RFC 5737, RFC 3849), which only a default route leads to."""
+
+
+class Interface(NamedTuple):
+    """One address of a network interface; an interface with several addresses is listed once for each."""
+
+    name: str
+    address: str
+
+
+def join_address(host: str, port: int | str) -> str:
+    """Return "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Return host, without brackets, and port of "host:port"; an empty host if there is no colon."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address or name that only processes of this machine reach. Resolves no name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resolved(host: str) -> list[str]:
+    """The addresses of a host, in the resolver's order; empty if it has none here."""
+    with suppress(OSError, UnicodeError):
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
+    return []
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The family in which a socket listens at ``host``: IPv6 if it has no IPv4 address."""
+    addresses = resolved(host)
+    return socket.AF_INET6 if addresses and all(":" in one for one in addresses) else socket.AF_INET
+
+
+def listening_address(host: str) -> str:
+    """The address to listen at if others reach this machine at ``host``: loopback stays private; else every interface, since ``host`` may be an alias."""
+    if is_loopback(host):
+        return host
+    return "::" if family_of(host) is socket.AF_INET6 else "0.0.0.0"
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on its route to ``host``; empty if there is no route. Sends nothing."""
+    with suppress(OSError), socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def default_addresses() -> list[str]:
+    """This machine's addresses on its default routes."""
+    return [own for own in map(address_towards, _DEFAULT_ROUTE) if own]
+
+
+def interface_for(addresses: Iterable[str], interfaces: Sequence[Interface], *, shared: bool) -> str:
+    """The name of the interface that has the first of ``addresses`` that any has; empty if none has one.
+
+    ``shared``: other machines are to connect to it, so that no loopback address counts.
+    """
+    for address in addresses:
+        if is_loopback(address):
+            if not shared:  # 127.0.1.1 is one too, though no interface lists it
+                return next((one.name for one in interfaces if is_loopback(one.address)), "")
+            continue
+        for interface in interfaces:
+            if interface.address == address:
+                return interface.name
+    return ""
+
+
+class _InterfaceAddress(ctypes.Structure):
+    """``struct ifaddrs`` of getifaddrs(3)."""
+
+
+_InterfaceAddress._fields_ = [
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+    ("netmask", ctypes.c_void_p),
+    ("peer", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+]
+
+
+def local_interfaces() -> list[Interface]:
+    """The interfaces of this machine with their IPv4 and IPv6 addresses; empty where the system cannot list them."""
+    library, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_InterfaceAddress)()
+    if library.getifaddrs(ctypes.byref(first)):
+        return []
+    try:
+        interfaces, entry = [], first
+        while entry:
+            address = _address_at(entry.contents.address)
+            if address:
+                interfaces.append(Interface(entry.contents.name.decode(errors="replace"), address))
+            entry = entry.contents.next
+        return interfaces
+    finally:
+        library.freeifaddrs(first)
+
+
+def _address_at(pointer: int | None) -> str:
+    """The address of a ``struct sockaddr``; empty for another family than IPv4 and IPv6."""
+    if not pointer:
+        return ""
+    head = ctypes.string_at(pointer, 2)
+    # BSD has the length of the structure before a family of one byte.
+    family = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(pointer + 4, 4))
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(pointer + 8, 16))
+    return ""
