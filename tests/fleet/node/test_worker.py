@@ -162,12 +162,12 @@ def test_a_rank_without_a_coordinator_trains_on_and_saves_once_there_is_one(
     driver.stop_after(3)
     driver.bind([node])
     driver.wait_until_stopped()
-    node.tell(HoldSaves(held=True))
+    node.tell(HoldSaves(hold=True))
     driver.go_on()
     driver.wait_for_step(STEPS)
     checkpoints = Path(driver.spec.run_dir) / "checkpoints"
     assert {path.name for path in checkpoints.glob("step-*")} <= {"step-00000002"}
-    node.tell(HoldSaves(held=False))
+    node.tell(HoldSaves(hold=False))
     assert driver.finish() == undisturbed
     assert (checkpoints / f"step-{STEPS:08}").exists()
 

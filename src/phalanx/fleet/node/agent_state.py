@@ -118,7 +118,7 @@ class AgentState:
     led_s: float | None = None
     """The time when a coordinator last led this agent, or it began."""
     saves_held: bool = False
-    """The workers were told to commit no checkpoint."""
+    """True if the workers hold their saves."""
     leaving: bool = False
     """The node is about to be taken away, and the fleet is told so."""
     checked: bool = False
@@ -474,8 +474,8 @@ class AgentState:
     ) -> list[AgentAction]:
         """Handles the passing of time: kills workers whose lease has run out or that do not leave an epoch.
 
-        ``attached`` says whether a coordinator is there. Without one for too long, the agent ends: nobody would ever tell it that the
-        run is over, or goes on elsewhere. ``led`` says whether one leads: a candidate does not, and without one for long nothing is saved.
+        ``attached``: a coordinator is there. Without one for too long, the agent ends: it would never learn that the run is over, or goes
+        on elsewhere. ``led``: the coordinator leads, as a candidate does not. Without one for long, nothing is saved.
         ``working`` are the silent workers that the kernel sees at work: their pulse may only be held up,
         so their lease is longer.
         """
@@ -510,11 +510,11 @@ class AgentState:
         return actions
 
     def _hold_saves(self, now_s: float, *, led: bool) -> list[AgentAction]:
-        """Tells the workers whether they may commit checkpoints: a coordinator that is cut off from them may begin another epoch elsewhere."""
+        """Orders the workers to hold their saves without a coordinator, which may begin another epoch elsewhere, and to save again with one."""
         if led or self.led_s is None:
             self.led_s = now_s
-        held = now_s - self.led_s > self.patience.saves_s
-        if held == self.saves_held:
+        hold = now_s - self.led_s > self.patience.saves_s
+        if hold == self.saves_held:
             return []
-        self.saves_held = held
-        return [TellWorker(i, worker_link.HoldSaves(held)) for i, w in enumerate(self.workers) if w.running]
+        self.saves_held = hold
+        return [TellWorker(i, worker_link.HoldSaves(hold)) for i, w in enumerate(self.workers) if w.running]

@@ -95,9 +95,9 @@ class SnapshotSafe(_LinkMessage, frozen=True):
 
 
 class HoldSaves(_LinkMessage, frozen=True):
-    """Commit no checkpoint while ``held``: the agent has no coordinator, which may have begun another epoch without this node."""
+    """Commit no checkpoint while ``hold``: the agent has no coordinator, which may have begun another epoch without this node."""
 
-    held: bool
+    hold: bool
 
 
 class InjectFault(_LinkMessage, frozen=True):

@@ -51,7 +51,7 @@ def resolved(host: str) -> list[str]:
 def family_of(host: str) -> socket.AddressFamily:
     """The family in which a socket listens at ``host``: IPv6 if it has no IPv4 address."""
     addresses = resolved(host)
-    return socket.AF_INET6 if addresses and all(":" in one for one in addresses) else socket.AF_INET
+    return socket.AF_INET6 if addresses and all(":" in address for address in addresses) else socket.AF_INET
 
 
 def listening_address(host: str) -> str:
@@ -82,7 +82,9 @@ def interface_for(addresses: Iterable[str], interfaces: Sequence[Interface], *, 
     for address in addresses:
         if is_loopback(address):
             if not shared:  # 127.0.1.1 is one too, though no interface lists it
-                return next((one.name for one in interfaces if is_loopback(one.address)), "")
+                return next(
+                    (interface.name for interface in interfaces if is_loopback(interface.address)), ""
+                )
             continue
         for interface in interfaces:
             if interface.address == address:

@@ -54,7 +54,7 @@ class RankEnvironment:
     host: str = ""
     """The machine of rank 0, of ranks that meet over TCP."""
     several_machines: bool = False
-    """True if the launcher says that the ranks are on more than one machine."""
+    """True if the launcher puts the ranks on more than one machine."""
 
 
 def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:

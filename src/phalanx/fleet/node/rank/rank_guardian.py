@@ -103,7 +103,7 @@ class RankGuardian(Guardian):
     ) -> None:
         """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes.
 
-        ``claims`` says which epoch is the newest.
+        ``claims`` names the newest epoch.
         """
         self._spec, self._segments, self._send = spec, segments, send
         self._token, self._tls = token, tls
@@ -322,8 +322,8 @@ class RankGuardian(Guardian):
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"cannot tell whether epoch {self.epoch} is the newest: {error}") from error
         if claim is not None and is_superseded(claim, self.epoch):
-            what = f"epoch {claim.epoch} has begun" if claim.epoch > self.epoch else "the run is over"
-            raise EpochSupersededError(f"epoch {self.epoch} was left without this node: {what}")
+            reason = f"epoch {claim.epoch} has begun" if claim.epoch > self.epoch else "the run is over"
+            raise EpochSupersededError(f"epoch {self.epoch} was left without this node: {reason}")
 
     def await_authority(self) -> None:
         self._orders.wait_for_saves(self.epoch)

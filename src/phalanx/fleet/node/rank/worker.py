@@ -111,7 +111,7 @@ class WorkerArgs:
     host: str
     """This machine, as the other nodes reach it."""
     attempt: int
-    """The number of the run's start, whose claims say which epoch is the newest."""
+    """The number of the run's start, whose claims name the newest epoch."""
     certificates: Path | None = None
     """For the data ports of other nodes."""
 

@@ -66,8 +66,8 @@ class Orders:
                     self._stop.made = True
                 case SnapshotSafe():
                     self._safe = max(self._safe, (said.epoch, said.step))
-                case HoldSaves(held):
-                    self.saves_held = held
+                case HoldSaves(hold):
+                    self.saves_held = hold
                 case InjectFault():
                     self._faults.append(said.fault)
             self._changed.notify_all()
