@@ -226,6 +226,7 @@ def test_only_figures_can_be_overridden(name: str) -> None:
         ("pue", 0.8, "set 1 or more"),
         ("domain.size", 2.5, "set a whole number, as 8 is"),
         ("accelerators", 128, "--cluster h100:128"),
+        ("accelerator.power_w", 1000, "no more than 700, with which its rates were measured"),
         ("accelerator.idle_power_w", 5000, "no more than accelerator.power_w, which is 700"),
     ],
 )

@@ -40,6 +40,11 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
     if name == "pue" and value < 1:
         raise HardwareError(f"pue = {value:g}: set 1 or more, the site's power over that of its machines")
     limit = cluster.accelerator.power_w.value
+    if name == "accelerator.power_w" and value > limit > 0:
+        raise HardwareError(
+            f"{name} = {value:g}: set no more than {limit:g}, with which its rates were measured; describe an accelerator that draws more in a "
+            "TOML file"
+        )
     if name == "accelerator.idle_power_w" and value > limit > 0:
         raise HardwareError(f"{name} = {value:g}: set no more than accelerator.power_w, which is {limit:g}")
     changed: Cluster = _replaced(cluster, name.split("."), value, source, name)

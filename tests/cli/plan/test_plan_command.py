@@ -28,10 +28,35 @@ def plan(*arguments: str) -> Result:
 
 
 def facts(*arguments: str) -> dict[str, Any]:
+    """The plan as JSON; a layout that does not fit is an exit code of 1."""
     result = plan(*arguments, "--json")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code in (0, 1), result.output
     found: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == (not found["chosen"]["fits"])
     return found
+
+
+def test_a_layout_that_does_not_fit_is_a_failure_without_days_or_dollars_and_with_what_would_fit() -> None:
+    asked = ["--model", "llama3-8b", "--cluster", "h100:8", "--batch", "64", "--layout"]
+    shown = plan(*asked, "dp=8,mbs=1,zero=3")
+    assert shown.exit_code == 1
+    assert "does not fit" in shown.output
+    assert "$" not in shown.output
+    words = re.search(r"with (\S+) this layout fits", shown.output)
+    assert words is not None
+    mended = plan(*asked, f"dp=8,mbs=1,zero=3,{words[1]}")
+    assert mended.exit_code == 0
+    assert "$" in mended.output
+
+
+@pytest.mark.parametrize(("stack", "recovery"), [("phalanx", "spare"), ("megatron-bridge", "restart")])
+def test_only_software_that_recovers_in_memory_is_planned_so_unless_it_is_assumed(
+    stack: str, recovery: str
+) -> None:
+    asked = [*SMALL, "--stack", stack, "--layout", "tp=2,dp=32,mbs=1"]
+    assert facts(*asked)["whole_run"]["assumptions"]["recovery"] == recovery
+    assumed = facts(*asked, "--assume", "recovery=spare")
+    assert assumed["whole_run"]["assumptions"]["recovery"] == "spare"
 
 
 def test_the_best_layouts_are_ranked_by_time_and_fit() -> None:
@@ -329,7 +354,7 @@ def test_an_answer_that_nobody_can_act_upon_is_marked_in_the_first_lines(
     shown = plan(
         "--model", "llama3-8b", "--batch", "128", "--seq-len", "4096", "--layout", "tp=2", *arguments
     )
-    assert shown.exit_code == 0, shown.output
+    assert shown.exit_code == ("does not fit" in shown.output), shown.output
     assert says in " ".join(shown.output.split()[:120])
 
 

@@ -195,6 +195,20 @@ def test_the_jump_of_the_learning_rate_is_told(parent: Path, tmp_path: Path) -> 
     ]
 
 
+def test_a_rise_of_the_rate_after_a_finished_decay_starts_at_the_parents_last_rate_and_names_the_remedy(
+    parent: Path, tmp_path: Path
+) -> None:
+    held = child_of(parent, tmp_path / "child", "train.steps=8")
+    for kind in ("wsd", "cosine"):
+        decayed = replace_at(replace_at(held, "train.steps", 4), "schedule.kind", kind)
+        longer = replace_at(decayed, "train.steps", 800)
+        *_, rise = changes_from_parent(decayed, longer, 4)
+        last = decayed.optimizer.lr * decayed.schedule.floor
+        assert f"learning rate of step 5: {last:.4g}, as in step 4 -> " in rise
+        assert "times as high" in rise
+        assert "--from a step before the parent's decay" in rise
+
+
 def test_a_child_in_its_parents_directory_is_refused(parent: Path) -> None:
     with pytest.raises(RunFileError, match="is the parent's, which stays as it is"):
         child_run(parent, 2, ["train.steps=8", f"run_dir={json.dumps(str(parent))}"])

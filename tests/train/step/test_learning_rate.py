@@ -54,3 +54,8 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
 def test_a_run_that_ends_within_its_warm_up_never_reaches_the_peak() -> None:
     schedule = ScheduleSpec(warmup_steps=10)
     assert [multiplier(schedule, step, 4) for step in range(1, 5)] == [0.1, 0.2, 0.3, 0.4]
+
+
+@given(schedules, st.integers(1, 200), st.integers(1, 200))
+def test_after_the_last_step_it_stays_where_it_ended(schedule: ScheduleSpec, steps: int, beyond: int) -> None:
+    assert multiplier(schedule, steps + beyond, steps) == multiplier(schedule, steps, steps)

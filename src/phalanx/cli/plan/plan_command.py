@@ -190,7 +190,7 @@ def command(
 
     Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
     --set cluster.accelerator.price_per_hour=1.9. Conditions are on the fields of a layout: tp, cp, pp, vpp, ep, etp, dp,
-    fsdp, mbs, zero, gpus, schedule, recompute, ...
+    fsdp, mbs, zero, gpus, schedule, recompute, ... Exit code 1: the layout of --layout does not fit in memory.
 
     \b
       phalanx plan configs/llama3-405b.toml --cluster h100:16384
@@ -285,3 +285,5 @@ def _answer(
         click.echo(json.dumps(plan_json(plan), allow_nan=False))
     else:
         print_plan(plan, explain=explain)
+    if not plan.chosen.fits:
+        raise SystemExit(1)

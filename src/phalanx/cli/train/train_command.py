@@ -35,7 +35,7 @@ _MOST_DIGITS = 15
 
 
 @click.command("train")
-@click.argument("place", metavar="[RUN_FILE|RUN_DIR]", required=False, type=click.Path(path_type=Path))
+@click.argument("places", metavar="[RUN_FILE|RUN_DIR]", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
@@ -92,7 +92,7 @@ _MOST_DIGITS = 15
 @click.option("--run-dir", help="The run directory (short for --set run_dir=...).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line.")
 def command(
-    place: Path | None,
+    places: tuple[Path, ...],
     ranks: int | None,
     overrides: tuple[str, ...],
     from_step: str | None,
@@ -126,6 +126,11 @@ def command(
     Exit codes: 0 finished, 75 stopped on request (start again to go on), 1 failed. With --check-layout: 0 the layouts agree in every bit,
     1 they part, 2 they could not be compared.
     """
+    if len(places) > 1:
+        raise click.UsageError(
+            f"give one run file or run directory, not {len(places)}: {', '.join(map(str, places))}"
+        )
+    place = places[0] if places else None
     if check_layout is not None:
         unused = {"--nodes": nodes, "--spares": spares, "--fault": faults, "--run-dir": run_dir}
         refuse_unused(unused, "--check-layout trains a few steps on this machine, in temporary directories")

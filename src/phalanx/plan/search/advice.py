@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from phalanx.hardware.overrides import with_value
 from phalanx.plan.search.query import OWN, RequestError, problems_of, steps_for
 from phalanx.plan.search.search import search
 from phalanx.plan.search.space.options import Options
+from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.spec import MemorySpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -80,6 +82,35 @@ def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
     if name == "fp8" and spec.precision.matmul == "compute":
         return replace(spec.precision, matmul="fp8-rowwise")
     return spec.precision
+
+
+def least_change(job: Job, layout: PlannedLayout, *, offload: bool) -> str:
+    """The change that would make a layout fit, on the same ranks and with the shortest step. ``offload``: its state may be moved to host memory."""
+    options = [
+        replace(
+            layout,
+            recompute=mode.name,
+            micro_batch=micro_batch,
+            offload_activations=activations,
+            offload_optimizer=optimizer,
+        )
+        for mode in job.modes
+        for micro_batch in sorted({1, layout.micro_batch})
+        for activations in sorted({layout.offload_activations, offload})
+        for optimizer in sorted({layout.offload_optimizer, offload})
+    ]
+    fitting = []
+    for layout_option in options:
+        with suppress(ValueError):  # the software, or the batch, does not allow it
+            fitting.append(estimate(job, layout_option))
+    fitting = [option for option in fitting if option.fits]
+    if not fitting:
+        return (
+            "no recomputation, smaller micro-batch or offload makes this layout fit: divide the model further"
+        )
+    best = min(fitting, key=lambda option: option.step_s)
+    words = [word for word in str(best.layout).split(",") if word not in str(layout).split(",")]
+    return f"with {','.join(words)} this layout fits: {best.step_s:.4g} s a step"
 
 
 def what_would_fit(job: Job, options: Options) -> str:

@@ -13,7 +13,7 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.plan.evidence.band import Band, normal_band
 from phalanx.plan.evidence.learned import BestRun, Evidence, learned
 from phalanx.plan.run_fields import notes_of
-from phalanx.plan.search.advice import parallel_of, what_would_fit
+from phalanx.plan.search.advice import least_change, parallel_of, what_would_fit
 from phalanx.plan.search.ideas import Idea, ideas_of
 from phalanx.plan.search.layout_text import read_layout, replaced_sharding
 from phalanx.plan.search.network import PLACED, NetworkCost, Placer, ranked_on_network, with_uplinks
@@ -137,13 +137,16 @@ def make_plan(
     steps = round(tokens / job.workload.tokens)
     evidence = evidence_of(job)
     band = evidence.band if aim.step_error is None else normal_band(aim.step_error)
-    assumptions = assumed(aim.assume, band, described, chosen.step_s, steps)
+    own = job.stack.name == OWN
+    assumptions = assumed(aim.assume, band, described, chosen.step_s, steps, recovers_in_memory=own)
     run = estimate_run(inputs, assumptions)
-    other_stack = "" if job.stack.name == OWN else job.stack.name
-    notes = notes_of(spec, cluster, other_stack, stated)
+    other_stack = "" if own else job.stack.name
+    offload = options_of(spec, job, optimize=aim.optimize, require=(), top=1).offload
+    notes: tuple[str, ...] = () if chosen.fits else (least_change(job, chosen.layout, offload=offload),)
+    notes += notes_of(spec, cluster, other_stack, stated)
     if from_file and aim.layout is not None and (note := replaced_sharding(aim.layout, spec, job)):
         notes = (*notes, note)
-    if job.stack.name == OWN and job.workload.slots:
+    if own and job.workload.slots:
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
     doubts = tuple(caveats(job, chosen, run, tokens, found.roomy if found else None))

@@ -39,13 +39,14 @@ def _jobs(job: Job) -> Iterator[tuple[str, Job, Job]]:
         "link in the domain": ("domain.bytes_per_s", job.cluster.domain.bytes_per_s.value),
         "network": ("fabric.bytes_per_s", job.cluster.fabric.bytes_per_s.value),
         "link to the host": ("accelerator.host_bytes_per_s", chip.host_bytes_per_s.value),
-        # Large products settle at the power limit, below the data sheet's peak, which then hardly matters.
-        "power limit": ("accelerator.power_w", chip.power_w.value),
     }
     for name, (figure, value) in figures.items():
         if value > 0:
             low, high = (_with(job, figure, value * factor) for factor in (1 - CHANGE, 1 + CHANGE))
             yield name, low, high
+    if (watts := chip.power_w.value) > 0:
+        # Large products settle at the power limit, below the data sheet's peak, which then hardly matters. No higher limit was ever measured.
+        yield "power limit", _with(job, "accelerator.power_w", watts * (1 - CHANGE)), job
     yield "peak FLOP/s", _with_flops(job, 1 - CHANGE), _with_flops(job, 1 + CHANGE)
     for name, scaled in (("scale tax", _with_tax), ("overlap of data axes", _with_data_overlap)):
         low, high = (replace(job, stack=scaled(job.stack, factor)) for factor in (1 - CHANGE, 1 + CHANGE))

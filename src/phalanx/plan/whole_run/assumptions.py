@@ -160,10 +160,12 @@ def assumed(
     spec: RunSpec | None = None,
     step_s: float = 0.0,
     steps: int = 0,
+    *,
+    recovers_in_memory: bool = True,
 ) -> RunAssumptions:
     """The assumptions with some of them as a user gave them: ``recovery=restart``, ``repair_s=3600``.
 
-    With ``spec``, of which ``steps`` steps of ``step_s`` seconds are planned, others are as the run file describes them; what ``texts``
+    Software that does not recover from snapshots in memory (``recovers_in_memory``) is started again from storage. With ``spec``, of which ``steps`` steps of ``step_s`` seconds are planned, others are as the run file describes them; what ``texts``
     say wins. Raises ``RunEstimateError`` that names what cannot be, and what could.
     """
     names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_band"}
@@ -187,6 +189,8 @@ def assumed(
                 f"--assume {text}: {name} is given twice, before as {given[name]!r}: give it once"
             )
         given[name] = value
+    if not recovers_in_memory:
+        given.setdefault("recovery", "restart")
     if spec is not None:
         given = described(spec, step_s, steps, given.get("recovery")) | given
     try:

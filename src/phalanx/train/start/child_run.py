@@ -25,6 +25,9 @@ from phalanx.run.read import override
 from phalanx.run.spec import RunSpec
 from phalanx.train.step.learning_rate import multiplier
 
+_MUCH_HIGHER = 2.0
+"""Rise of the learning rate from which its cause and a remedy are named."""
+
 
 def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSpec:
     """The run that goes on from step ``step`` of the run directory ``parent``, or from its newest whole checkpoint.
@@ -95,5 +98,13 @@ def changes_from_parent(parent: RunSpec, child: RunSpec, step: int) -> Iterator[
     before, after = (
         spec.optimizer.lr * multiplier(spec.schedule, step + 1, spec.train.steps) for spec in (parent, child)
     )
-    if before != after:
-        yield f"learning rate of step {step + 1}: {before:.4g} -> {after:.4g}"
+    if before == after:
+        return
+    ended = step >= parent.train.steps
+    text = f"learning rate of step {step + 1}: {before:.4g}{f', as in step {step}' if ended else ''} -> {after:.4g}"
+    if after >= _MUCH_HIGHER * before > 0:
+        text += (
+            f", {after / before:.3g} times as high: the parent's schedule has come down, and the model has to be cooled again. A lower "
+            "optimizer.lr, or --from a step before the parent's decay, avoids the jump"
+        )
+    yield text

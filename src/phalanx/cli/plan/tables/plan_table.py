@@ -45,8 +45,9 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
     _print_placement(console, plan)
     if explain or plan.aim.layout is not None:
         _print_explained(console, plan)
-    console.print(_run_table(plan))
-    for note in (*plan.run.warnings, *plan.notes):
+    if plan.chosen.fits:
+        console.print(_run_table(plan))
+    for note in (*(plan.run.warnings if plan.chosen.fits else ()), *plan.notes):
         console.print(Text.assemble(("note:", "yellow"), f" {note}"))
 
 
