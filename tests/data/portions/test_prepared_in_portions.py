@@ -469,3 +469,15 @@ def test_the_held_out_split_is_by_name_as_in_the_short_form(tmp_path: Path) -> N
     short = prepare(files_of([raw / "notes"]), tmp_path / "short", tokenizer="bytes", held_out_fraction=0.4)
     assert done.index.split(HELD_OUT).documents == short.index.split(HELD_OUT).documents > 0
     assert (tmp_path / "out" / PREPARATION).is_dir()
+
+
+def test_copies_across_the_splits_are_counted_and_there_are_none_if_texts_decide(tmp_path: Path) -> None:
+    lines = texts(200)
+    for number in range(3):
+        write_lines(tmp_path / "raw" / f"{number}.jsonl", lines)
+    by_name = prepared(recipe_file(tmp_path), tmp_path / "name")
+    by_text = prepared(recipe_file(tmp_path, output='hold_out_by = "text"'), tmp_path / "text")
+    assert by_name.held_out_in_training is not None
+    assert by_name.held_out_in_training > 0.5 * by_name.index.held_out.documents
+    assert by_text.held_out_in_training == 0
+    assert by_text.index.held_out.documents >= 3

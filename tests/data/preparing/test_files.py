@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,3 +268,62 @@ def test_a_json_array_is_text_and_is_told_apart_from_other_json(tmp_path: Path) 
     files = files_of([tmp_path])
     assert len(list(files)) == 2
     assert [path.name for path in files.arrays()] == ["rows.json"]
+
+
+def test_a_link_to_a_folder_is_not_followed_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("a")
+    (tmp_path / "data" / "below").mkdir(parents=True)
+    (tmp_path / "data" / "b.txt").write_text("b")
+    (tmp_path / "data" / "below" / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "data" / "circle").symlink_to(tmp_path / "data")
+    found = files_of([tmp_path / "data"])
+    assert [d.name for d in found] == ["b.txt"]
+    assert found.linked == (tmp_path / "data" / "below" / "link", tmp_path / "data" / "circle")
+
+
+def test_one_object_of_json_beside_rows_alone_is_set_aside_and_beside_texts_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "stat.json").write_text('{\n "rows": 1\n}\n')
+    found = files_of([tmp_path])
+    assert [d.text for d in found] == ["one"]
+    assert found.aside == (tmp_path / "stat.json",)
+    assert len(list(files_of([tmp_path / "rows.jsonl", tmp_path / "stat.json"]))) == 2, "it was named"
+    (tmp_path / "note.txt").write_text("a text")
+    assert files_of([tmp_path]).aside == ()
+
+
+def test_a_name_that_is_not_utf8_is_escaped_in_the_error_and_can_be_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with open(os.path.join(os.fsencode(tmp_path), b"\xff.txt"), "w") as file:
+        file.write("b")
+    with pytest.raises(
+        CorpusError, match=r"udcff\.txt.*has a name that is not UTF-8; rename it.*--on-bad skip"
+    ):
+        files_of([tmp_path])
+    found = files_of([tmp_path], on_bad="skip")
+    assert [d.text for d in found] == ["a"]
+    assert found.report.bad_count == 1
+
+
+def test_a_zstd_file_that_needs_a_dictionary_is_not_called_cut_or_changed(tmp_path: Path) -> None:
+    samples = [f'{{"text": "row {number} of many rows that are alike"}}\n'.encode() for number in range(2000)]
+    dictionary = zstandard.train_dictionary(1024, samples)
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor(dict_data=dictionary).compress(b"".join(samples)))
+    with pytest.raises(
+        CorpusError, match=rf"needs the zstd dictionary {dictionary.dict_id()}, which is not read"
+    ):
+        files_of([path])
+
+
+def test_a_bit_that_flipped_in_a_parquet_page_with_a_checksum_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    text = [f"row {number} " + "of plain text " * 20 for number in range(400)]
+    table = pa.table({"text": text})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"row 200") + 30] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorpusError, match=r"rows\.parquet.*is damaged"):
+        list(files_of([path]))

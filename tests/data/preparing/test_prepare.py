@@ -100,6 +100,26 @@ def test_the_split_of_a_document_stays_when_others_are_added() -> None:
     assert {split_of(name, 0.2) for name in held_out} == {HELD_OUT}
 
 
+def test_copies_across_the_splits_are_counted_and_there_are_none_if_texts_decide(tmp_path: Path) -> None:
+    copies = [Document(f"copy-of-{d.name}", d.text.replace("\n", " \n")) for d in DOCUMENTS]
+    train = {d.text for d in DOCUMENTS if split_of(d.name, FRACTION) == TRAIN}
+    train |= {d.text for d, c in zip(DOCUMENTS, copies, strict=True) if split_of(c.name, FRACTION) == TRAIN}
+    held_out = [d.text for d in DOCUMENTS if split_of(d.name, FRACTION) == HELD_OUT]
+    held_out += [
+        d.text for d, c in zip(DOCUMENTS, copies, strict=True) if split_of(c.name, FRACTION) == HELD_OUT
+    ]
+    by_name = prepare([*DOCUMENTS, *copies], tmp_path / "name", **SETTINGS)
+    assert by_name.held_out_in_training == sum(text in train for text in held_out) > 0
+    by_text = prepare([*DOCUMENTS, *copies], tmp_path / "text", hold_out_by="text", **SETTINGS)
+    assert by_text.held_out_in_training == 0
+    assert by_text.index.held_out.documents > 0
+    renamed = [Document(f"{number}", d.text) for number, d in enumerate([*DOCUMENTS, *copies])]
+    prepare(renamed, tmp_path / "renamed", hold_out_by="text", **SETTINGS)
+    assert texts_in(tmp_path / "renamed", HELD_OUT) == texts_in(tmp_path / "text", HELD_OUT)
+    assert read_index(tmp_path / "text").recipe.hold_out_by == "text"
+    assert "hold_out_by" not in (tmp_path / "name" / "index.json").read_text()
+
+
 def test_a_tokenizer_is_trained_on_the_training_split_alone(tmp_path: Path) -> None:
     make(tmp_path / "set", "bpe", vocab_size=400)
     texts = [d.text for d in DOCUMENTS if split_of(d.name, FRACTION) == TRAIN]

@@ -9,6 +9,7 @@ from typing import Literal
 
 import click
 
+from phalanx.cli.data.notices import lines_of_links
 from phalanx.cli.data.recipe import carried_out, report
 from phalanx.cli.data.workers import ChosenWorkers
 from phalanx.cli.errors import explained
@@ -47,7 +48,7 @@ def prepare_in_portions(
     facts = {
         "xz_bits_per_byte": None,
         "read": {form: {"files": count} for form, count in sorted(by_format.items())},
-        "not_read": [str(path) for path in found.aside],
+        "not_read": [str(path) for path in (*found.aside, *found.linked)],
         "left_out": [str(bad.path) for bad in found.left_out],
         "left_out_count": len(found.left_out) + prepared.counts.get("dropped: bad", 0),
     }
@@ -60,6 +61,8 @@ def prepare_in_portions(
         click.echo(
             f"  not read, since they describe data beside them: {', '.join(map(str, found.aside[:3]))}"
         )
+    for line in lines_of_links(found.linked):
+        click.echo(f"  {line}")
 
 
 def _say_left_out(found: NamedFilesPlan) -> None:

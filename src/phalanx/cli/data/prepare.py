@@ -46,6 +46,13 @@ if TYPE_CHECKING:
     default=0.05,
     show_default=True,
 )
+@click.option(
+    "--hold-out-by",
+    type=click.Choice(["name", "text"]),
+    default="name",
+    show_default=True,
+    help="What decides whether a document is held out: its name, or its text, so that all copies of a text are in one split.",
+)
 @click.option("--pack", is_flag=True, help="Put documents whole into records of --seq-len tokens.")
 @click.option(
     "--seq-len", type=click.IntRange(min=2), help="With --pack: tokens of a record; the run's train.seq_len."
@@ -90,6 +97,7 @@ def prepare_command(
     tokenizer: str,
     vocab_size: int,
     held_out: float,
+    hold_out_by: Literal["name", "text"],
     pack: bool,
     seq_len: int | None,
     layout: Literal["text", "chat"],
@@ -135,6 +143,7 @@ def prepare_command(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         held_out=held_out,
+        hold_out_by=hold_out_by,
         seq_len=seq_len or 0,
     )
     in_portions = chosen.said or any(map(is_remote, (out, *text)))
@@ -179,6 +188,7 @@ def _prepare_here(
                 tokenizer=output.tokenizer,
                 vocab_size=output.vocab_size if output.tokenizer == "bpe" else None,
                 held_out_fraction=output.held_out,
+                hold_out_by=output.hold_out_by,
                 packed_seq_len=output.seq_len,
                 chat=_chat_layout(output, on_bad) if output.layout == "chat" else None,
                 on_progress=progress,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.data.named import say_array
+from phalanx.cli.data.notices import lines_of_links, lines_of_overlap
 
 if TYPE_CHECKING:
     from phalanx.data.preparing.files import Files
@@ -35,6 +36,8 @@ def report_prepared(
         click.echo(f"  {line}")
     for line in _lines_of_tokens(info.index, on_bad):
         click.echo(f"  {line}")
+    for line in lines_of_overlap(info.held_out_in_training, info.index, "--hold-out-by text"):
+        click.echo(f"  {line}")
     if files is not None and files.report.bad_count:
         click.echo(f"  left out as bad: {files.report.bad_count:,}, named above")
     click.echo(f"  vocabulary {info.vocab_size:,}; fingerprint {info.fingerprint[:16]}")
@@ -48,6 +51,7 @@ def _facts(out: str, info: PreparedInfo, files: Files | None) -> dict[str, objec
         "vocab_size": info.vocab_size,
         "train_tokens": train.tokens,
         "held_out_tokens": info.index.held_out.tokens,
+        "held_out_in_training": info.held_out_in_training,
         "xz_bits_per_byte": info.held_out_xz_bits_per_byte,
         "fingerprint": info.fingerprint,
         "padding": train.padding / max(1, train.tokens),
@@ -65,6 +69,7 @@ def _lines_of_files(files: Files | None) -> Iterator[str]:
     if files.aside:
         more = f" and {len(files.aside) - 3} more" if len(files.aside) > 3 else ""
         yield f"not read, since they describe data beside them: {', '.join(map(str, files.aside[:3]))}{more}"
+    yield from lines_of_links(files.linked)
 
 
 def _lines_of_tokens(index: DatasetIndex, on_bad: Literal["stop", "skip"]) -> Iterator[str]:
@@ -113,7 +118,7 @@ def _read_facts(files: Files | None) -> dict[str, object]:
             for form, count in sorted(by_format.items())
         },
         "without_text": report.without_text,
-        "not_read": [str(path) for path in files.aside],
+        "not_read": [str(path) for path in (*files.aside, *files.linked)],
         "left_out": [f"{bad.path}, {bad.place}" if bad.place else str(bad.path) for bad in report.bad],
         "left_out_count": report.bad_count,
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.cli.data.notices import lines_of_overlap
 from phalanx.cli.data.workers import ChosenWorkers, resumable, worker_options
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
@@ -202,6 +203,7 @@ def report(
         "vocab_size": index.vocab_size,
         "train_tokens": index.train.tokens,
         "held_out_tokens": index.held_out.tokens,
+        "held_out_in_training": prepared.held_out_in_training,
         "fingerprint": index.fingerprint,
         "padding": index.train.padding / max(1, index.train.tokens),
         "counts": prepared.counts,
@@ -226,6 +228,8 @@ def report(
         click.echo(
             f"  packed whole into records of {index.packed_seq_len:,} tokens, {facts['padding']:.3%} of them padding{few}"
         )
+    for line in lines_of_overlap(prepared.held_out_in_training, index, 'output.hold_out_by = "text"'):
+        click.echo(f"  {line}")
     if not index.held_out.tokens:
         click.echo(
             "  nothing is held out, so there will be no held-out loss: raise output.held_out with another --out"

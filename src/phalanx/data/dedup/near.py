@@ -21,6 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.data.errors import PreparationError
+from phalanx.data.words import words_of
 
 _SEED = 1
 
@@ -42,8 +43,11 @@ def require_rensa() -> ModuleType:
 
 
 def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:
-    """The least value of each permutation over the text's n-grams of words in lower case, (permutations,); a shorter text is one n-gram."""
-    words = normal.lower().split()
+    """The least value of each permutation over the text's n-grams of words in lower case, (permutations,); a shorter text is one n-gram.
+
+    In scripts without spaces an n-gram is of letters (``phalanx.data.words``).
+    """
+    words = words_of(normal.lower()).units
     grams = [" ".join(words[start : start + ngram]) for start in range(max(1, len(words) - ngram + 1))]
     sketch = require_rensa().RMinHash(num_perm=permutations, seed=_SEED)
     sketch.update(grams)

@@ -126,6 +126,14 @@ class _ZstdFrames(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def _dictionary(self) -> int:
+        """The number of the dictionary of the frame that begins here; 0 if it has none."""
+        try:
+            number: int = self._zstandard.get_frame_parameters(self._packed).dict_id
+        except self._zstandard.ZstdError:
+            return 0
+        return number
+
     def readinto(self, buffer: "Buffer") -> int:
         while not self._ready:
             if not self._packed:
@@ -139,6 +147,10 @@ class _ZstdFrames(io.RawIOBase):
             try:
                 self._ready = memoryview(self._frame.decompress(self._packed))
             except self._zstandard.ZstdError as error:
+                if number := self._dictionary():
+                    raise DamagedError(
+                        f"it needs the zstd dictionary {number}, which is not read: compress it without one"
+                    ) from error
                 raise zlib.error(str(error)) from error
             self._packed = b""
             if self._frame.eof:

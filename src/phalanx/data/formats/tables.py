@@ -45,7 +45,7 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
     spans: list[Span] = []
     size = path.stat().st_size
     start = first = rows = stored = before = 0
-    with _damage_named(), pq.ParquetFile(path) as file:
+    with _damage_named(), pq.ParquetFile(path, page_checksum_verification=True) as file:
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         # Of the columns' sizes as stored, pyarrow tells at the price of aborting the process where the footer is damaged.
         ends = list(itertools.accumulate(max(0, group.total_byte_size) for group in groups))
@@ -117,7 +117,12 @@ def read_parquet(
     """The rows of the span's row groups."""
     import pyarrow.parquet as pq
 
-    with _damage_named(), pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+    with (
+        _damage_named(),
+        pq.ParquetFile(
+            path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        ) as file,
+    ):
         groups = [file.metadata.row_group(number) for number in range(span.start, span.stop)]
         rows = sum(group.num_rows for group in groups)
         if not rows:

@@ -24,7 +24,7 @@ from phalanx.data.portions.planning.plan import (
 from phalanx.data.portions.planning.recipe import PreparationRecipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
-from phalanx.data.portions.work.seal import sweep
+from phalanx.data.portions.work.seal import held_out_in_training, sweep
 from phalanx.data.stored.index import DatasetIndex, parse_index
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.errors import MissingObjectError
@@ -48,6 +48,8 @@ class PreparedDataset:
     """What was read, kept and dropped, by reason."""
     reused: bool
     """True if it was there already."""
+    held_out_in_training: int | None = None
+    """Held-out documents whose text is in the training split too; ``None`` if that was not counted, as of a dataset that was there."""
 
 
 def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
@@ -94,8 +96,9 @@ def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *
         if index is None:
             raise PreparationError(f"{place.url}/{INDEX_KEY} is gone since it was written")
     _sweep(place)
-    counts = total(place.manifests(Stage("write", len(place.plan.portions))))
-    return PreparedDataset(place.url, index, counts, reused)
+    manifests = place.manifests(Stage("write", len(place.plan.portions)))
+    shared = None if reused else held_out_in_training(place, manifests)
+    return PreparedDataset(place.url, index, total(manifests), reused, shared)
 
 
 def work_share(

@@ -8,20 +8,18 @@ task write equal bytes, under equal keys; one that did not (another library, a b
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import msgspec
 import xxhash
 
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
+from phalanx.data.portions.scratch import scratch_folder
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.section_reader import JsonObject
@@ -78,13 +76,10 @@ class Workplace:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The dataset's tokenizer, which is given or trained before it is needed."""
-        folder = Path(tempfile.mkdtemp(prefix="phalanx-tokenizer-"))
-        try:
+        with scratch_folder("phalanx-tokenizer-") as folder:
             for name in (TOKENIZER_FILE, CONFIG_FILE):
                 (folder / name).write_bytes(self.store.get(f"{PREPARATION}/tokenizer/{name}"))
             return load_tokenizer(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, manifest: TaskManifest, key: str, data: bytes | memoryview) -> StoredObject:
         """Write an object of a task, and enter it in its manifest."""

@@ -68,6 +68,7 @@ class Files:
         *,
         left_out: Sequence[BadDocument] = (),
         aside: Sequence[Path] = (),
+        linked: Sequence[Path] = (),
     ) -> None:
         self.files = tuple(files)
         self.options = options
@@ -76,6 +77,8 @@ class Files:
         """Files that are left out as a whole."""
         self.aside = tuple(aside)
         """Files that describe data and are none."""
+        self.linked = tuple(linked)
+        """Links to folders, which are not followed."""
         self.bytes_in_all = sum(file.bytes for file in self.files)
         self.report = self._new_report()
 
@@ -142,7 +145,7 @@ def files_of(
     Raises ``CorpusError`` for a pattern without any file, for files that two patterns name, and, unless bad ones are to be
     skipped, for files that cannot be read.
     """
-    found = _found(patterns)
+    found, linked = _found(patterns)
     kept: list[CorpusFile] = []
     bad: list[BadDocument] = []
     remedies: list[str] = []
@@ -150,17 +153,21 @@ def files_of(
         try:
             file = _corpus_file(name, path, options, json_as_text=json_as_text)
         except FormatError as error:
-            bad.append(BadDocument(path, "", error.reason))
+            bad.append(BadDocument(error.path, "", error.reason))
             remedies.append(error.remedy)
         else:
             kept.append(file)
     if bad and (on_bad == "stop" or not kept):
         raise CorpusError(_cannot_be_read(bad, remedies, len(found), on_bad))
     kept, aside = _without_descriptions(kept, {Path(pattern) for pattern in patterns})
-    return Files(kept, options, on_bad, left_out=bad, aside=aside)
+    return Files(kept, options, on_bad, left_out=bad, aside=aside, linked=linked)
 
 
 def _corpus_file(name: str, path: Path, options: ReadOptions, *, json_as_text: bool) -> CorpusFile:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise FormatError(Path(ascii(str(path))), "has a name that is not UTF-8", "rename it") from None
     form = recognize(path)
     if json_as_text and form.kind is Kind.JSONL:
         form = Format(Kind.TEXT, form.compression)
@@ -188,10 +195,18 @@ def _without_descriptions(files: list[CorpusFile], named: set[Path]) -> tuple[li
         return files, []
     kept: list[CorpusFile] = []
     aside: list[CorpusFile] = []
+    with_texts = {file.path.parent for file in files if file.format.kind is Kind.TEXT and not _is_facts(file)}
     for file in files:
-        describes = file.path.name.lower() in _ABOUT_DATA and file.path not in named
-        (aside if describes else kept).append(file)
+        # One object of JSON beside nothing but rows: what a tool has left there of them.
+        describes = file.path.name.lower() in _ABOUT_DATA or (
+            _is_facts(file) and file.path.parent not in with_texts
+        )
+        (aside if describes and file.path not in named else kept).append(file)
     return kept, [file.path for file in aside]
+
+
+def _is_facts(file: CorpusFile) -> bool:
+    return file.format == Format(Kind.TEXT) and file.path.suffix == ".json" and not _begins_rows(file.path)
 
 
 def _begins_rows(path: Path) -> bool:
@@ -208,13 +223,14 @@ def _require_unchanged(file: CorpusFile) -> None:
         raise CorpusError(f"{file.path} changed while it was being prepared; prepare again when it is whole")
 
 
-def _found(patterns: Sequence[str | Path]) -> list[tuple[str, Path]]:
-    """Name and path, as it was given, of all files, in order of name and of where they really lie."""
+def _found(patterns: Sequence[str | Path]) -> tuple[list[tuple[str, Path]], list[Path]]:
+    """Name and path, as it was given, of all files, in order of name and of where they really lie; and links to folders."""
+    linked: list[Path] = []
     names: dict[Path, tuple[str, Path]] = {}
     by: dict[Path, str] = {}
     twice: list[tuple[Path, str, str]] = []
     for pattern in map(str, patterns):
-        found = _expand(pattern)
+        found = _expand(pattern, linked)
         if not found:
             raise CorpusError(
                 f"no file matches {pattern!r}; check the path (a folder counts its visible files)"
@@ -234,13 +250,13 @@ def _found(patterns: Sequence[str | Path]) -> list[tuple[str, Path]]:
         raise CorpusError(
             f"{path} is named twice, by {one!r} and by {other!r}{more}; name each file once, since it is read once"
         )
-    return [names[real] for real in sorted(names, key=lambda real: (names[real][0], real))]
+    return [names[real] for real in sorted(names, key=lambda real: (names[real][0], real))], linked
 
 
-def _expand(pattern: str) -> list[tuple[str, Path]]:
+def _expand(pattern: str, linked: list[Path]) -> list[tuple[str, Path]]:
     path = Path(pattern)
     if path.is_dir():
-        return [(file.relative_to(path).as_posix(), file) for file in _below(path)]
+        return [(file.relative_to(path).as_posix(), file) for file in _below(path, linked)]
     if path.exists():
         return [(path.name, path)]
     root = Path(*_parts_before_wildcard(path))
@@ -248,8 +264,11 @@ def _expand(pattern: str) -> list[tuple[str, Path]]:
     return [(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """All visible regular files below; of folders that ``datasets`` saved, the Arrow files of the data."""
+def _below(folder: Path, linked: list[Path]) -> Iterator[Path]:
+    """All visible regular files below; of folders that ``datasets`` saved, the Arrow files of the data.
+
+    Links to folders, which may lead in a circle, are added to ``linked``.
+    """
     if (folder / "dataset_dict.json").is_file():
         folder = _only_split(folder)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
@@ -265,7 +284,9 @@ def _below(folder: Path) -> Iterator[Path]:
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(Path(entry.path))
+            yield from _below(Path(entry.path), linked)
+        elif Path(entry.path).is_dir():
+            linked.append(Path(entry.path))
         elif Path(entry.path).is_file():
             yield Path(entry.path)
 

@@ -2,8 +2,8 @@
 
 The documents are gone through once to learn what they are, once to train a tokenizer if that is asked for, and once
 to encode; at no time are more than a few megabytes of them, or of their tokens, in memory. Which split a document
-belongs to follows from a hash of its name alone, so that it stays there when others are added; of so few documents that
-a split would be empty, the end of the largest is held out instead.
+belongs to follows from a hash of its name alone, or of its text alone, so that it stays there when others are added; of so few
+documents that a split would be empty, the end of the largest is held out instead.
 
 The dataset is written under another name and renamed when it is whole. Preparing the same again finds it there and
 uses it; preparing another where one lies is refused. A preparation that was killed leaves its partial folder, which the
@@ -23,9 +23,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.kept import save_template
+from phalanx.data.dedup.exact import normal_form
+from phalanx.data.dedup.split_overlap import SplitOverlap
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
@@ -66,6 +69,8 @@ class PreparedInfo:
     index: DatasetIndex
     reused: bool
     """True if it was there already."""
+    held_out_in_training: int | None = None
+    """Held-out documents whose text is in the training split too; ``None`` of a dataset that was there."""
 
     @property
     def fingerprint(self) -> str:
@@ -87,6 +92,7 @@ def prepare(
     tokenizer: str | Path = "bpe",
     vocab_size: int | None = None,
     held_out_fraction: float = 0.05,
+    hold_out_by: Literal["name", "text"] = "name",
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     packed_seq_len: int = 0,
     chat: ChatLayout | None = None,
@@ -108,7 +114,7 @@ def prepare(
         raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
     if packed_seq_len and packed_seq_len < 2:
         raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
-    source = _Source(documents, held_out_fraction, on_progress, divisible=chat is None)
+    source = _Source(documents, held_out_fraction, hold_out_by, on_progress, divisible=chat is None)
     given = _given_tokenizer(tokenizer)
     encoder = None
     if chat is not None:
@@ -135,6 +141,7 @@ def prepare(
         None
         if chat is None or encoder is None
         else ChatRecipe(chat.template.sha256, encoder.end, chat.too_long),
+        hold_out_by,
     )
     found = _find(out, recipe)
     if found is not None:
@@ -142,10 +149,15 @@ def prepare(
     return _write(source, out, recipe, given, encoder)
 
 
-def split_of(name: str, held_out_fraction: float) -> str:
-    """The split, "train" or "held_out", of a document called ``name``: a hash of the name decides."""
-    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") / 2**64
+def split_of(decisive: str, held_out_fraction: float) -> str:
+    """The split, "train" or "held_out", of a document: a hash of ``decisive``, its name or text, decides."""
+    place = int.from_bytes(hashlib.sha256(decisive.encode()).digest()[:8], "little") / 2**64
     return HELD_OUT if place < held_out_fraction else TRAIN
+
+
+def decisive_part(name: str, text: str, hold_out_by: str) -> str:
+    """The part of a document that decides its split: its name, or its text in normal form, which all copies have."""
+    return name if hold_out_by == "name" else normal_form(text)
 
 
 def cut_end(text: str, characters: int) -> tuple[str, str]:
@@ -165,6 +177,7 @@ class _Source:
         self,
         documents: Iterable[Document],
         held_out_fraction: float,
+        hold_out_by: str,
         on_progress: OnProgress | None,
         *,
         divisible: bool,
@@ -175,7 +188,7 @@ class _Source:
                 "documents are gone through several times: give a list or Files, not a generator"
             )
         self._documents = documents
-        self._fraction = held_out_fraction
+        self._fraction, self._hold_out_by = held_out_fraction, hold_out_by
         self._on_progress = on_progress
         self._cut: tuple[int, int] | None = None
         """Number of the document whose end is held out, and the characters of that end; ``None`` if names decide alone."""
@@ -221,7 +234,8 @@ class _Source:
                 yield HELD_OUT, document.name, end, end.encode()
             else:
                 moved = self._moved is not None and self._moved[0] == done
-                split = self._moved[1] if self._moved and moved else split_of(document.name, self._fraction)
+                decisive = decisive_part(document.name, document.text, self._hold_out_by)
+                split = self._moved[1] if self._moved and moved else split_of(decisive, self._fraction)
                 yield split, document.name, document.text, text
             done += 1
             if self._on_progress is not None:
@@ -245,8 +259,8 @@ def _write(
             tokenizer.save(partial)
             if chat is not None:
                 save_template(partial, chat.layout.template)
-            index = _encode(source, partial, recipe, tokenizer, chat)
-            return _commit(partial, out, index)
+            index, overlap = _encode(source, partial, recipe, tokenizer, chat)
+            return _commit(partial, out, index, overlap.held_out_in_training())
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise NoRoomError(
@@ -292,10 +306,10 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 def _encode(
     source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer, chat: ChatEncoder | None
-) -> DatasetIndex:
+) -> tuple[DatasetIndex, SplitOverlap]:
     dtype = dtype_for(tokenizer.vocab_size, with_loss_bit=chat is not None)
     xz = lzma.LZMACompressor(preset=9)
-    xz_bytes = 0
+    xz_bytes, overlap = 0, SplitOverlap()
     with (
         ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
         ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
@@ -308,12 +322,13 @@ def _encode(
         }
         for split, name, text, utf8 in source.read("encode"):
             encoders[split].add(name, text, len(utf8))
+            overlap.add(split, text)
             if split == HELD_OUT and chat is None:
                 xz_bytes += len(xz.compress(utf8))
         splits = {name: encoder.close() for name, encoder in encoders.items()}
     xz_bytes += len(xz.flush())
     held_out_bytes = splits[HELD_OUT].text_bytes
-    return DatasetIndex(
+    index = DatasetIndex(
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
         tokenizer_kind=tokenizer.kind,
@@ -324,9 +339,10 @@ def _encode(
         recipe=recipe,
         document_mask=bool(recipe.packed_seq_len),
     )
+    return index, overlap
 
 
-def _commit(partial: Path, out: Path, index: DatasetIndex) -> PreparedInfo:
+def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedInfo:
     try:
         commit(partial, out, index)
     except OSError as error:
@@ -337,7 +353,7 @@ def _commit(partial: Path, out: Path, index: DatasetIndex) -> PreparedInfo:
         if found is None:
             raise
         return found
-    return PreparedInfo(out, index, reused=False)
+    return PreparedInfo(out, index, False, held_out_in_training)
 
 
 def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:

@@ -1,7 +1,7 @@
 """Decontamination: documents that share an n-gram of words with the files of an evaluation are left out.
 
 As in Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165, appendix C), n is 13 and words are compared in lower case without what is no
-letter or digit. Of the files, n-grams are kept as 64-bit hashes: some 3 in 10^19 comparisons with each of them are wrong, on the side of dropping.
+letter or digit. Text without spaces between words is compared by as many letters as 13 words have (``phalanx.data.words``). Of the files, n-grams are kept as 64-bit hashes: some 3 in 10^19 comparisons with each of them are wrong, on the side of dropping.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from phalanx.data.formats.document import Document, ReadOptions
 from phalanx.data.formats.read import documents, spans
 from phalanx.data.formats.recognize import recognize
 from phalanx.data.steps.step import Dropped
+from phalanx.data.words import words_of
 from phalanx.run.fields import ValueRange
 
 _WORD = re.compile(r"\w+")
@@ -72,6 +73,5 @@ def digest_of_file(path: Path) -> str:
 
 
 def _ngrams(text: str, n: int) -> Iterator[int]:
-    words = _WORD.findall(text.lower())
-    for start in range(len(words) - n + 1):
-        yield xxhash.xxh3_64_intdigest(" ".join(words[start : start + n]).encode())
+    for gram in words_of(text.lower(), _WORD).ngrams(n):
+        yield xxhash.xxh3_64_intdigest(" ".join(gram).encode())

@@ -2,7 +2,8 @@
 
 The thresholds of ``gopher_quality`` and ``gopher_repetition`` are those of Rae et al., "Scaling Language Models: Methods, Analysis & Insights from Training Gopher"
 (arXiv 2112.11446, section A.1.1 and table A1); those of ``c4`` of Raffel et al., "Exploring the Limits of Transfer Learning" (arXiv 1910.10683,
-section 2.2), without its list of bad words and its removal of repeated spans.
+section 2.2), without its list of bad words and its removal of repeated spans. Of text without spaces between words, letters count as parts of words
+(``phalanx.data.words``).
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Annotated
 
 from phalanx.data.formats.document import Document
 from phalanx.data.steps.step import Dropped
+from phalanx.data.words import Words, is_spaceless, words_of
 from phalanx.run.fields import ValueRange
 
 _STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 _LETTER = re.compile(r"[^\W\d_]")
-_SENTENCE_ENDS = re.compile(r"[.!?]+(?:\s|$)")
+# By whether the text has letters of a script without spaces between words.
+_LINE_ENDS = (".", "!", "?", '"'), (".", "!", "?", '"', "。", "！", "？", "」", "』", "”", "។", "။")
+_SENTENCE_ENDS = re.compile(r"[.!?]+(?:\s|$)"), re.compile(r"[.!?]+(?:\s|$)|[。！？។။]+")
 _EMAIL = re.compile(r"\b[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b")
 _IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
 _TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
@@ -41,7 +45,7 @@ class Length:
 
     def __call__(self, document: Document) -> Document | Dropped:
         characters = len(document.text)
-        words = len(document.text.split()) if self.min_words or self.max_words else 0
+        words = words_of(document.text).count if self.min_words or self.max_words else 0
         if characters < self.min_characters or words < self.min_words:
             return Dropped("too short")
         if characters > self.max_characters > 0 or words > self.max_words > 0:
@@ -74,13 +78,15 @@ class GopherQuality:
     """So many different ones of the eight common English words at least; 0 for other languages."""
 
     def __call__(self, document: Document) -> Document | Dropped:
-        words = document.text.split()
-        if not self.min_words <= len(words) <= self.max_words:
+        text_words = words_of(document.text)
+        words, count = text_words.units, text_words.count
+        if not self.min_words <= count <= self.max_words:
             return Dropped("gopher: number of words")
-        if not 3 <= sum(map(len, words)) / max(1, len(words)) <= 10:
+        # The lengths of words say nothing where most have no spaces between them.
+        if count > 0.75 * len(words) and not 3 <= sum(map(len, words)) / max(1, len(words)) <= 10:
             return Dropped("gopher: mean length of words")
         symbols = max(document.text.count("#"), document.text.count("...") + document.text.count("…"))
-        if symbols > 0.1 * len(words):
+        if symbols > 0.1 * count:
             return Dropped("gopher: symbols")
         lines = document.text.splitlines()
         if sum(line.lstrip().startswith(("•", "-", "*")) for line in lines) > 0.9 * len(lines):
@@ -107,10 +113,10 @@ class GopherRepetition:
             repeated = _repeated(parts)
             if len(repeated) > 0.3 * len(parts) or sum(map(len, repeated)) > 0.2 * len(text):
                 return Dropped(f"gopher: repeated {what}")
-        words = text.split()
-        characters = max(1, sum(map(len, words)))
+        words = words_of(text)
+        characters = max(1, sum(map(len, words.units)))
         for n, most in _TOP_NGRAMS:
-            counts = Counter(zip(*(words[i:] for i in range(n)), strict=False))
+            counts = Counter(words.ngrams(n))
             if counts:
                 top = max(counts.values())
                 share = (
@@ -139,14 +145,15 @@ class C4:
             return Dropped("c4: lorem ipsum")
         if "{" in document.text:
             return Dropped("c4: braces")
+        spaceless = is_spaceless(document.text)
         kept = [
             line
             for line in map(str.strip, document.text.splitlines())
-            if line.endswith((".", "!", "?", '"')) and not line.endswith("...")
-            if len(line.split()) >= self.min_words_of_line and "javascript" not in line.lower()
+            if line.endswith(_LINE_ENDS[spaceless]) and not line.endswith("...")
+            if words_of(line).count >= self.min_words_of_line and "javascript" not in line.lower()
         ]
         text = "\n".join(kept)
-        if len(_SENTENCE_ENDS.findall(text)) < self.min_sentences:
+        if len(_SENTENCE_ENDS[spaceless].findall(text)) < self.min_sentences:
             return Dropped("c4: sentences")
         return replace(document, text=text)
 
@@ -188,15 +195,15 @@ def _repeated(parts: Sequence[str]) -> list[str]:
     return repeated
 
 
-def _characters_in_repeated(words: Sequence[str], n: int) -> int:
+def _characters_in_repeated(words: Words, n: int) -> int:
     """Characters of words in n-grams that were there before; each word counts once."""
     seen: set[tuple[str, ...]] = set()
     characters, counted = 0, 0
-    for start in range(len(words) - n + 1):
-        gram = tuple(words[start : start + n])
+    for start, stop in words.spans(n):
+        gram = tuple(words.units[start:stop])
         if gram in seen:
             begin = max(start, counted)
-            characters += sum(map(len, words[begin : start + n]))
-            counted = start + n
+            characters += sum(map(len, words.units[begin:stop]))
+            counted = stop
         seen.add(gram)
     return characters

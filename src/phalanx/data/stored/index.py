@@ -103,6 +103,8 @@ class Recipe:
     """Tokens of a record that documents are packed into; 0 means that they are joined end to end."""
     chat: ChatRecipe | None = None
     """How conversations were rendered; None for text."""
+    hold_out_by: str = "name"
+    """"name" or "text": what was hashed to choose a document's split. Version 0.1.0 knew names alone."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ class DatasetIndex:
         content = asdict(self)
         for name in SPLITS:
             content[name]["shards"] = [msgspec.structs.asdict(shard) for shard in self.split(name).shards]
+        if self.recipe.hold_out_by == "name":
+            del content["recipe"]["hold_out_by"]
         if not self.document_mask:
             del content["document_mask"]
         if not self.packed_seq_len:  # as version 1 always was

@@ -23,7 +23,7 @@ from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecipe, RawSource, read_options
 from phalanx.data.portions.work.read_portion import read_portion
 from phalanx.data.preparing.files import files_of
-from phalanx.data.preparing.prepare import split_of
+from phalanx.data.preparing.prepare import decisive_part, split_of
 from phalanx.data.stored.index import HELD_OUT
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.open_store import is_remote, is_url
@@ -42,6 +42,8 @@ class NamedFilesPlan:
     """Files that describe data beside them."""
     arrays: tuple[Path, ...] = ()
     """Files read as text that are rows in one JSON array."""
+    linked: tuple[Path, ...] = ()
+    """Links to folders, which are not followed."""
 
 
 def recipe_of_files(
@@ -71,6 +73,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
     left_out: tuple[BadDocument, ...] = ()
     aside: tuple[Path, ...] = ()
     arrays: tuple[Path, ...] = ()
+    linked: tuple[Path, ...] = ()
     if local:
         # What is said of one is said of all, so that whichever of them named a file makes no difference.
         first = next(iter(local))
@@ -82,6 +85,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
             json_as_text=source.as_text,
         )
         left_out, aside, arrays = corpus.left_out, corpus.aside, tuple(corpus.arrays())
+        linked = corpus.linked
         files = [
             RawFile(str(file.path.resolve()), file.name, file.bytes, str(file.modified_ns), first)
             for file in corpus.files
@@ -98,7 +102,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
     plan, tokenizer = make_plan(recipe, Path(), files)
     if recipe.output.held_out:
         plan = replace(plan, held_out_end=_held_out_end(plan))
-    return NamedFilesPlan(plan, tokenizer, left_out, aside, arrays)
+    return NamedFilesPlan(plan, tokenizer, left_out, aside, arrays, linked)
 
 
 def _path_of(named: str) -> str:
@@ -111,8 +115,8 @@ def _held_out_end(plan: PreparationPlan) -> HeldOutEnd | None:
     splits: set[str] = set()
     characters, most, count = 0, 0, 0
     largest = last = (0, 0)
-    for portion, ordinal, name, length in _documents(plan):
-        splits.add(split_of(name, share))
+    for portion, ordinal, split, length in _documents(plan):
+        splits.add(split)
         if len(splits) == 2:
             return None
         characters, count, last = characters + length, count + 1, (portion, ordinal)
@@ -130,8 +134,10 @@ def _held_out_end(plan: PreparationPlan) -> HeldOutEnd | None:
 
 
 def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, str, int]]:
-    """(portion, number among its documents with text, name, characters) of each document."""
+    """(portion, number among its documents with text, split, characters) of each document."""
+    output = plan.recipe.output
     for portion in range(len(plan.portions)):
         kept = (one for _, one in read_portion(plan, portion) if one is not None and one.text)
         for ordinal, document in enumerate(kept):
-            yield portion, ordinal, document.name, len(document.text)
+            decisive = decisive_part(document.name, document.text, output.hold_out_by)
+            yield portion, ordinal, split_of(decisive, output.held_out), len(document.text)

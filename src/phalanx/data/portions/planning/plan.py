@@ -8,7 +8,6 @@ prepared there. It is one small object; the pieces, of which there can be millio
 from __future__ import annotations
 
 import json
-import tempfile
 import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
@@ -35,6 +34,7 @@ from phalanx.data.portions.planning.recipe import (
     recipe_table,
     sha256_hex,
 )
+from phalanx.data.portions.scratch import scratch_folder
 from phalanx.data.preparing.prepare import PREPARATION_FOLDER
 from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
@@ -165,11 +165,11 @@ def make_plan(
     portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
     formats: list[Format] = []
     pieces: list[Piece] = []
-    with tempfile.TemporaryDirectory(prefix="phalanx-plan-") as scratch:
+    with scratch_folder("phalanx-plan-") as scratch:
         for number, file in enumerate(files):
             options = read_options(recipe, file.source)
             as_text = recipe.source[file.source].as_text
-            form, found = _looked_into(file, portion_bytes, options, Path(scratch), as_text=as_text)
+            form, found = _looked_into(file, portion_bytes, options, scratch, as_text=as_text)
             formats.append(form)
             pieces += [Piece(number, span) for span in found]
     if not pieces:
@@ -322,11 +322,11 @@ def put_tokenizer(
     template: ChatTemplate | None = None,
 ) -> list[str]:
     """Write the tokenizer's files, and the chat template to go with it; returns their keys."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-tokenizer-") as scratch:
-        tokenizer.save(Path(scratch))
+    with scratch_folder("phalanx-tokenizer-") as scratch:
+        tokenizer.save(scratch)
         if template is not None:
-            save_template(Path(scratch), template)
-        files = sorted(Path(scratch).iterdir())
+            save_template(scratch, template)
+        files = sorted(scratch.iterdir())
         for file in files:
             store.put(f"{below}{file.name}", file.read_bytes())
         return [f"{below}{file.name}" for file in files]

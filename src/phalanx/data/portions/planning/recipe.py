@@ -58,7 +58,10 @@ class OutputRecipe:
     length_classes: tuple[int, ...] = ()
     """Lengths in tokens, rising, up to which documents are packed with each other alone; longer ones likewise. Empty packs all together."""
     held_out: Annotated[float, ValueRange(at_least=0, below=1)] = 0.001
-    """Share of documents held out, by a hash of their names."""
+    """Share of documents held out."""
+    hold_out_by: Literal["name", "text"] = "name"
+    """The part of a document whose hash decides whether it is held out: its name, or of its text in normal form. With "text" all copies of a text are in one split,
+    and names of files do not matter."""
     shard_mib: Annotated[int, ValueRange(at_least=1, at_most=1 << 14)] = 256
     """Size of a shard at most; a worker holds one of each split in memory."""
     portion_bytes: Annotated[int, ValueRange(at_least=0)] = 0
@@ -185,6 +188,8 @@ def recipe_table(recipe: PreparationRecipe) -> JsonObject:
             del source["as_text"]
     if not recipe.output.length_classes:
         del table["output"]["length_classes"]
+    if recipe.output.hold_out_by == "name":
+        del table["output"]["hold_out_by"]
     return table
 
 

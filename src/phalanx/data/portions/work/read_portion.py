@@ -5,9 +5,7 @@ Each file is compared with the listing before and after it is read, so that a fi
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
@@ -18,6 +16,7 @@ from phalanx.data.formats.tables import columns_read
 from phalanx.data.portions.planning.plan import Piece, PreparationPlan, bring_parquet_footer
 from phalanx.data.portions.planning.raw_files import LocalBytes, require_unchanged
 from phalanx.data.portions.planning.recipe import read_options
+from phalanx.data.portions.scratch import scratch_folder
 
 
 def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Document | None]]:
@@ -45,8 +44,8 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
 def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDocument]:
     file, form = plan.files[piece.file], plan.formats[piece.file]
     options = read_options(plan.recipe, file.source)
-    with tempfile.TemporaryDirectory(prefix="phalanx-portion-") as scratch:
-        local = LocalBytes(file, Path(scratch))
+    with scratch_folder("phalanx-portion-") as scratch:
+        local = LocalBytes(file, scratch)
         try:
             _bring(local, piece, form, file.nbytes, options)
             for found in documents(local.path, file.name, form, piece.span, options):

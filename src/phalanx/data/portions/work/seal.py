@@ -5,12 +5,16 @@ Until ``index.json`` is there, there is no dataset; and it is written by a creat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.dedup.split_overlap import count_shared
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, put_tokenizer
-from phalanx.data.portions.tasks import Stage, TaskManifest, Workplace, manifest_key
-from phalanx.data.portions.work.write_portion import chat_encoder, shard_tokens, stored_dtype
+from phalanx.data.portions.tasks import Stage, StoredObject, TaskManifest, Workplace, manifest_key
+from phalanx.data.portions.work.write_portion import chat_encoder, shard_tokens, stored_dtype, texts_key
 from phalanx.data.stored.index import (
     HELD_OUT,
     SPLITS,
@@ -65,6 +69,7 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
         tokenizer.document_start if chat is None else (),
         output.seq_len,
         None if chat is None else ChatRecipe(chat.layout.template.sha256, chat.end, output.too_long),
+        output.hold_out_by,
     )
     return DatasetIndex(
         dtype,
@@ -77,6 +82,23 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
         recipe,
         document_mask=bool(output.seq_len),
     )
+
+
+def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) -> int | None:
+    """Held-out documents whose text is in the training split too; ``None`` if an earlier version wrote one of the portions, and kept no hashes."""
+    hashes: dict[str, list[StoredObject]] = {name: [] for name in SPLITS}
+    for manifest in manifests:
+        written = {item.key.rpartition("/")[2]: item for item in manifest.objects}
+        for name in SPLITS:
+            texts = written.get(texts_key(name, manifest.task))
+            if texts is None:
+                return None
+            hashes[name].append(texts)
+
+    def read(name: str) -> Iterator[NDArray[np.uint64]]:
+        return (np.frombuffer(place.get_packed(texts), dtype="<u8") for texts in hashes[name])
+
+    return count_shared(np.concatenate([np.empty(0, "<u8"), *read(HELD_OUT)]), read(TRAIN))
 
 
 def _joined(name: str, manifests: list[TaskManifest]) -> Split:

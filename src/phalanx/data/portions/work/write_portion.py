@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
 from phalanx.data.chat.template import ChatTemplate
+from phalanx.data.dedup.split_overlap import SplitOverlap
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import PREPARATION
 from phalanx.data.portions.tasks import TaskManifest, Workplace
@@ -41,10 +42,13 @@ def write_portion(place: Workplace, number: int) -> None:
     """Do the task ``number`` of the stage ``write``."""
     manifest = place.new_manifest("write", number)
     splits = {name: _SplitWriter(place, manifest, name, number) for name in SPLITS}
+    overlap = SplitOverlap()
     for split, document in split_documents(place, number, manifest):
         splits[split].add(document.piece, document.name, document.text)
+        overlap.add(split, document.text)
     for name, writer in splits.items():
         manifest.facts[name] = writer.close()
+        place.put_packed(manifest, texts_key(name, number), overlap.of_split(name).tobytes())
     end = place.plan.held_out_end
     in_both = int(end is not None and end.portion == number and end.characters > 0)
     manifest.counts["documents kept"] = sum(manifest.facts[name]["documents"] for name in SPLITS) - in_both
@@ -181,6 +185,11 @@ def chat_encoder(place: Workplace) -> ChatEncoder | None:
 def stored_dtype(place: Workplace) -> str:
     """The dtype of stored tokens."""
     return dtype_for(place.tokenizer.vocab_size, with_loss_bit=place.plan.recipe.output.layout == "chat")
+
+
+def texts_key(split: str, portion: int) -> str:
+    """The name of the hashes of the texts of one split of a portion."""
+    return f"texts-{split}-{portion:05d}"
 
 
 def origin_key(name: str) -> str:

@@ -1,0 +1,31 @@
+"""Lines that are printed about a prepared dataset: held-out text that is trained on too, and folders that were not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.data.stored.index import DatasetIndex
+
+
+def lines_of_overlap(shared: int | None, index: DatasetIndex, remedy: str) -> Iterator[str]:
+    """A line on how many held-out documents are ``shared`` with the training split, if that was counted and any are held out."""
+    documents = index.held_out.documents
+    if shared is None or not documents:
+        return
+    by_name = index.recipe.hold_out_by == "name"
+    also = (
+        f"; with {remedy}, and another --out, all copies of a text are in one split"
+        if shared and by_name
+        else ""
+    )
+    yield f"{shared:,} of {documents:,} held-out documents are in the training split too, word for word{also}"
+
+
+def lines_of_links(linked: Sequence[Path]) -> Iterator[str]:
+    """A line on links to folders, which are not followed; none without any."""
+    if linked:
+        more = f" and {len(linked) - 3} more" if len(linked) > 3 else ""
+        yield f"not read, since links to folders are not followed: {', '.join(map(str, linked[:3]))}{more}; name them to have them read"
