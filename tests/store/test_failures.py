@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from phalanx.store.errors import (
     DeniedError,
     ExistsError,
+    ExpiredError,
     MissingBucketError,
     StoreError,
     UnavailableError,
@@ -81,6 +82,26 @@ def test_a_refusal_names_the_request_and_the_source_of_the_credentials_and_no_se
         # Neither does a traceback show what the library said.
         assert caught.value.__cause__ is None
         assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "TokenRefreshRequired"])
+def test_credentials_that_expired_are_waited_for(code: str) -> None:
+    expired = 403, f"<Error><Code>{code}</Code></Error>".encode()
+    with scripted([expired] * 3) as server, s3_at(server.port, PATIENT) as store:
+        store.put("key", b"written")
+        assert server.objects["/bucket/p/key"] == b"written"
+
+
+def test_credentials_that_stay_expired_are_named_with_their_source() -> None:
+    expired = 403, b"<Error><Code>ExpiredToken</Code></Error>"
+    with (
+        scripted(forever=expired) as server,
+        s3_at(server.port, IMPATIENT) as store,
+        pytest.raises(
+            ExpiredError, match=r"403 ExpiredToken .* AWS_ACCESS_KEY_ID\) have expired.*renew them"
+        ),
+    ):
+        store.get("key")
 
 
 def test_a_store_that_does_not_answer_is_given_up_after_the_policys_time() -> None:

@@ -146,6 +146,31 @@ def test_one_request_to_stop_is_enough_while_a_store_is_away_and_the_step_before
     assert result["weights_sha256"] == weights
 
 
+@pytest.mark.slow
+def test_a_rank_whose_store_refuses_its_samples_saves_what_it_has_done_before_it_ends(
+    ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
+) -> None:
+    spec, weights = undisturbed
+    spec = asking_in_each_step(spec, url, tmp_path)
+    with faulty_proxy(s3_server.port, Faults(latency_s=0.2), seed=7) as proxy:
+
+        def refuse() -> None:
+            while steps_done(tmp_path / "run") < 1:
+                time.sleep(0.02)
+            proxy.faults = Faults(denied="train-")
+
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        with pytest.raises(AssertionError, match="403 AccessDenied"):
+            ranks.run(1, train_with_environment, spec, s3_server.behind(proxy.port))
+        thread.join()
+    done = steps_done(tmp_path / "run")
+    assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [done]
+    spec = in_store(spec, url, tmp_path / "another cache")
+    (result,) = ranks.run(1, train_with_environment, spec, dict(s3_server.environment))
+    assert result["weights_sha256"] == weights
+
+
 def train_impatiently(
     spec: RunSpec, environments: Sequence[dict[str, str]], asked: Path
 ) -> dict[str, Any] | None:

@@ -40,6 +40,10 @@ class UnavailableError(StoreError):
     """The store did not do it within the time that the retry policy gives it."""
 
 
+class ExpiredError(UnavailableError):
+    """The store refuses credentials that have expired, and no new ones came in time."""
+
+
 class FullError(StoreError):
     """The storage has no room."""
 

@@ -30,6 +30,7 @@ from phalanx.store.errors import (
     BadUrlError,
     DeniedError,
     ExistsError,
+    ExpiredError,
     MissingBucketError,
     MissingObjectError,
     MissingSupportError,
@@ -91,7 +92,10 @@ _CREDENTIAL_SERVICES = (
     "oauth2/",
 )
 """Where the library asks for credentials: a request there that failed says that there are none."""
-_REFUSED_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthenticationFailed")
+_REFUSED_CODES = ("InvalidToken", "AuthenticationFailed")
+_EXPIRED_CODES = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
+_FIXED_S = 60.0
+"""Time for which new credentials are waited for that come from variables of this process, which nobody outside can change."""
 
 _T = TypeVar("_T")
 
@@ -112,6 +116,7 @@ class RemoteStore:
         }
         self._write_options = client
         reads: ClientConfig = {**client, "read_timeout": timedelta(seconds=min(_STALLED_S, retry.timeout_s))}
+        self._read_options = reads
         self._reads = _client(url, self._credentials, reads, _retry_config(retry))
 
     @property
@@ -234,7 +239,7 @@ class RemoteStore:
 
     def _repeated(self, call: Callable[[], _T], key: str, operation: str) -> _T:
         """Calls until it succeeds, fails for good, or the policy's time is over."""
-        deadline = time.monotonic() + self._retry.timeout_s
+        began_s, patience_s = time.monotonic(), self._retry.timeout_s
         pause_s = self._retry.first_pause_s
         while True:
             try:
@@ -245,9 +250,25 @@ class RemoteStore:
                 raise BadUrlError(f"{self._where(key)}: {error}", self._where(key), operation) from None
             pause_s = min(self._retry.longest_pause_s, 2 * pause_s)
             wait_s = random.uniform(self._retry.first_pause_s, pause_s)
-            if not isinstance(explained, UnavailableError) or time.monotonic() + wait_s > deadline:
+            if isinstance(explained, ExpiredError):
+                patience_s = self._patience_for_credentials_s
+                self._look_for_new_credentials()
+            if (
+                not isinstance(explained, UnavailableError)
+                or time.monotonic() + wait_s > began_s + patience_s
+            ):
                 raise explained
             time.sleep(wait_s)
+
+    @property
+    def _patience_for_credentials_s(self) -> float:
+        fixed = self._credentials.startswith("environment")
+        return min(self._retry.timeout_s, _FIXED_S) if fixed else self._retry.timeout_s
+
+    def _look_for_new_credentials(self) -> None:
+        """Makes the clients anew, which look again where their credentials come from."""
+        self._reads = _client(self._url, self._credentials, self._read_options, _retry_config(self._retry))
+        self.__dict__.pop("_writes", None)
 
     def _explained(self, error: Exception, key: str, operation: str) -> StoreError:
         text = str(error)
@@ -266,6 +287,13 @@ class RemoteStore:
             )
         if isinstance(error, FileNotFoundError) or status == 404:
             return MissingObjectError(f"{what}: there is no such object", where, operation)
+        if code in _EXPIRED_CODES:
+            return ExpiredError(
+                f"{status} {code} on {where}: the credentials found (source: {self._credentials}) have expired, and no new ones came within "
+                f"{self._patience_for_credentials_s:g} s; renew them, and start again",
+                where,
+                operation,
+            )
         if status in (401, 403) or code in _REFUSED_CODES:
             request = _REQUEST[self._scheme][operation]
             return DeniedError(

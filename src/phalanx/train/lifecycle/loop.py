@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from phalanx.data.errors import DataError
 from phalanx.data.reading.prefetch import WaitEndedError
 from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event, read_events
@@ -90,6 +91,12 @@ def train(training: Training) -> RunResult | None:
                     save(training, progress)
                 _stopped(training, begun, progress)
                 return None
+            except DataError:
+                # The state is that of the step before, and on a single rank nobody waits in a collective.
+                if progress.step > begun.step and training.mesh.ranks == 1:
+                    save(training, progress)
+                    settle(training)
+                raise
             training.inputs.guardian.computed()
             recent_s.append(time.perf_counter() - begin)
             _advance(training, instruments, progress, report)
