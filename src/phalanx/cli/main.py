@@ -12,6 +12,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from io import TextIOWrapper
 from types import FrameType
 
 import click
@@ -107,7 +109,11 @@ def main() -> None:
     SIGTERM, which Slurm sends at the end of a job's time, ends a command as an exception does, so that what is half
     written is removed; commands that can stop at a better place install handlers of their own.
     """
-    signal.signal(signal.SIGTERM, _end)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _end)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a file's name may be no UTF-8
+            stream.reconfigure(errors="backslashreplace")
     os.environ["PHALANX_COMMAND"] = shlex.join(
         ["phalanx", *sys.argv[1:]]
     )  # for the record of a run: ranks are started by other words
@@ -133,10 +139,25 @@ def exit_code(words: Sequence[str]) -> int:
         return 0
     except OSError as error:
         if error.filename is None:
-            raise
+            if not _output_fails():
+                raise
+            with suppress(OSError):
+                click.echo(f"Error: cannot write the output: {error.strerror}", err=True)
+            return 1
         # A name that is too long, a link to itself, a file of another user, a full disk: the system says it as well as we could.
         click.echo(f"Error: {error.filename}: {error.strerror}", err=True)
         return 1
+
+
+def _output_fails() -> bool:
+    """True if standard output takes no more, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        # The interpreter would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

@@ -5,14 +5,18 @@ Styles are given beside the text: ``console.print(line, style="dim")`` or ``Text
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def text_console(*, stderr: bool = False, soft_wrap: bool = False, highlight: bool = False) -> Console:
-    """Return a console without markup and without emoji codes."""
+def text_console(
+    *, stderr: bool = False, file: TextIO | None = None, soft_wrap: bool = False, highlight: bool = False
+) -> Console:
+    """Return a console without markup and without emoji codes; ``file`` instead of stdout or stderr."""
     from rich.console import Console
 
-    return Console(stderr=stderr, soft_wrap=soft_wrap, highlight=highlight, markup=False, emoji=False)
+    return Console(
+        stderr=stderr, file=file, soft_wrap=soft_wrap, highlight=highlight, markup=False, emoji=False
+    )

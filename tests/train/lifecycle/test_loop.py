@@ -17,6 +17,7 @@ from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Message
 from phalanx.observe.ledger.goodput import goodput
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.lifecycle import loop
+from phalanx.train.lifecycle.interrupt import StopRequest
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -224,3 +225,37 @@ def test_a_run_that_stops_before_its_first_step_does_not_say_that_a_step_is_save
     assert loop.what_is_kept(begun, begun, saved=saved).startswith("no step was done since the start")
     assert loop.what_is_kept(begun, begun + 1, saved=True) == f"step {begun + 1} is saved"
     assert "failed" in loop.what_is_kept(begun, begun + 1, saved=False)
+
+
+class StopAfter(StopRequest):
+    """A request to stop that is there once it has been looked at so many times: once a step, and once in each round of an evaluation."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "made":
+            self.looks += 1
+            return self.looks > 3
+        return super().__getattribute__(name)
+
+
+def train_and_stop(spec: RunSpec) -> dict[str, Any] | None:
+    return train_on_this_rank(spec, stop=StopAfter())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_request_to_stop_ends_an_evaluation_and_its_step_is_saved(
+    ranks: Ranks, dataset: Path, tmp_path: Path, count: int
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    spec = dataclasses.replace(
+        spec,
+        evaluation=EvalSpec(every_steps=2, sequences=1000, final_sequences=16),
+        checkpoint=dataclasses.replace(spec.checkpoint, every_steps=5),
+    )
+    assert ranks.run(count, train_and_stop, spec) == [None] * count
+    assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [2], "no further step was computed"
+    assert bodies(tmp_path / "run", Evaluated) == []
+    (result, *_) = ranks.run(1, train_on_this_rank, spec)
+    undisturbed = dataclasses.replace(spec, run_dir=str(tmp_path / "undisturbed"))
+    assert result["weights_sha256"] == ranks.run(1, train_on_this_rank, undisturbed)[0]["weights_sha256"]

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 import click
 
 from phalanx.cli.text_console import text_console
+from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
@@ -50,8 +51,8 @@ class FleetStory:
 
 
 def console_for(as_json: bool) -> Console:
-    """The console for people: stderr if stdout is to carry JSON."""
-    return text_console(stderr=as_json)
+    """The console for people: on stderr if stdout is to carry JSON. That it fails does not end a run."""
+    return text_console(file=cast("TextIO", DisplayStream(sys.stderr if as_json else sys.stdout)))
 
 
 def progress_on(console: Console) -> Callable[[str, int, int], None]:

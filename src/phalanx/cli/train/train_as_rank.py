@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from phalanx.cli.text_console import text_console
+from phalanx.cli.train.session import console_for
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.order import order_for
@@ -96,7 +96,7 @@ def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
     events = RunDirectory(run_dir).events
     events.touch()
     ours = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
-    console = text_console(stderr=as_json)
+    console = console_for(as_json)
     thread = Thread(target=show_events, args=(ours, console, False), daemon=True)
     thread.start()
 

@@ -63,6 +63,7 @@ from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.metrics.endpoint import Endpoint
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.interrupt import heeded
 from phalanx.train.lifecycle.worker import die_with_parent
 
 _FAREWELL_S = 0.5
@@ -147,7 +148,7 @@ class Agent:
             AgentError: It ends before the run: no coordinator is there any more, or the run directory belongs to another run now.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in heeded((signal.SIGTERM, signal.SIGINT)):
             loop.add_signal_handler(number, self._asked_to_end)
         self.log(f"node {self._args.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
         self._do([StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])

@@ -87,7 +87,7 @@ class Guardian(Protocol):
     def authorize(self) -> None:
         """Called on rank 0 before it commits or deletes checkpoints, or writes the result; thread-safe, reads the run directory.
 
-        Raises ``EpochSupersededError``; another ``CheckpointError`` if nobody can say now whether this epoch is the newest.
+        Raises ``EpochSupersededError``; another ``CheckpointError`` if it is not known now whether this epoch is the newest.
         """
 
     @abstractmethod

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """The signals that this process was not started to ignore, as by ``nohup`` or in the background of a script. They stay ignored."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @dataclass
@@ -26,17 +31,18 @@ class StopRequest:
 
         So a rank starts: before the loop there is nothing to save, and nobody looks at the request.
         """
-        for number in self.signals:
+        for number in heeded(self.signals):
             signal.signal(number, signal.SIG_DFL)
 
     def listen(self) -> None:
         """Takes the signals as a request to stop, from here on. A second SIGINT acts as usual, at once."""
-        for number in self.signals:
+        for number in heeded(self.signals):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.made = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in heeded((signal.SIGINT,)):
+            signal.signal(number, signal.default_int_handler)
 
 
 _STOP_WORDS = (
@@ -71,7 +77,7 @@ class StopOrders:
 
 @contextmanager
 def on_stop_signals(ask: Callable[[], None]) -> Iterator[None]:
-    """Inside, each Ctrl-C, SIGTERM and SIGHUP calls ``ask`` instead of what it did before.
+    """Inside, each Ctrl-C, SIGTERM and SIGHUP calls ``ask`` instead of what it did before, but for those that are ignored.
 
     On another thread than the main one it changes nothing: Python lets only the main thread handle signals.
     """
@@ -84,7 +90,7 @@ def on_stop_signals(ask: Callable[[], None]) -> Iterator[None]:
 
     before = [
         (number, signal.signal(number, on_signal))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     ]
     try:
         yield

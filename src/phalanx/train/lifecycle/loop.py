@@ -39,7 +39,7 @@ from phalanx.train.lifecycle.saving import collect, due, extra_of, save, save_du
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.profile.recording import Recording
 from phalanx.train.start.checks import start_notes
-from phalanx.train.step.evaluate import HeldOutLoss, evaluate
+from phalanx.train.step.evaluate import EvaluationStoppedError, HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.rank_times import RankTimes
 from phalanx.train.step.step import Audit, Stepper, StepReport
@@ -101,8 +101,8 @@ def train(training: Training) -> RunResult | None:
             recent_s.append(time.perf_counter() - begin)
             _advance(training, instruments, progress, report)
             _log_step(training, progress, report, recent_s)
-            _conclude_step(training, instruments, progress, report)
-            if report.flags.stop and progress.step < spec.train.steps:
+            stops = _conclude_step(training, instruments, progress, report)
+            if stops and progress.step < spec.train.steps:
                 _stopped(training, begun, progress)
                 return None
     return _finished(training, begun, progress, recent_s)
@@ -160,8 +160,11 @@ def _advance(
 
 def _conclude_step(
     training: Training, instruments: _Instruments, progress: TrainProgress, report: StepReport
-) -> None:
-    """Does after a step what is due: figures of the ranks, snapshot, evaluation, checkpoint, the end of a recording."""
+) -> bool:
+    """Does after a step what is due: figures of the ranks, snapshot, checkpoint, evaluation, the end of a recording.
+
+    Returns True if the run is to stop, which also ends an evaluation.
+    """
     spec, guardian, recording = training.inputs.spec, training.inputs.guardian, instruments.recording
     last = progress.step == spec.train.steps
     ending = last or report.flags.stop or report.flags.leave
@@ -175,13 +178,19 @@ def _conclude_step(
     guardian.ended(progress.step, training.shards, extra_of(training, progress), report)
     if report.flags.profile:
         recording.asked(ending=ending)
-    if not last and due(progress.step, spec.evaluation.every_steps):
-        _evaluate(training, progress.step, spec.evaluation.sequences)
-    if not last and (report.flags.stop or report.flags.save or save_due(spec, progress.step)):
+    stops = report.flags.stop
+    if not last and (stops or report.flags.save or save_due(spec, progress.step)):
         save(training, progress)
+    if not last and not stops and due(progress.step, spec.evaluation.every_steps):
+        try:
+            _evaluate(training, progress.step, spec.evaluation.sequences)
+        except EvaluationStoppedError:
+            stops = True
+            save(training, progress)
     collect(training)
-    if report.flags.stop or last:
+    if stops or last:
         recording.last()
+    return stops
 
 
 def _measured_step(training: Training, stepper: Stepper, number: int, audit: Audit | None) -> StepReport:
@@ -329,6 +338,7 @@ def _traffic(training: Training) -> dict[str, int]:
 
 
 def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | None:
+    """Scores held-out text and reports it. Raises ``EvaluationStoppedError`` on a request to stop."""
     with training.inputs.ledger.bucket(Bucket.EVAL):
         begin = told = time.perf_counter()
 
@@ -338,8 +348,13 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
                 told = time.perf_counter()
                 training.reporter.emit(Evaluating(step, done, of))
 
+        def stops() -> bool:
+            return training.inputs.stop.made
+
         built = training.built
-        evaluation = evaluate(built.model, built.runner, training.data, training.inputs.spec, sequences, tell)
+        evaluation = evaluate(
+            built.model, built.runner, training.data, training.inputs.spec, sequences, tell, stops
+        )
         training.inputs.guardian.computed()
         seconds = time.perf_counter() - begin
         # Gathering weights and waiting for stages here was evaluation, not a step's.
@@ -368,8 +383,8 @@ def what_is_kept(begun: int, step: int, *, saved: bool) -> str:
 
 def _finished(
     training: Training, begun: TrainProgress, progress: TrainProgress, recent_s: list[float]
-) -> RunResult:
-    """Saves, evaluates and hashes the final weights, and writes the result.
+) -> RunResult | None:
+    """Saves, evaluates and hashes the final weights, and writes the result; ``None`` on a request to stop before.
 
     The save comes first: evaluation and hash need memory that training did not, and what they fail for shall not cost steps.
     """
@@ -381,7 +396,11 @@ def _finished(
         remedy = "make room and start again: the run goes on from the newest one"
         what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
         raise UnsavedError(f"{what}; {remedy}", remedy)
-    evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
+    try:
+        evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
+    except EvaluationStoppedError:
+        _stopped(training, begun, progress)
+        return None
     training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
     guardian.computed()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.data.reading.dataset import RunData
+from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
 from phalanx.train.step.loss import IGNORE
@@ -61,6 +62,19 @@ def _targets(data: RunData, numbers: NDArray[np.int64]) -> int:
     return max(1, int(data.held_out_targets(numbers).sum()))
 
 
+def _any_rank(here: bool, mesh: Mesh) -> bool:
+    """True on every rank if ``here`` is true on one. A collective."""
+    if mesh.ranks == 1:
+        return here
+    flag = torch.tensor(float(here), device=mesh.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+class EvaluationStoppedError(Exception):
+    """A request to stop came to some rank; raised on every rank alike, between two rounds of batches."""
+
+
 @torch.no_grad()
 def evaluate(
     model: DataParallel,
@@ -69,10 +83,12 @@ def evaluate(
     spec: RunSpec,
     wanted: int,
     on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
+    stops: Callable[[], bool] = lambda: False,
 ) -> HeldOutLoss | None:
     """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none.
 
-    ``on_progress`` is called after each round of batches with the number of sequences that all ranks have scored, and of all.
+    ``on_progress`` is called after each round of batches with the number of sequences that all ranks have scored, and of all. If
+    ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
     """
     sequences = min(wanted or data.held_out_len, data.held_out_len)
     if sequences == 0:
@@ -92,6 +108,9 @@ def evaluate(
         if batch < batches and runner.reports:
             losses[batch * context + mesh.context_rank] = loss.double()
         on_progress(min((turn + 1) * mesh.layout.data_ranks * size, sequences), sequences)
+        if _any_rank(stops(), mesh):
+            reshard(model.parts)
+            raise EvaluationStoppedError
     # Leaves shards behind and not gathered weights, for the next forward pass and for everything that reads parameters.
     reshard(model.parts)
     dist.all_reduce(losses)
