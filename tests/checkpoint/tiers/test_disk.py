@@ -209,6 +209,16 @@ def test_a_file_size_limit_reads_as_full_storage(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_a_half_made_folder_in_a_steps_place_is_moved_aside_and_the_step_is_saved(tier: DiskTier) -> None:
+    half_made = tier.folder(300)
+    half_made.mkdir()
+    (half_made / "rank-00000.safetensors").write_bytes(b"half")
+    save_state(tier, 300, STATE)
+    assert tier.has(300)
+    (aside,) = tier.root.glob(".damaged-step-00000300-*")
+    assert (aside / "rank-00000.safetensors").read_bytes() == b"half"
+
+
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file"):

@@ -15,6 +15,7 @@ index is therefore complete, whatever crashed when, and nothing in it is ever re
 that it stops existing at once even where removing takes long.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -56,6 +57,7 @@ from phalanx.run.directory.durable import sync
 from phalanx.run.directory.files_below import files_below
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
 
+_log = logging.getLogger(__name__)
 _PARTIAL = re.compile(r"\.partial-step-(\d{8,})-(\d+)")
 
 
@@ -194,9 +196,14 @@ class DiskTier:
                 os.rename(folder, self.folder(step))
             except OSError:
                 # A folder of that name that is not empty: an earlier attempt has committed the step, which stays.
-                if not self.has(step):
+                if self.has(step):
+                    self._discard(folder)
+                elif self.folder(step).exists():
+                    _log.warning("%s is no whole checkpoint: it is moved aside", self.folder(step))
+                    self.set_aside(step)
+                    os.rename(folder, self.folder(step))
+                else:
                     raise
-                self._discard(folder)
             sync(self.root)
 
     def _drop_earlier(self, draft: Draft) -> None:
