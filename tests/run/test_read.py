@@ -363,3 +363,10 @@ def test_a_preset_that_is_neither_known_nor_a_run_directory_is_refused_with_both
     assert [problem.path for problem in problems] == ["model.preset"]
     assert "llama3-8b" in problems[0].remedy
     assert "run directory" in problems[0].remedy
+
+
+def test_a_value_with_a_byte_that_is_not_utf8_is_named_by_its_field(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("")
+    with pytest.raises(RunFileError, match=r"data\.path: .*udcff.* is not UTF-8"):
+        read_run(path, PRESETS, ['data.path="corpus\udcff"'])

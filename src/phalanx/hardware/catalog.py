@@ -21,6 +21,7 @@ from phalanx.hardware.entries import read_accelerator, read_system, spelled_out
 from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.system import System
 from phalanx.hardware.tables import Values, read_toml, table_of
+from phalanx.run.directory.home import home
 from phalanx.run.problems import listing
 from phalanx.run.section_reader import unknown_field
 
@@ -84,7 +85,7 @@ def cluster(description: str) -> Cluster:
 
 def this_machine() -> Path:
     """The path of this machine's description: ``$PHALANX_THIS_MACHINE``, else ``~/.config/phalanx/this.toml``."""
-    return Path(os.environ.get("PHALANX_THIS_MACHINE", Path.home() / ".config" / "phalanx" / "this.toml"))
+    return Path(os.environ.get("PHALANX_THIS_MACHINE", home() / ".config" / "phalanx" / "this.toml"))
 
 
 def load_user(path: Path) -> System:

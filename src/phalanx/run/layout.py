@@ -143,7 +143,7 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
                 (path,),
             )
     if not shares_key_heads(spec.model, degree):
-        heads = spec.model.kv_heads
+        heads = spec.model.kv_heads or spec.model.heads
         yield Problem(
             "parallel.tensor",
             f"model.kv_heads = {heads} cannot be shared by {degree} tensor ranks",

@@ -126,6 +126,11 @@ def unknown_value(where: str, raw: object, allowed: Iterable[str]) -> Problem:
     return Problem(where, f"{raw!r} is not known", f"one of {', '.join(map(repr, allowed))}{suffix}")
 
 
+def _is_utf8(text: str) -> bool:
+    """Return False for text with a byte of the command line that is no UTF-8 (a lone surrogate)."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _value(kind: Any, raw: object, where: str, problems: list[Problem]) -> object:
     """``raw`` as a value of the type ``kind``, or ``_INVALID``."""
     origin = get_origin(kind)
@@ -177,6 +182,11 @@ def _scalar(kind: Any, raw: object, where: str, problems: list[Problem]) -> obje
         if abs(raw) <= sys.float_info.max:
             return float(raw)
         return _ill_typed(where, raw, "a finite number", problems)
+    if kind is str and isinstance(raw, str) and not _is_utf8(raw):
+        problems.append(
+            Problem(where, f"{raw!a} is not UTF-8", "write another value; of a path, rename the file")
+        )
+        return _INVALID
     if kind is str and isinstance(raw, str):
         return raw
     return _ill_typed(where, raw, _SCALARS[kind], problems)

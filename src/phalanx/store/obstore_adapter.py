@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,6 +24,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from phalanx.run.directory.home import home
 from phalanx.store.credentials import PROFILE, source_of
 from phalanx.store.errors import (
     BadUrlError,
@@ -107,7 +107,7 @@ class RemoteStore:
         self._url = url
         self._retry = retry
         self._scheme = urlsplit(url).scheme
-        self._credentials = source_of(self._scheme, os.environ, Path.home())
+        self._credentials = source_of(self._scheme, os.environ, home())
         insecure = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS[self._scheme])
         client: ClientConfig = {
             "allow_http": insecure or self._credentials == "the emulator's own",

@@ -1,13 +1,17 @@
 """The memory that a process can still fill, by what the machine and its control groups (cgroups(7)) leave."""
 
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from phalanx.observe.record.control_groups import groups_of
 
 _Files = tuple[str, str, str, str]
 """The names of a group's files and fields: limit, usage, and two kinds of files' pages in ``memory.stat``."""
-_V2: _Files = ("memory.max", "memory.current", "active_file", "inactive_file")
-_V1: _Files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
+_FILES: dict[int, _Files] = {
+    2: ("memory.max", "memory.current", "active_file", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
+}
+"""By the version of control groups."""
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
@@ -16,36 +20,10 @@ def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cg
     A limit may stand at this process's group or at any group above it, in either version of control groups; the tightest counts. Without
     limit where the system tells nothing (``proc`` and ``group`` are the places where Linux does).
     """
-    found = [_left(folder, files) for folder, files in _memory_groups(proc, group)]
+    found = [_left(folder, _FILES[version]) for folder, version in groups_of("memory", proc, group)]
     with suppress(OSError, ValueError, KeyError):
         found.append(_numbers(proc / "meminfo")["MemAvailable:"] * 1024)
     return min((free for free in found if free is not None), default=1 << 62)
-
-
-def _memory_groups(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
-    """The folders of this process's memory groups, from its own up to the root, with the names that they use.
-
-    ``proc/self/cgroup`` has a line ``0::PATH`` for version 2 and ``N:...memory...:PATH`` for version 1. In a container, PATH may be that of
-    the host, which is not visible here; then the root of what is mounted is the container's own group, and it is looked at in any case.
-    """
-    try:
-        lines = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
-    except OSError:
-        lines = []
-    paths = {2: "/", 1: "/"}
-    for number, controllers, path in (line for line in lines if len(line) == 3):
-        if number == "0" and not controllers:
-            paths[2] = path
-        elif "memory" in controllers.split(","):
-            paths[1] = path
-    for mounted, path, files in (
-        (root, paths[2], _V2),
-        (root / "unified", paths[2], _V2),
-        (root / "memory", paths[1], _V1),
-    ):
-        own = PurePosixPath("/", path)
-        for above in (own, *own.parents):
-            yield mounted / above.relative_to("/"), files
 
 
 def _left(folder: Path, files: _Files) -> int | None:

@@ -20,11 +20,12 @@ import os
 import platform
 import re
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from phalanx.run.directory.home import home, temporary_home
 
 OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""
@@ -45,30 +46,6 @@ def library_name(
     for part in _with_headers((source, *beside)):
         key.update(part.read_bytes())
     return f"{source.stem}-{key.hexdigest()[:16]}.so"
-
-
-def _cache_folder() -> Path:
-    """Return the folder of libraries in the user's cache, or in the folder of temporary files for a user without a home."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(cache) if cache else Path.home() / ".cache") / "phalanx" / "kernels"
-    except RuntimeError:
-        return _temporary_folder()
-
-
-def _temporary_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"phalanx-kernels-{os.getuid()}"
-
-
-def _is_trusted(folder: Path) -> bool:
-    """Return False for a temporary folder that others may have made: what is in it is run."""
-    if folder != _temporary_folder():
-        return True
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _with_headers(sources: Sequence[Path]) -> list[Path]:
@@ -95,33 +72,33 @@ def compiled(
 
     ``linked`` are options that name libraries. Raises ``NoHostKernelsError``.
     """
-    name, folders = (
-        library_name(source, options, beside=beside, linked=linked),
-        (_cache_folder(), _temporary_folder()),
-    )
-    for folder in folders:
-        if (folder / name).exists() and _is_trusted(folder):
-            return folder / name
+    name = library_name(source, options, beside=beside, linked=linked)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "kernels"
+    if (cache / name).exists():
+        return cache / name
     compiler = _compiler()
     if compiler is None:
         raise NoHostKernelsError("there is no C compiler (cc, gcc or clang)")
     command = (compiler, *options, *map(str, (source, *beside)), *linked, "-lm")
-    problems = []
-    for folder in folders:
-        try:
-            return _compile_into(folder, name, command)
-        except subprocess.CalledProcessError as error:  # also of a full disk
-            problems.append(f"{compiler} failed: {error.stderr.strip()[-300:]}")
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problems.append(str(error))
-    raise NoHostKernelsError("; ".join(dict.fromkeys(problems)))
+    try:
+        return _compile_into(cache, name, command)
+    except (OSError, subprocess.SubprocessError) as error:  # of a compiler also if the disk is full
+        problem = _reason(error)
+    try:
+        return _compile_into(temporary_home() / "kernels", name, command)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoHostKernelsError("; ".join(dict.fromkeys((problem, _reason(error))))) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
+    return str(error)
 
 
 def _compile_into(folder: Path, name: str, command: Sequence[str]) -> Path:
     """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so. Return the library's path."""
-    folder.mkdir(mode=0o700 if folder == _temporary_folder() else 0o777, parents=True, exist_ok=True)
-    if not _is_trusted(folder):
-        raise PermissionError(f"others can write {folder}: set XDG_CACHE_HOME to a folder of your own")
+    folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

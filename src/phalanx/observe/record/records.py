@@ -7,6 +7,7 @@ from the metadata of the installed distributions, so that asking costs milliseco
 
 import functools
 import hashlib
+import math
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from phalanx import version as of_package
 from phalanx.observe.logs.masking import MASKED, Mask
+from phalanx.observe.record.control_groups import quota_cores
 from phalanx.run.launch_variables import SECRET_NAME
 
 PACKAGES = (
@@ -180,10 +182,10 @@ def host_facts() -> dict[str, object]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: a container or taskset may allow fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use: taskset, or the quota of a container, may allow fewer than there are."""
+    # macOS has no affinity.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(cores, quota_cores())))
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

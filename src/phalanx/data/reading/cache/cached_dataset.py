@@ -32,6 +32,7 @@ from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.home import home
 from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
 from phalanx.store.open_store import open_store
 from phalanx.store.retry import RetryPolicy
@@ -54,7 +55,7 @@ class CacheOptions:
 
 def default_cache() -> Path:
     """The folder of cached datasets where none is given, by the XDG Base Directory Specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "datasets"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "datasets"
 
 
 @dataclass(frozen=True)
