@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forked_python import children
+from phalanx.fleet.control.coordinator_args import EXIT_SUPERSEDED
 from phalanx.fleet.control.fleet_file import FleetFile, Member, fleet_file, write_fleet_file
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
@@ -116,6 +117,26 @@ def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
     assert "It was started 10 times without the run getting any further" in ending.message
     assert MOST_DEATHS <= sleeping.count("node-0") <= MOST_DEATHS + 1
     assert sleeping.count("coordinator") == 1
+
+
+def test_a_local_fleet_whose_coordinator_was_superseded_ends_with_the_reason(
+    run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else can lead it: the run was started again, or somebody has changed its claims."""
+    start = Session.start
+
+    def standing_in(
+        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
+    ) -> Session:
+        says = f"echo ends: superseded by another start; exit {EXIT_SUPERSEDED}"
+        words = says if log.process == "coordinator" else "sleep 600"
+        return start(["sh", "-c", words], environment, log, keep_open)
+
+    monkeypatch.setattr(Session, "start", standing_in)
+    monkeypatch.syspath_prepend(tmp_path / "source")
+    ending = run_fleet(run, LocalFleet(1, times=AT_ONCE), show_nothing)
+    assert (ending.status, ending.exit_code) == ("failed", 1)
+    assert "superseded by another start" in ending.message
 
 
 def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(

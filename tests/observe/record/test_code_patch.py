@@ -75,6 +75,39 @@ def test_files_of_secrets_and_what_looks_like_one_stay_out(checkout: Path) -> No
         assert secret.encode() not in found.patch
 
 
+def test_secrets_without_quotes_and_a_removed_key_stay_out_of_files_that_are_no_code(checkout: Path) -> None:
+    root = checkout.parents[1]
+    body = "".join(f"{chr(65 + row) * 64}\n" for row in range(20))
+    (root / "notes.txt").write_text(f"-----BEGIN RSA PRIVATE KEY-----\n{body}-----END RSA PRIVATE KEY-----\n")
+    (root / "keys.py").write_text(
+        f'KEY = """-----BEGIN RSA PRIVATE KEY-----\n{body}-----END RSA PRIVATE KEY-----"""\n'
+    )
+    git(root, "add", "notes.txt", "keys.py")
+    git(root, "commit", "--quiet", "-m", "second")
+    (root / "notes.txt").unlink()
+    (root / "keys.py").unlink()
+    (root / "deploy.yaml").write_text("password: hunter3hunter3\napi_key: 0123456789abcdef\n")
+    (root / "run.sh").write_text("export AWS_SECRET_ACCESS_KEY=abcdefghij/0123\nMY_TOKEN=zyxwvutsrqponm\n")
+    (root / "settings.ini").write_text(
+        "password = plainsecret98\nHeader: Authorization: Bearer abcdefgh12345678\n"
+    )
+    git(root, "add", ".")
+    found = code_patch(checkout, ())
+    assert found is not None
+    assert found.masked
+    for secret in (
+        "hunter3",
+        "0123456789abcdef",
+        "abcdefghij",
+        "zyxwvuts",
+        "plainsecret98",
+        "abcdefgh12345678",
+    ):
+        assert secret.encode() not in found.patch
+    for row in range(20):
+        assert chr(65 + row).encode() * 64 not in found.patch
+
+
 def test_code_that_speaks_of_secrets_without_holding_any_is_kept_as_it_is(checkout: Path) -> None:
     lines = [
         "token = read_token(path)",

@@ -117,7 +117,7 @@ def hosts_in(order: LaunchOrder, path: str) -> list[Host]:
     if not path:
         raise EngineError("which hosts? --hosts FILE, or launch.hosts in the run file")
     try:
-        hosts = read_hosts(read_small(order.working_dir / path).decode("utf-8-sig"))
+        hosts = read_hosts(read_small(order.working_dir / path, follow=True).decode("utf-8-sig"))
     except OSError as error:
         raise EngineError(f"launch.hosts: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -31,6 +31,7 @@ from phalanx.data.dedup.exact import normal_form
 from phalanx.data.dedup.split_overlap import SplitOverlap
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
+from phalanx.data.preparing.interruptible import interruptible
 from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
 from phalanx.data.stored.index import (
     HELD_OUT,
@@ -253,8 +254,10 @@ def _write(
 ) -> PreparedInfo:
     try:
         with _partial_folder(out) as partial:
-            tokenizer = given or train_bpe(
-                source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
+            tokenizer = given or interruptible(
+                lambda: train_bpe(
+                    source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
+                )
             )
             tokenizer.save(partial)
             if chat is not None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import ShardFile
+from phalanx.run.directory.regular_file import open_regular
 
 BLOCK_BYTES = 1 << 13
 _MAGIC = b"PHXSUMS1"
@@ -69,7 +70,7 @@ def read_sums(path: Path, shard: ShardFile, shard_bytes: int) -> NDArray[np.uint
     file = sums_file(path)
     blocks = -(-shard_bytes // BLOCK_BYTES)
     try:
-        with file.open("rb") as opened:
+        with open_regular(file, follow=True) as opened:
             header = opened.read(_HEADER_BYTES)
         expected_bytes = _HEADER_BYTES + 8 * blocks
         if file.stat().st_size == expected_bytes and header == sums_header(shard.xxh3_128):

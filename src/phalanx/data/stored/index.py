@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from phalanx.data.errors import DatasetError
+from phalanx.run.directory.regular_file import open_regular
 from phalanx.run.problems import Problem
 from phalanx.run.section_reader import read_section, unknown_value
 
@@ -236,7 +237,8 @@ def read_index(directory: Path) -> DatasetIndex:
     """Read ``directory/index.json`` and check that it is whole and of this version. Raises ``DatasetError``."""
     path = directory / INDEX_FILE
     try:
-        text = path.read_bytes().decode()
+        with open_regular(path, follow=True) as file:
+            text = file.read().decode()
     except FileNotFoundError as error:
         what = (
             f"{directory} holds no {INDEX_FILE}"
@@ -244,6 +246,10 @@ def read_index(directory: Path) -> DatasetIndex:
             else f"there is no directory {directory}"
         )
         raise DatasetError(f"{what}; prepare the dataset there, or correct the path") from error
+    except NotADirectoryError as error:
+        raise DatasetError(
+            f"{directory} is a file, and no dataset: prepare it with `phalanx data prepare {directory} --out DIR`, and give DIR"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
             f"cannot read {path}: {error}; copy the dataset again, or prepare it again"

@@ -38,6 +38,7 @@ from phalanx.data.stored.index import (
     read_index,
 )
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.regular_file import open_regular
 
 # Each map and that of its sums hold a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
 MAX_OPEN_MAPS = 256
@@ -282,7 +283,9 @@ def verify(
             bad.append(shard.file)
         elif sums_file(path).exists():
             read_sums(path, shard, path.stat().st_size)  # says what a torn one lacks
-            if sums_file(path).read_bytes() != sums.content(shard.xxh3_128):
+            with open_regular(sums_file(path), follow=True) as stored:
+                content = stored.read()
+            if content != sums.content(shard.xxh3_128):
                 bad.append(sums_file(path).name)
         elif write_missing_sums:
             write_atomically(sums_file(path), sums.content(shard.xxh3_128))
@@ -324,7 +327,7 @@ def _map_shard(directory: Path, shard: ShardFile, dtype: np.dtype[Any], *, whole
     """Maps a shard. ``whole``: If it has no block sums, all of it is compared now; else none of it ever is."""
     _check_size(directory, shard, dtype.itemsize)
     path = directory / shard.file
-    with path.open("rb") as file:
+    with open_regular(path, follow=True) as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     sums = read_sums(path, shard, len(mapping))
     if sums is None and whole:
@@ -342,7 +345,7 @@ def _major_faults() -> int:
 def _checksum(path: Path, *also: Callable[[bytes], None]) -> str:
     checksum = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow=True) as file:
             while block := file.read(_READ_BYTES):
                 checksum.update(block)
                 for take in also:

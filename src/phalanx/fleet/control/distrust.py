@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import read_small
 
 
 def _file(directory: RunDirectory) -> Path:
@@ -27,7 +28,7 @@ def record_distrust(directory: RunDirectory, step: int) -> None:
 def distrusted_after(directory: RunDirectory) -> int | None:
     """The step after which copies are not to be trusted and have not been set aside; ``None`` if all are trusted. Raises ``OSError``."""
     try:
-        return int(_file(directory).read_text())
+        return int(read_small(_file(directory)))
     except (FileNotFoundError, ValueError):
         return None
 

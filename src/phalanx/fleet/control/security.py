@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.run.directory.durable import sync
+from phalanx.run.directory.regular_file import read_small
 
 TokenRole = Literal["join", "operate"]
 """The use of a token: to take part with a node's agent and workers, or to drain nodes and stop the run."""
@@ -134,7 +135,7 @@ def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
     """
     path = run_dir / _TOKEN_FILES[role]
     try:
-        first, *rest = path.read_text().splitlines() or [""]
+        first, *rest = read_small(path).decode().splitlines() or [""]
         # A token may have spaces in it.
         earlier = [line.rsplit(maxsplit=1) for line in rest if line.strip()]
         token = _checked(first.strip(), str(path))

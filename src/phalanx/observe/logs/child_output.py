@@ -75,6 +75,8 @@ class ChildOutput:
         self._lock, self._drained, self._over = threading.Lock(), threading.Event(), False
         self._wake_reading, self._wake = os.pipe()
         self._thrown, self._thrown_ended = b"", False
+        self._place_users = 2
+        """This object's user, until ``ended``, and the reading thread: the last of them closes the place."""
         self._thread = threading.Thread(target=self._read, name=f"output of {order.process}", daemon=True)
 
     @property
@@ -108,8 +110,14 @@ class ChildOutput:
             if how:
                 self._recorder.write(Record(how, level))
             self._recorder.close()
+            self._leave_place()
         os.close(self._wake)
         os.close(self._wake_reading)
+
+    def _leave_place(self) -> None:
+        self._place_users -= 1
+        if not self._place_users:
+            self.place.close()
 
     def _let_go(self) -> None:
         os.close(self.descriptor)
@@ -131,6 +139,7 @@ class ChildOutput:
         self._settle()
         with self._lock:
             self._recorder.close()
+            self._leave_place()
         os.close(self._reading)
         self._drained.set()
 

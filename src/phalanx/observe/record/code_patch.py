@@ -12,9 +12,10 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from phalanx.observe.logs.masking import MASKED, secret_values
+from phalanx.observe.logs.masking import MASKED, Mask, secret_values
 from phalanx.observe.record.records import OWN_PACKAGE, git, is_checkout
 
 MOST_BYTES = 4 << 20
@@ -29,9 +30,11 @@ _QUOTED = re.compile(
 )
 _TOKENS = re.compile(
     r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,})"
-    r"|(?<=://)[^\s/'\"@:{}]{1,256}:[^\s/'\"{}]{1,512}(?=@)|(?<=PRIVATE KEY-----)[^-]{40,}(?=-----END)"
+    r"|(?<=://)[^\s/'\"@:{}]{1,256}:[^\s/'\"{}]{1,512}(?=@)|(?<=PRIVATE KEY-----)(?:(?!-----)[\s\S]){40,16384}(?=[-+ ]?-----END)"
 )
-"""Narrower than what is masked in logs: code speaks of passwords without holding any, and a patch should apply."""
+"""For code, narrower than what is masked in logs: code speaks of passwords without holding any, and a patch should apply."""
+_FILE_OF_PATCH = re.compile(r"^diff --git ", re.MULTILINE)
+_NAME_OF_PATCH = re.compile(r"diff --git .* (?:\"b/(.*)\"|b/(.*))\n")
 _CODE_FILE = re.compile(r"\.(py|pyi|c|cc|cpp|cu|h|js|md|toml)$")
 
 
@@ -124,7 +127,17 @@ def code_patch(
 def _masked(text: str, secrets: Collection[str]) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASKED)
-    return _TOKENS.sub(MASKED, _QUOTED.sub(rf"\1\2{MASKED}\2", text))
+    starts = [0, *(match.start() for match in _FILE_OF_PATCH.finditer(text) if match.start()), len(text)]
+    return "".join(_masked_file(text[start:stop]) for start, stop in pairwise(starts))
+
+
+def _masked_file(patch: str) -> str:
+    """The patch of one file. Settings, notes and scripts hold secrets without quotes, so they are masked as logs are."""
+    name = _NAME_OF_PATCH.match(patch)
+    is_code = name is None or _CODE_FILE.search(name[1] or name[2]) is not None
+    if not is_code and "\nGIT binary patch\n" not in patch:
+        patch = Mask()(patch)
+    return _TOKENS.sub(MASKED, _QUOTED.sub(rf"\1\2{MASKED}\2", patch))
 
 
 def _names(listed: str | None) -> list[str]:

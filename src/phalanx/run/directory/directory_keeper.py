@@ -12,6 +12,7 @@ from pathlib import Path
 
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.spec import RunSpec
 
 
@@ -44,7 +45,7 @@ class DirectoryKeeper:
     def _look_at(self, path: Path, check: Callable[[], object]) -> str:
         kept = self._kept.get(path)
         try:
-            found = path.read_bytes()
+            found = read_small(path)
             if found == kept:
                 return ""
             check()

@@ -1,8 +1,9 @@
-"""Reads files of a run directory that somebody else may have put there.
+"""Reading of files in a run directory or dataset that somebody else may have put there.
 
 Under any name may lie a pipe, whose reader would wait for a writer that never comes, a device, or a file of any size. A reader that looks at
 many runs must come to an end at each of them: what is no regular file is refused before it is read, and what is meant to be small is not
-read into memory when it is not.
+read into memory when it is not. A link may lead to any file of whoever reads, whose content then would be shown, exported or copied: it is not
+followed.
 """
 
 from __future__ import annotations
@@ -17,20 +18,28 @@ MOST_SMALL_BYTES = 64 << 20
 """Larger than any record, status or run file, that of a fleet of 100,000 ranks included."""
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading, without waiting. Raises ``OSError`` if it cannot be read, or is a folder, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a file for reading, without waiting. Raises ``OSError`` if it cannot be read, or is a folder, a pipe or a device.
+
+    A link is refused too, unless ``follow``: for files that a user names, and datasets whose user has linked their files.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is no file", str(path))
 
 
-def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES) -> bytes:
-    """The content of a file. Raises ``OSError`` if it cannot be read, is no file, or has more than ``most_bytes``."""
-    with open_regular(path) as file:
+def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES, *, follow: bool = False) -> bytes:
+    """The content of a file. Raises ``OSError`` as ``open_regular`` does, and if the file has more than ``most_bytes``."""
+    with open_regular(path, follow=follow) as file:
         if os.fstat(file.fileno()).st_size <= most_bytes:
             content = file.read(most_bytes + 1)
             if len(content) <= most_bytes:
                 return content
     raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+
+
+def leads_out(folder: Path, inside: Path) -> bool:
+    """Return True if ``folder``, which is named as a folder of ``inside``, is a link to somewhere else."""
+    return not folder.resolve().is_relative_to(inside.resolve())

@@ -20,6 +20,7 @@ import msgspec
 from phalanx.observe.logs.masking import Mask
 from phalanx.observe.logs.tail import last_text
 from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.regular_file import read_small
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def remove_failure(log: Path) -> None:
 def read_failure(log: Path) -> Failure | None:
     """The record of the process that wrote ``log``; ``None`` if it left none that can be read."""
     try:
-        return msgspec.json.decode(failure_file(log).read_bytes(), type=Failure)
+        return msgspec.json.decode(read_small(failure_file(log)), type=Failure)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -22,6 +22,7 @@ from phalanx.observe.record.records import environment_record
 from phalanx.run.data_folders import addresses
 from phalanx.run.directory.durable import create_once, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.reporter import Reporter
 
@@ -97,7 +98,7 @@ def tell_differences(directory: RunDirectory, warn: Callable[[str], None]) -> No
     told = directory.machines / "differences"
     found = [one.sentence for one in machine_differences(newest_machines(directory))]
     try:
-        before = json.loads(told.read_text())
+        before = json.loads(read_small(told))
     except (OSError, ValueError):
         before = []
     if found == before:

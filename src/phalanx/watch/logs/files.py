@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import leads_out
 
 _NAME = re.compile(r"attempt-(\d{3,})-(.+?)(\.out)?(?:\.r(\d{4,}))?\.jsonl")
 _RAW = re.compile(r"attempt-(\d{3,})-(.+)\.log")
@@ -52,7 +53,7 @@ def streams(directory: RunDirectory, attempt: int | None = None) -> list[Stream]
     found: dict[tuple[int, str, str], list[tuple[int, Path]]] = defaultdict(list)
     names: list[str] = []
     with suppress(OSError):
-        names = os.listdir(directory.logs)
+        names = [] if leads_out(directory.logs, directory.path) else os.listdir(directory.logs)
     for name in names:
         path = directory.logs / name
         if match := _NAME.fullmatch(name):

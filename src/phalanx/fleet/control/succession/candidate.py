@@ -37,6 +37,7 @@ from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.worker import die_with_parent
 from phalanx.train.start.open_run import take_lock
@@ -68,7 +69,7 @@ def _standing(directory: RunDirectory) -> list[tuple[_Address, float]]:
     found: list[tuple[_Address, float]] = []
     for path in sorted(candidates_in(directory).glob("*.json")):
         with suppress(OSError, msgspec.MsgspecError):
-            content = msgspec.json.decode(path.read_bytes(), type=_Address)
+            content = msgspec.json.decode(read_small(path), type=_Address)
             found.append((content, path.stat().st_mtime))
     return found
 

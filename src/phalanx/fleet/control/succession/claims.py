@@ -21,6 +21,7 @@ import msgspec
 from phalanx.fleet.core.succession import Claim, decode_claim, encode_claim
 from phalanx.run.directory.durable import sync, write_atomically
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import read_small
 
 KEPT = 8
 """Claims that are kept whole. Of older ones the name is left, so that no term is claimed twice."""
@@ -68,7 +69,7 @@ class ClaimRegister:
 
     def read(self, term: int) -> Claim:
         """A claim of this start. Raises ``OSError``, ``msgspec.MsgspecError``."""
-        return decode_claim(self._path(term).read_bytes())
+        return decode_claim(read_small(self._path(term)))
 
     def make(self, claim: Claim) -> bool:
         """Makes a claim, durable when this returns; False if another has made that of its term.

@@ -173,6 +173,9 @@ class Processes:
         done = code == 0 or self.run.directory.finished_result() is not None
         if done or (code == 1 and seen is not None and seen.over):
             self.over = True
+        elif code == EXIT_SUPERSEDED and self.fleet.lead is None:
+            # No other machine can lead a local fleet: somebody started the run again, or changed its claims.
+            self.over, self.gave_up, self.hopeless = True, "coordinator", True
         elif code == EXIT_SUPERSEDED:
             self.superseded, self.stop_told = True, (0, 0)
             self.orders.tell(
