@@ -27,8 +27,8 @@ import httpx
 from bench.running import run_bench
 from bench.serve.survives import make_run
 
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
-_KINDS = (b"", b"GET /health HTTP/1.1\r\nHo", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", _HEAD)
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+_KINDS = (b"", b"GET /health HTTP/1.1\r\nHo", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", _HEAD)
 
 
 class Holder:

@@ -56,7 +56,7 @@ def raw(url: str) -> socket.socket:
 
 def head(length: int) -> bytes:
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     ).encode()
 
 
