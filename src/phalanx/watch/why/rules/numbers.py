@@ -97,7 +97,7 @@ def diverged(seen: Observed) -> Iterator[Reason]:
         return
     since, first = next(((t, step) for t, step in losses if step.loss > limit), losses[-1])
     before = [step for step, _ in seen.checkpoints if step < first.step]
-    back = f"phalanx train {seen.run} --from {before[-1]}" if before else f"phalanx train {seen.run}"
+    back = f"phalanx train {seen.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
     yield Reason(
         code="diverged",
         severity="critical",
@@ -110,7 +110,7 @@ def diverged(seen: Observed) -> Iterator[Reason]:
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
         ),
         doing="training goes on; its older checkpoints are kept as checkpoint.keep_last says",
-        next=f"lower optimizer.lr or lengthen schedule.warmup_steps, from before it: {back} --set optimizer.lr=...",
+        next=f"lower optimizer.lr or lengthen schedule.warmup_steps, {'from before it' if before else 'in a run of its own'}: {back} --set optimizer.lr=...",
     )
 
 
