@@ -148,7 +148,7 @@ class WorkerProcess:
             self._writer.close()
         code = self._process.wait()
         if self._output is not None:
-            how = f"{ending(code)}{' by its agent' if self._killed else ''}" if code else ""
+            how = "was ended by its agent" if self._killed else ending(code) if code else ""
             # In a thread: what it left may be much, and the disk slow.
             await asyncio.to_thread(
                 self._output.ended, how and ended_text(how), "info" if self._killed else "error"
