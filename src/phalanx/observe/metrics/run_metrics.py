@@ -131,7 +131,7 @@ RUN_METRICS: tuple[Derived[RunFacts], ...] = (
     _derived("checkpoint_failures_total", "counter", "Checkpoints that could not be written.", _count("CheckpointFailed")),
     _derived("checkpoint_step", "gauge", "Step of the newest checkpoint.", _of("saved", "step")),
     _derived("checkpoint_timestamp_seconds", "gauge", "Unix time at which the newest checkpoint was durable.", lambda f: f.saved_t or None),
-    _derived("checkpoint_size_bytes", "gauge", "Size of the newest checkpoint.", _of("saved", "size_bytes")),
+    _derived("checkpoint_size_bytes", "gauge", "Size of the newest checkpoint, all ranks together.", _of("saved", "size_bytes")),
     _derived("checkpoint_seconds_total", "counter", "Time from the beginning of each save until it was durable.", lambda f: f.checkpoint_seconds),
     _derived("checkpoint_blocked_seconds_total", "counter", "The part of it for which training stood still.", lambda f: f.blocked_seconds),
     _derived("checkpoint_copied_step", "gauge", "Step of the newest checkpoint in the object store.", _of("copied", "step")),
