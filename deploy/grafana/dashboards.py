@@ -286,11 +286,12 @@ RUN = Dashboard(
         ]),
     ],
 )  # fmt: skip
+_NEEDS = "empty without observe.metrics_port in the run file"
 FLEET = Dashboard(
     "phalanx-fleet",
     "Phalanx: fleets",
     [
-        Row("Now", [
+        Row(f"Now ({_NEEDS})", [
             Panel("Phase", [Query(f"{_of_run('phalanx_fleet_phase', 'phase')} == 1", "{{run}} {{phase}}")], "none", kind="stat", width=6),
             Panel("Members", [Query('max by (run) (phalanx_fleet_nodes{run=~"$run",role="member"})')], "none", kind="stat", width=4),
             Panel("Spares", [Query('max by (run) (phalanx_fleet_nodes{run=~"$run",role="spare"})')], "none", kind="stat", width=4, thresholds=((None, "red"), (1, "green"))),
@@ -320,7 +321,7 @@ NODES = Dashboard(
     "phalanx-nodes",
     "Phalanx: nodes",
     [
-        Row("Workers", [
+        Row(f"Workers ({_NEEDS})", [
             Panel("Workers that run", [Query(_of_node("phalanx_node_workers"), _AT_NODE)], "none"),
             Panel("Deaths of workers", [Query(_of_node("phalanx_node_worker_deaths_total"), _AT_NODE)], "none"),
             Panel("Step", [Query(_of_node("phalanx_node_step"), _AT_NODE)], "none"),
