@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shlex
 import signal
 import stat
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,15 @@ def test_data_that_the_submitting_machine_does_not_see_and_one_core_for_all_work
     assert list(doubts_of(replace(spec, data=DataSpec(path="words"), launch=asked), tmp_path)) == []
     prepared = DataSpec(path="/no/such", corpus=("python-stdlib",))
     assert list(doubts_of(replace(spec, data=prepared, launch=asked), tmp_path)) == []
+
+
+def test_a_run_that_has_ended_on_this_machine_is_known_by_the_last_line_of_its_log(tmp_path: Path) -> None:
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    made = Submitted("local", "this machine", "x", 1, 0, 0.0, "", "this-machine")
+    (folder / "submitted.json").write_text(json.dumps(asdict(made)))
+    (folder / "this-machine.log").write_text("starts\nError: there is no dataset at data.path\n\n")
+    job = standing.standing_or_end(tmp_path)
+    assert job is not None
+    assert job.has_ended
+    assert job.doing.endswith("this-machine.log): Error: there is no dataset at data.path")

@@ -15,6 +15,7 @@ from phalanx.launch.engines.submission import Submitted, read_record
 from phalanx.launch.engines.tools import EngineError
 
 _SILENT_S = 30.0
+_LONGEST_LINE, _TAIL_BYTES = 500, 16 << 10
 
 
 def submission_of(run_dir: Path) -> Submitted | None:
@@ -66,10 +67,25 @@ def standing_or_end(run_dir: Path) -> JobStanding | None:
         made = submission_of(run_dir)
         if made is None:
             return None
-        ended = JobStanding(title(made), f"it has ended; its log is {log_of(run_dir, made)}", has_ended=True)
-        return standing(run_dir, made) or ended
+        job = standing(run_dir, made)
+        if job is not None:
+            return job
+        log = log_of(run_dir, made)
+        last = "".join(_printed(log)[-1:])[:_LONGEST_LINE] or "there is none"
+        text = f"it has ended; the last line of its log ({log}): {last}"
+        return JobStanding(title(made), text, has_ended=True)
     except EngineError:
         return None
+
+
+def _printed(log: Path) -> list[str]:
+    """The last lines that a job has printed; none if there is no log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return []
 
 
 def sentence(run_dir: Path, made: Submitted) -> str | None:
