@@ -231,7 +231,10 @@ def test_conversations_are_prepared_and_a_record_shows_what_is_learned(chats: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chats.jsonl", "--layout", "chat", "--seq-len", "48"], "needs the model's own tokenizer"),
+        (
+            ["chats.jsonl", "--layout", "chat", "--seq-len", "48"],
+            "needs special tokens: add --tokenizer FOLDER",
+        ),
         (["chats.jsonl", "--layout", "chat", "--tokenizer", "model"], "add --seq-len"),
         (["chats.jsonl", "--too-long", "cut"], "add --layout chat"),
         (

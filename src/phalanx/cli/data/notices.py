@@ -29,3 +29,19 @@ def lines_of_links(linked: Sequence[Path]) -> Iterator[str]:
     if linked:
         more = f" and {len(linked) - 3} more" if len(linked) > 3 else ""
         yield f"not read, since links to folders are not followed: {', '.join(map(str, linked[:3]))}{more}; name them to have them read"
+
+
+def lines_of_turns(out: str, index: DatasetIndex) -> Iterator[str]:
+    """A warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for datasets in stores."""
+    from phalanx.data.chat.kept import kept_template, turn_ends
+    from phalanx.data.tokenizers.tokenizer import load_tokenizer
+
+    folder = Path(out)
+    if index.recipe.chat is None or not folder.is_dir():
+        return
+    template = kept_template(folder)
+    if template is not None and not turn_ends(template, load_tokenizer(folder)):
+        yield (
+            "warning: no special token of the tokenizer ends an answer in this template, so a model that learns from it may never end its turn; add the "
+            "template's tokens to the tokenizer as special ones, or train one for it: --tokenizer bpe --chat-template FILE"
+        )

@@ -133,9 +133,12 @@ def prepare_command(
       phalanx data prepare s3://raw/web/*.jsonl.zst --out s3://bucket/web --workers 8
       phalanx data prepare recipe.toml --out s3://bucket/web     # by a recipe, on many workers: phalanx data prepare recipe.toml --help
     """
-    _require_options_of_layout(layout == "chat", pack, seq_len, tokenizer, chat_template, as_text, too_long)
     chosen = ChosenWorkers(workers, dask, spark, ray, slurm)
     chosen.require_one_kind()
+    in_portions = chosen.said or any(map(is_remote, (out, *text)))
+    _require_options_of_layout(
+        layout == "chat", pack, seq_len, tokenizer, chat_template, as_text, too_long, in_portions=in_portions
+    )
     output = OutputRecipe(
         layout,
         str(chat_template or ""),
@@ -146,7 +149,6 @@ def prepare_command(
         hold_out_by=hold_out_by,
         seq_len=seq_len or 0,
     )
-    in_portions = chosen.said or any(map(is_remote, (out, *text)))
     prepare = partial(prepare_in_portions, workers=chosen) if in_portions else _prepare_here
     prepare(
         text,
@@ -210,6 +212,8 @@ def _require_options_of_layout(
     chat_template: Path | None,
     as_text: bool,
     too_long: str,
+    *,
+    in_portions: bool,
 ) -> None:
     """Raises ``click.UsageError`` for options that do not go together."""
     if not chats:
@@ -224,9 +228,14 @@ def _require_options_of_layout(
         raise click.UsageError(
             "--layout chat packs conversations whole: add --seq-len, the run's train.seq_len"
         )
-    if tokenizer in ("bpe", "bytes"):
+    if tokenizer == "bytes" or (tokenizer == "bpe" and chat_template is None):
         raise click.UsageError(
-            "--layout chat needs the model's own tokenizer: add --tokenizer FOLDER, that of the model"
+            "--layout chat needs special tokens: add --tokenizer FOLDER, that of the model; or, for a model from nothing, --tokenizer bpe and "
+            "--chat-template FILE, for which a tokenizer is trained"
+        )
+    if tokenizer == "bpe" and in_portions:
+        raise click.UsageError(
+            "a tokenizer for chats is trained in one process: leave --workers and URLs out, or give --tokenizer FOLDER"
         )
     if as_text:
         raise click.UsageError(
@@ -239,6 +248,13 @@ def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatL
     from phalanx.data.chat.encode import ChatLayout
     from phalanx.data.chat.template import ChatTemplateError, read_chat_template
 
+    if output.tokenizer == "bpe":
+        from phalanx.data.chat.untrained import read_bare_template
+
+        try:
+            return ChatLayout(read_bare_template(Path(output.chat_template)), output.too_long, on_bad)
+        except ChatTemplateError as error:
+            raise TokenizerError(str(error)) from error
     tokenizer = Path(output.tokenizer)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     template = Path(output.chat_template) if output.chat_template else None

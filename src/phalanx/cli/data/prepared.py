@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.data.named import say_array
-from phalanx.cli.data.notices import lines_of_links, lines_of_overlap
+from phalanx.cli.data.notices import lines_of_links, lines_of_overlap, lines_of_turns
 
 if TYPE_CHECKING:
     from phalanx.data.preparing.files import Files
@@ -37,6 +37,8 @@ def report_prepared(
     for line in _lines_of_tokens(info.index, on_bad):
         click.echo(f"  {line}")
     for line in lines_of_overlap(info.held_out_in_training, info.index, "--hold-out-by text"):
+        click.echo(f"  {line}")
+    for line in lines_of_turns(out, info.index):
         click.echo(f"  {line}")
     if files is not None and files.report.bad_count:
         click.echo(f"  left out as bad: {files.report.bad_count:,}, named above")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.data.notices import lines_of_overlap
+from phalanx.cli.data.notices import lines_of_overlap, lines_of_turns
 from phalanx.cli.data.workers import ChosenWorkers, resumable, worker_options
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
@@ -229,6 +229,8 @@ def report(
             f"  packed whole into records of {index.packed_seq_len:,} tokens, {facts['padding']:.3%} of them padding{few}"
         )
     for line in lines_of_overlap(prepared.held_out_in_training, index, 'output.hold_out_by = "text"'):
+        click.echo(f"  {line}")
+    for line in lines_of_turns(out, index):
         click.echo(f"  {line}")
     if not index.held_out.tokens:
         click.echo(

@@ -21,12 +21,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.kept import save_template
+from phalanx.data.chat.untrained import UntrainedChat, texts_of, untrained_chat
 from phalanx.data.dedup.exact import normal_form
 from phalanx.data.dedup.split_overlap import SplitOverlap
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
@@ -106,7 +107,7 @@ def prepare(
     of a ``tokenizer.json`` or of sentencepiece's ``tokenizer.model``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
     also put through ``xz -9``, which takes about 700 MB of memory at most. With a ``packed_seq_len`` documents are packed whole into
     records of that length; else they are joined end to end. With ``chat`` documents are conversations, as ``conversation_text`` writes them;
-    they are packed whole, in a given tokenizer's tokens.
+    they are packed whole, in a given tokenizer's tokens, or in those of one that is trained on them with the template's special tokens.
 
     Raises ``CorpusError`` (documents unfit or changing), ``TokenizerError``, ``DatasetExistsError`` (``out`` holds
     something else, untouched), ``NoRoomError`` (disk full, nothing left behind), and ``DatasetError``.
@@ -117,13 +118,15 @@ def prepare(
         raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
     source = _Source(documents, held_out_fraction, hold_out_by, on_progress, divisible=chat is None)
     given = _given_tokenizer(tokenizer)
-    encoder = None
+    encoder, untrained = None, None
     if chat is not None:
-        if given is None or not packed_seq_len:
-            raise DatasetError(
-                "chats are packed into records, in the tokens of the model's own tokenizer: give both"
-            )
-        encoder = ChatEncoder(given, chat, packed_seq_len)
+        if not packed_seq_len:
+            raise DatasetError("chats are packed into records: give packed_seq_len")
+        if given is None:
+            untrained = untrained_chat(chat.template)
+            chat = replace(chat, template=untrained.template)
+        else:
+            encoder = ChatEncoder(given, chat, packed_seq_len)
     if given is not None and vocab_size not in (None, given.vocab_size):
         raise DatasetError(
             f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
@@ -140,14 +143,39 @@ def prepare(
         () if chat is not None else start,
         packed_seq_len,
         None
-        if chat is None or encoder is None
-        else ChatRecipe(chat.template.sha256, encoder.end, chat.too_long),
+        if chat is None
+        else ChatRecipe(chat.template.sha256, _chat_end(encoder, untrained), chat.too_long),
         hold_out_by,
     )
     found = _find(out, recipe)
     if found is not None:
         return found
-    return _write(source, out, recipe, given, encoder)
+    if chat is not None and untrained is not None:
+
+        def train() -> tuple[Tokenizer, ChatEncoder | None]:
+            texts = (text for line in source.train_texts() for text in texts_of(line))
+            tokenizer = train_bpe(
+                texts,
+                vocab_size=vocab_size or DEFAULT_BPE_VOCAB_SIZE,
+                special_tokens=untrained.special_tokens,
+            )
+            return tokenizer, ChatEncoder(tokenizer, chat, packed_seq_len)
+
+    else:
+
+        def train() -> tuple[Tokenizer, ChatEncoder | None]:
+            size = vocab_size or DEFAULT_BPE_VOCAB_SIZE
+            return given or train_bpe(source.train_texts(), vocab_size=size), encoder
+
+    return _write(source, out, recipe, train)
+
+
+def _chat_end(encoder: ChatEncoder | None, untrained: UntrainedChat | None) -> int:
+    """The token that ends a conversation."""
+    if encoder is not None:
+        return encoder.end
+    assert untrained is not None, "without a tokenizer one is to be trained"
+    return untrained.end
 
 
 def split_of(decisive: str, held_out_fraction: float) -> str:
@@ -250,15 +278,14 @@ class _Source:
 
 
 def _write(
-    source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None, chat: ChatEncoder | None
+    source: _Source,
+    out: Path,
+    recipe: Recipe,
+    tokenize: Callable[[], tuple[Tokenizer, ChatEncoder | None]],
 ) -> PreparedInfo:
     try:
         with _partial_folder(out) as partial:
-            tokenizer = given or interruptible(
-                lambda: train_bpe(
-                    source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
-                )
-            )
+            tokenizer, chat = interruptible(tokenize)
             tokenizer.save(partial)
             if chat is not None:
                 save_template(partial, chat.layout.template)

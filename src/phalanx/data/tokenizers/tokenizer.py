@@ -266,15 +266,17 @@ class BpeTokenizer:
         save_tokenizer(directory, self.serialized, self.end_token, self.kind)
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
+def train_bpe(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ()) -> BpeTokenizer:
     """Learn a byte-level BPE of at most ``vocab_size`` tokens (fewer if the text has too few distinct pairs).
 
     The same texts give the same tokenizer, whatever the number of threads. Memory grows with the number of distinct
-    words only. ``vocab_size`` counts the 256 bytes and the end-of-document token, hence is at least 257.
+    words only. ``vocab_size`` counts the 256 bytes, the end-of-document token and ``special_tokens``, whose ids follow on its 0.
     """
-    if vocab_size < BYTES_VOCAB_SIZE:
+    least = BYTES_VOCAB_SIZE + len(special_tokens)
+    if vocab_size < least:
+        further = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise TokenizerError(
-            f"vocab_size = {vocab_size} is too small: 256 bytes and the end-of-document token need {BYTES_VOCAB_SIZE}"
+            f"vocab_size = {vocab_size} is too small: 256 bytes and the end-of-document token{further} need {least}"
         )
     hf = HfTokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
@@ -284,7 +286,9 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
     hf.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(END_OF_DOCUMENT, special=True, normalized=False)],
+        special_tokens=[
+            AddedToken(token, special=True, normalized=False) for token in (END_OF_DOCUMENT, *special_tokens)
+        ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
