@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import exit_code
+from phalanx.model.facts.presets import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,27 @@ def test_half_of_what_goes_on_with_a_run_or_a_model_is_refused_with_the_other_ha
 ) -> None:
     assert exit_code(words.split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian configs/quickstart.toml", "no such command 'trian'; did you mean train?"),
+        ("train configs/quickstrat.toml", "did you mean configs/quickstart.toml?"),
+        ("train runs/a runs/b --from", "give one run file or run directory, not 2: runs/a, runs/b"),
+    ],
+)
+def test_a_slip_of_the_pen_is_answered_with_what_is_nearly_that(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(words.split()) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_no_name_of_a_model_is_cut_off_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert exit_code(["models"]) == 0
+    names = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert PRESETS.keys() <= names

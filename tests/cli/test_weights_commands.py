@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,8 @@ def test_a_model_without_a_tokenizer_or_template_says_so(
     # Here no dataset lies at the default data.path; the quickstart leaves one in a checkout.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    for name in ("run.toml", "checkpoints"):
-        (tmp_path / "run" / name).symlink_to(imported / name)
+    shutil.copy(imported / "run.toml", tmp_path / "run" / "run.toml")
+    (tmp_path / "run" / "checkpoints").symlink_to(imported / "checkpoints")
     done = generated(tmp_path / "run", "--prompt", "a")
     assert done.exit_code == 1
     assert "has no tokenizer" in done.output

@@ -6,6 +6,7 @@ of its own name, which is imported when the command is used.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import shlex
@@ -75,6 +76,14 @@ class _Lazy(click.Group):
         command: click.Command = module.command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+        if near and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"no such command {args[0]!r}; did you mean {near[0]}?", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
@@ -112,8 +121,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _end)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a file's name may be no UTF-8
-            stream.reconfigure(errors="backslashreplace")
+        with suppress(OSError):  # standard output may be a file that is open for reading and writing
+            if isinstance(stream, TextIOWrapper):  # a file's name may be no UTF-8
+                stream.reconfigure(errors="backslashreplace")
     os.environ["PHALANX_COMMAND"] = shlex.join(
         ["phalanx", *sys.argv[1:]]
     )  # for the record of a run: ranks are started by other words

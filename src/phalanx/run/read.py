@@ -6,8 +6,11 @@ rules that span fields are applied to whatever could be read; and one ``RunFileE
 
 from __future__ import annotations
 
+import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise RunFileError(
-            path, [Problem("", f"there is no file {path}", "give the path of a run file")]
+            path, [Problem("", f"there is no file {path}", f"give the path of a run file{_near(path)}")]
         ) from None
     except IsADirectoryError:
         raise RunFileError(
@@ -48,6 +51,15 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
     ) as error:  # besides its own errors, a number of thousands of digits; deep nesting
         raise RunFileError(path, [Problem("", f"not valid TOML: {error}", "see https://toml.io")]) from None
     return read_table(table, presets, overrides, path)
+
+
+def _near(path: Path) -> str:
+    """The question whether another file of the same folder is meant, whose name is nearly that of ``path``; empty if there is none."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(path.parent) if name.endswith(".toml")]
+        if near := difflib.get_close_matches(path.name, names, n=1):
+            return f"; did you mean {path.with_name(near[0])}?"
+    return ""
 
 
 def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:

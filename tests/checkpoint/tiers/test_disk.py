@@ -186,7 +186,7 @@ def test_a_full_disk_fails_the_save_but_neither_training_nor_older_checkpoints(s
     (full,) = saver.poll()
     assert isinstance(full.error, StorageFullError)
     assert "8,392,704 bytes needed" in str(full.error)
-    assert "older checkpoints are intact" in str(full.error)
+    assert "checkpoints that were saved before are intact" in str(full.error)
     saver.save(3, shards_of(STATE), {})
     saver.close()
     assert [outcome.status for outcome in saver.poll()] == ["committed"]

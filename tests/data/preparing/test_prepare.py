@@ -120,6 +120,12 @@ def test_copies_across_the_splits_are_counted_and_there_are_none_if_texts_decide
     assert "hold_out_by" not in (tmp_path / "name" / "index.json").read_text()
 
 
+def test_files_without_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(CorpusError, match=rf"0 documents of {tmp_path / 'empty.txt'} to train on"):
+        prepare(files_of([tmp_path]), tmp_path / "out", tokenizer="bytes")
+
+
 def test_a_tokenizer_is_trained_on_the_training_split_alone(tmp_path: Path) -> None:
     make(tmp_path / "set", "bpe", vocab_size=400)
     texts = [d.text for d in DOCUMENTS if split_of(d.name, FRACTION) == TRAIN]

@@ -51,7 +51,7 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
     if error.errno in _FULL:
         return StorageFullError(
             f"{path}: no room ({error.strerror}): {needed_bytes:,} bytes needed, {_free_bytes(path):,} free. "
-            "This checkpoint was given up; training goes on and the older checkpoints are intact. Free space, "
+            "This checkpoint was given up; training goes on, and checkpoints that were saved before are intact. Free space, "
             "raise the quota or the file size limit, or keep fewer checkpoints; the next save tries again."
         )
     if isinstance(error, FileNotFoundError) and needed_bytes:
@@ -65,8 +65,8 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
             f"{path}: permission denied. Give this user the right to it, or name another folder."
         )
     return StorageError(
-        f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}). The storage failed; older "
-        "checkpoints are untouched. Check the disk or mount, then save again or restore from elsewhere."
+        f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}). The storage failed; checkpoints that "
+        "were saved before are untouched. Check the disk or mount, then save again or restore from elsewhere."
     )
 
 

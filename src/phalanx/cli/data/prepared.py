@@ -11,6 +11,7 @@ import click
 
 from phalanx.cli.data.named import say_array
 from phalanx.cli.data.notices import lines_of_links, lines_of_overlap, lines_of_turns
+from phalanx.run.sections.train import TrainSpec
 
 if TYPE_CHECKING:
     from phalanx.data.preparing.files import Files
@@ -77,6 +78,8 @@ def _lines_of_files(files: Files | None) -> Iterator[str]:
 def _lines_of_tokens(index: DatasetIndex, on_bad: Literal["stop", "skip"]) -> Iterator[str]:
     train, held_out = index.train, index.held_out
     yield f"{train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
+    if train.tokens <= TrainSpec.seq_len:
+        yield f"warning: that is less than one sequence of train.seq_len = {TrainSpec.seq_len}: give more text, or train on shorter sequences"
     if index.packed_seq_len:
         share = train.padding / max(1, train.tokens)
         few = "; documents are too few to fill them better" if share > _MUCH_PADDING else ""

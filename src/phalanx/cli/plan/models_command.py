@@ -62,7 +62,7 @@ def _facts(spec: ModelSpec) -> JsonObject:
 
 
 def _print_all(found: dict[str, JsonObject]) -> None:
-    table = Table()
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in ("name", "parameters", "active", "layers", "dim", "heads", "KV heads", "experts"):
         is_name = column == "name"  # which is what people copy
         table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)

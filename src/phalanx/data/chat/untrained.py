@@ -58,6 +58,6 @@ def read_bare_template(file: Path) -> ChatTemplate:
 
 def texts_of(conversation: str) -> Iterator[str]:
     """The texts in a conversation (a line of ``conversation_text``), for a tokenizer to learn from."""
-    found = read_conversation(conversation)
-    for value in (*found.messages, found.tools):
+    parts = read_conversation(conversation)
+    for value in (*parts.messages, parts.tools):
         yield from strings_in(value)

@@ -32,6 +32,7 @@ from phalanx.data.dedup.exact import normal_form
 from phalanx.data.dedup.split_overlap import SplitOverlap
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
+from phalanx.data.preparing.files import Files
 from phalanx.data.preparing.interruptible import interruptible
 from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
 from phalanx.data.stored.index import (
@@ -243,7 +244,7 @@ class _Source:
             return
         if most < 2:
             raise CorpusError(
-                f"there is too little text in {self.total} documents to train on some and hold some out; give more"
+                f"there is too little text in {self.total} documents{self._files()} to train on some and hold some out; give more"
             )
         self._cut = largest, min(math.ceil(held_out_fraction * characters), most // 2)
 
@@ -272,6 +273,13 @@ class _Source:
         if self.sha256 not in ("", digest.hexdigest()):
             raise CorpusError("the documents changed while they were being prepared; prepare them again")
         self.total, self.sha256 = done, digest.hexdigest()
+
+    def _files(self) -> str:
+        """The files of the documents, for a message; empty if they are of none."""
+        if not isinstance(self._documents, Files):
+            return ""
+        paths = [str(file.path) for file in self._documents.files]
+        return f" of {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
 
     def train_texts(self) -> Iterator[str]:
         return (text for split, _, text, _ in self.read("train tokenizer") if split == TRAIN)

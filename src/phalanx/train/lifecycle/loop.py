@@ -378,7 +378,11 @@ def what_is_kept(begun: int, step: int, *, saved: bool) -> str:
     """What a run that stops after ``step`` steps, of which this start found ``begun`` done, has kept of them."""
     if step == begun:
         return "no step was done since the start, and nothing was to be saved"
-    return f"step {step} is saved" if saved else "the last checkpoint failed, an older one is kept"
+    return (
+        f"step {step} is saved"
+        if saved
+        else "the last checkpoint failed; those that were saved before are kept"
+    )
 
 
 def _finished(
@@ -393,7 +397,7 @@ def _finished(
         guardian.await_authority()
     save(training, progress)
     if not settle(training):
-        remedy = "make room and start again: the run goes on from the newest one"
+        remedy = "make room and start again: the run goes on from its newest checkpoint, or begins anew if it has none"
         what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
         raise UnsavedError(f"{what}; {remedy}", remedy)
     try:

@@ -267,9 +267,12 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     )
     if run.data is not None:
         yield "data", run.data.sentence
+    spares = f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators)"
     yield (
         "spares",
-        f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators), billed beside those that train (--assume spare_nodes=N)",
+        f"{spares} beside the cluster's, in energy and cost; --assume spare_nodes=0 for none"
+        if run.spare_nodes
+        else spares,
     )
     yield (
         "energy",
