@@ -167,7 +167,8 @@ def _beat(pool: Pool, event: Beat, now_s: float, commands: list[PoolCommand]) ->
     if worker is None:
         # Given up for dead: only a new life can be trusted to hold no job of the old one.
         if event.worker not in pool.workers:
-            commands.append(Refuse(event.worker, event.life, "it was given up; let it join again"))
+            reason = pool.quarantined.get(event.worker, "")
+            commands.append(Refuse(event.worker, event.life, reason or "it was given up; let it join again"))
         return
     worker.heard_s = now_s
     if event.steps != worker.steps or not event.jobs:

@@ -18,12 +18,21 @@ MOST_SMALL_BYTES = 64 << 20
 """Larger than any record, status or run file, that of a fleet of 100,000 ranks included."""
 
 
+_NOT_FOLLOWED = "it is a link, which is not followed: put the file itself there"
+
+
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     """Open a file for reading, without waiting. Raises ``OSError`` if it cannot be read, or is a folder, a pipe or a device.
 
     A link is refused too, unless ``follow``: for files that a user names, and datasets whose user has linked their files.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(error.errno, _NOT_FOLLOWED, str(path)) from error
+        raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
     os.close(descriptor)
@@ -38,6 +47,19 @@ def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES, *, follow: bool =
             if len(content) <= most_bytes:
                 return content
     raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+
+
+def file_of_download(folder: Path, name: str) -> Path:
+    """Return the file that ``name`` leads to in a downloaded ``folder``: one in it, or in the blobs of the download cache that it is in.
+
+    Raises ``OSError`` for a link to any other file.
+    """
+    folder, file = folder.resolve(), (folder / name).resolve()
+    # Hugging Face's cache: models--NAME/snapshots/COMMIT/config.json is a link to models--NAME/blobs/DIGEST.
+    blobs = folder.parent.parent / "blobs"
+    if file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs)):
+        return file
+    raise OSError(errno.ELOOP, f"it leads out of its folder: {_NOT_FOLLOWED}", str(folder / name))
 
 
 def leads_out(folder: Path, inside: Path) -> bool:

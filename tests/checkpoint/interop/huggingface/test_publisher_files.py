@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from parity.llama3_folder import TEXT, save_llama3
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
 from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -114,13 +116,37 @@ def test_what_an_export_leaves_out_of_the_published_files_is_named(
     assert notes == ("left out of what was published: README.md", "left out of config.json: novel_trick")
 
 
+def in_download_cache(published: Path, root: Path) -> Path:
+    """The folder of a model as Hugging Face's cache has it: links to blobs beside it."""
+    blobs, folder = (
+        root / "models--some--model" / "blobs",
+        root / "models--some--model" / "snapshots" / "1a2b",
+    )
+    folder.mkdir(parents=True)
+    shutil.copytree(published, blobs)
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors", "README.md"])
+def test_a_link_out_of_the_folder_of_a_model_is_refused_by_name(
+    published: Path, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(published, folder)
+    (folder / name).unlink(missing_ok=True)
+    private = tmp_path / "private"
+    private.write_bytes((published / name).read_bytes() if (published / name).exists() else b"private")
+    (folder / name).symlink_to(private)
+    with pytest.raises((HuggingFaceError, OSError), match=f"{name}.*link|link.*{name}"):
+        import_hf(folder, tmp_path / "run")
+
+
 def test_an_import_copies_all_but_weights_and_names_what_it_did_not_copy(
     published: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for path in published.iterdir():
-        (folder / path.name).symlink_to(path)  # as a download cache lays them out
+    folder = in_download_cache(published, tmp_path)
     (folder / "pytorch_model.bin").write_bytes(b"weights")
     (folder / ".gitattributes").write_text("")
     (folder / "original").mkdir()
@@ -141,10 +167,7 @@ def test_an_import_copies_all_but_weights_and_names_what_it_did_not_copy(
 def test_a_model_whose_tokenizer_cannot_be_used_here_keeps_it_for_others(
     published: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for path in published.iterdir():
-        (folder / path.name).symlink_to(path)
+    folder = in_download_cache(published, tmp_path)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"sentencepiece")
     imported = import_hf(folder, tmp_path / "run")

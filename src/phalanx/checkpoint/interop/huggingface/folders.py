@@ -13,7 +13,7 @@ import torch
 from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError
 from phalanx.run.directory.durable import sync
 from phalanx.run.directory.files_below import files_below, folders_below
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.regular_file import file_of_download, read_small
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -65,7 +65,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_small(path).decode())
+        content = json.loads(read_small(file_of_download(path.parent, path.name)).decode())
     except OSError as error:
         raise HuggingFaceError(
             f"{path}: {error.strerror}; give the folder of a Hugging Face model"

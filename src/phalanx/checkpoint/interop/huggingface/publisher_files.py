@@ -19,6 +19,7 @@ from phalanx.checkpoint.interop.huggingface.notes import TOKEN_FIELDS
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.regular_file import file_of_download
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
@@ -87,13 +88,16 @@ def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
         if path.name.startswith(".") or _is_like(path.name, _WEIGHTS):
             continue
         if path.name == _TEMPLATES:
-            shutil.copytree(path, folder / path.name)
+            (folder / path.name).mkdir()
+            for template in sorted(entry for entry in path.iterdir() if entry.is_file()):
+                name = f"{path.name}/{template.name}"
+                shutil.copyfile(file_of_download(source, name), folder / name)
         elif not path.is_file():
             notes.append(f"left out: the folder {path.name}")
         elif path.stat().st_size > _LARGEST_BYTES:
             notes.append(f"left out: {path.name}, larger than {_LARGEST_BYTES >> 20} MiB")
         else:
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(file_of_download(source, path.name), folder / path.name)
     return tuple(notes)
 
 

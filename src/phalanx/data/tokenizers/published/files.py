@@ -59,7 +59,7 @@ def named_token(config: dict[str, object], name: str) -> str | None:
 def read_bytes(file: Path) -> bytes:
     """The content of a tokenizer's file. Raises ``TokenizerError``."""
     try:
-        return read_small(file)
+        return read_small(file, follow=True)
     except OSError as error:
         raise TokenizerError(
             f"cannot read {file}: {error.strerror}; give a tokenizer.json or its directory"

@@ -37,6 +37,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
 from phalanx.checkpoint.interop.huggingface.names import Published, hf_name, published, shared_copies
 from phalanx.checkpoint.interop.huggingface.notes import import_notes
 from phalanx.checkpoint.interop.huggingface.stored.mxfp4 import unpacked
+from phalanx.run.directory.regular_file import file_of_download
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
@@ -132,6 +133,7 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
                 "saved as safetensors first)"
             )
         try:
+            path = file_of_download(directory, file)
             path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
             opened = stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
