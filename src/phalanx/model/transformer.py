@@ -64,6 +64,11 @@ def _embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """``number`` rounded to the format of ``dtype``, as where models with scaled embeddings were trained."""
+    return torch.tensor(number, dtype=dtype).item()
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, and the output projection that the readout applies; or a stage of a pipeline."""
 
@@ -152,11 +157,8 @@ class Transformer(nn.Module):
         """The vectors ``(..., d)`` that the first layer is given for ``tokens``."""
         assert self.embedding is not None, "this stage of a pipeline has no embedding"
         vectors: Tensor = self.embedding(tokens)
-        if not self.spec.scale_embeddings:
-            return vectors
-        # The factor is rounded to the vectors' format, as where such models were trained. It is a number of the host: a tensor of ordinary
-        # memory would be copied to a GPU only when all that was queued before it is done.
-        return vectors * torch.tensor(self.spec.dim**0.5, dtype=vectors.dtype, device="cpu").item()
+        # A Python number: a tensor would be copied to a GPU from ordinary memory, for which the host waits.
+        return vectors * rounded(self.spec.dim**0.5, vectors.dtype) if self.spec.scale_embeddings else vectors
 
     def _length(self, positions: Tensor, cache: Sequence[Cache] | None) -> int:
         """Tokens of the whole sequence, where the rotation depends on it; else 0."""

@@ -6,7 +6,6 @@ about.
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import json
@@ -31,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import flop_counter
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
 
 from phalanx.hardware.local.device import current_gpu
@@ -215,27 +215,32 @@ def keep_activations_within(fraction: float) -> None:
     """Tells the compiler what fraction of a block's activations it may keep, in all that this process compiles later."""
     from torch._functorch import config  # slow to import, and only compiled runs need it
 
-    count_operations_of_grouped_heads()
+    count_grouped_attention()
     config.activation_memory_budget = fraction
 
 
-@functools.cache
-def count_operations_of_grouped_heads() -> None:
-    """Let PyTorch count the operations of attention whose keys have fewer heads than its queries.
+def count_grouped_attention() -> None:
+    """Have PyTorch count the FLOP of attention with fewer key than query heads, on which the compiler's budget relies. 2.13 does by itself."""
+    heads, grouped = (1, 2, 1, 1), (1, 1, 1, 1)
+    forward: Any = flop_counter.sdpa_flop_count
+    backward: Any = flop_counter.sdpa_backward_flop_count
+    try:
+        forward(heads, grouped, grouped)
+    except AssertionError:
 
-    The compiler counts them for a budget of activations. Before 2.13 the formula for GPUs raises an AssertionError for grouped heads.
-    """
-    if torch.__version__ >= "2.13":  # as versions compare
-        return
-    from torch.utils import flop_counter
+        def all_heads(query: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+            return (shape[0], query[1], *shape[2:])
 
-    count: Callable[..., int] = flop_counter.sdpa_flop_count
+        def count_forward(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+            return int(forward(query, all_heads(query, key), all_heads(query, value)))
 
-    def count_with_all_heads(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-        batch, heads = query[:2]
-        return count(query, (batch, heads, *key[2:]), (batch, heads, *value[2:]))
+        def count_backward(
+            grad: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int]
+        ) -> int:
+            return int(backward(grad, query, all_heads(query, key), all_heads(query, value)))
 
-    flop_counter.sdpa_flop_count = count_with_all_heads
+        flop_counter.sdpa_flop_count = count_forward
+        flop_counter.sdpa_backward_flop_count = count_backward
 
 
 def keep_selected_tensors_from_hooks() -> dict[str, Any]:
