@@ -452,10 +452,10 @@ def test_saves_are_held_while_no_coordinator_has_led_for_a_lease(led: list[bool]
     state, alone_s, held = in_epoch(4, 0), 0.0, False
     state.on_tick(0.0, 0.0)
     for index, leads in enumerate(led, 1):
-        alone_s = 0.0 if leads else alone_s + 0.4
-        state.on_worker_message(0, wl.Alive(4, 7, "forward", 0.0), 0.4 * index, 0.0)
-        orders = told(state.on_tick(0.4 * index, 0.0, led=leads))
-        due = alone_s > 10.0 + 1e-9
+        alone_s = 0.0 if leads else alone_s + 0.25
+        state.on_worker_message(0, wl.Alive(4, 7, "forward", 0.0), 0.25 * index, 0.0)
+        orders = told(state.on_tick(0.25 * index, 0.0, led=leads))
+        due = alone_s > 10.0
         assert orders == ([(0, wl.HoldSaves(due))] if due != held else []), "once for each change"
         held = due
 

@@ -54,7 +54,8 @@ def file_of_download(folder: Path, name: str) -> Path:
 
     Raises ``OSError`` for a link to any other file.
     """
-    folder, file = folder.resolve(), (folder / name).resolve()
+    # Unlike Path.resolve, realpath raises nothing for links in a circle, which reading then names.
+    folder, file = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
     # Hugging Face's cache: models--NAME/snapshots/COMMIT/config.json is a link to models--NAME/blobs/DIGEST.
     blobs = folder.parent.parent / "blobs"
     if file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs)):
