@@ -13,13 +13,21 @@ import pytest
 
 from phalanx.fleet.control.fleet_file import Member
 from phalanx.launch.engines.standing import JobStanding
-from phalanx.observe.events import CheckpointSaved, EpochLeft, Message, NonFinite, decode
+from phalanx.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochLeft,
+    Message,
+    NonFinite,
+    Stopped,
+    decode,
+)
 from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.watch.why.observed import DiskSeen, ProcessSeen
 from phalanx.watch.why.processes import processes_of
-from watch.why.test_rules import FLEET, NOTHING_DUE, only
+from watch.why.test_rules import FLEET, NOTHING_DUE, only, spike
 from watch.why.watched import T0, Watched, fleet_file, member, steps
 
 VOCABULARY = dataclasses.replace(NOTHING_DUE, model=ModelSpec(vocab_size=4096))
@@ -52,6 +60,27 @@ def test_a_loss_above_that_of_an_untrained_model_is_critical(run: Watched) -> No
     assert (found.code, found.severity) == ("diverged", "critical")
     assert "an untrained model has 8.3" in found.evidence[1]
     assert "--from 20 --set optimizer.lr=" in found.next
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_has_ended_with_a_loss_above_an_untrained_models_is_named(
+    run: Watched, finished: bool
+) -> None:
+    run.write(steps(31, 60, lambda _: {"loss": 3900.0}))
+    run.write([Stopped(60, "asked to stop")])
+    found = only(run.reasons(held=False, finished=finished, checkpoints=((20, T0),)))
+    assert (found.code, found.severity) == ("diverged", "critical")
+    assert found.doing.startswith(
+        "nothing: it has finished" if finished else "nothing: it has ended; step 20"
+    )
+
+
+def test_a_reason_does_not_call_a_run_that_has_ended_running(run: Watched) -> None:
+    run.write([spike(30), CheckpointFailed(30, "permission denied", "run/checkpoints")])
+    run.write([Stopped(30, "asked to stop")])
+    assert {reason.code: reason.doing for reason in run.reasons(held=False)} == dict.fromkeys(
+        ["loss-spike", "checkpoint-failed"], "nothing: it has ended; no checkpoint was saved"
+    )
 
 
 def test_a_loss_that_begins_high_and_falls_is_no_divergence(tmp_path: Path) -> None:

@@ -186,6 +186,19 @@ class Observed:
         """True if the run should make progress now: it has begun, it has not ended, and its processes are there as far as is known."""
         return bool(self.events) and not self.over and self.held is not False
 
+    @cached_property
+    def after_end(self) -> str:
+        """What is left of the run once it has ended."""
+        if self.finished:
+            return "nothing: it has finished"
+        step = self.saved_step
+        kept = f"step {step:,} is saved, and it goes on from there" if step else "no checkpoint was saved"
+        return f"nothing: it has ended; {kept}"
+
+    def doing(self, while_running: str) -> str:
+        """Return ``while_running``, or ``after_end`` for a run that has ended."""
+        return while_running if self.running else self.after_end
+
     def newest(self, kind: type[Body]) -> tuple[float, Body] | None:
         """Time and content of the newest event of a kind, of any attempt."""
         return next(

@@ -48,7 +48,7 @@ def failed(seen: Observed) -> Iterator[Reason]:
         where=first.who if first else logged.who if logged else "the fleet",
         since=first.at if first else logged.at if logged else seen.last_t or None,
         evidence=tuple(evidence),
-        doing=f"nothing: it has ended; {_kept(seen)}",
+        doing=seen.after_end,
         next=f"{remedy} phalanx train {seen.run}",
     )
 
@@ -75,7 +75,7 @@ def gone(seen: Observed) -> Iterator[Reason]:
                 "no process holds the run directory (its file lock)",
                 f"the newest event is {format_duration(silent_s)} old and tells no end: killed, out of memory, or the machine was switched off",
             ),
-            doing=f"nothing: it has ended; {_kept(seen)}",
+            doing=seen.after_end,
             next=f"phalanx train {seen.run} (see {seen.run}/logs and the kernel's log, dmesg, for what killed it)",
         )
     elif seen.held is None and silent_s > max(SILENT_ELSEWHERE_S, STALL_STEPS * seen.step_s):
@@ -126,8 +126,3 @@ def queued(seen: Observed) -> Iterator[Reason]:
         doing="nothing, until it is released" if job.is_held else "the scheduler starts it",
         next="scontrol release JOB, or ask who holds it" if job.is_held else f"phalanx status {seen.run}",
     )
-
-
-def _kept(seen: Observed) -> str:
-    step = seen.saved_step
-    return f"step {step:,} is saved, and it goes on from there" if step else "no checkpoint was saved"

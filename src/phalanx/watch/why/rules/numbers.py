@@ -65,8 +65,11 @@ def spike(seen: Observed) -> Iterator[Reason]:
         since=event.t,
         evidence=tuple(evidence),
         doing={
-            "continue": "training goes on; the checkpoint before it is kept"
-            + (f" (step {before[-1]:,})" if before else ""),
+            "continue": seen.doing(
+                f"training goes on; the checkpoint before it is kept (step {before[-1]:,})"
+                if before
+                else "training goes on"
+            ),
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
         }[worst.action],
@@ -77,11 +80,7 @@ def spike(seen: Observed) -> Iterator[Reason]:
 def diverged(seen: Observed) -> Iterator[Reason]:
     """The loss is above that of an untrained model, or far above the run's own past for a window of steps."""
     losses = [(t, step) for t, step in seen.settled if math.isfinite(step.loss)]
-    if (
-        not seen.running
-        or len(losses) < RECENT_STEPS
-        or any(reason.severity == "critical" for reason in spike(seen))
-    ):
+    if len(losses) < RECENT_STEPS or any(reason.severity == "critical" for reason in spike(seen)):
         return  # a spike that has not come back names the step and its batch
     window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
     untrained = _untrained_loss(seen)
@@ -109,7 +108,7 @@ def diverged(seen: Observed) -> Iterator[Reason]:
             *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
         ),
-        doing="training goes on; its older checkpoints are kept as checkpoint.keep_last says",
+        doing=seen.doing("training goes on; its older checkpoints are kept as checkpoint.keep_last says"),
         next=f"lower optimizer.lr or lengthen schedule.warmup_steps, {'from before it' if before else 'in a run of its own'}: {back} --set optimizer.lr=...",
     )
 

@@ -48,7 +48,9 @@ def failed_checkpoints(seen: Observed) -> Iterator[Reason]:
             if seen.saved_step
             else "there is no good checkpoint",
         ),
-        doing="training goes on, and the next checkpoint is tried when it is due; older ones are kept",
+        doing=seen.doing(
+            "training goes on, and the next checkpoint is tried when it is due; older ones are kept"
+        ),
         next=f"make room or mend {last.path} (df -h; phalanx checkpoint list {seen.run})",
     )
 
