@@ -20,6 +20,7 @@ from phalanx.data.tokenizers.tokenizer import BytesTokenizer, tokenizer_from_fil
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.serve import prompt as prompt_module
 from phalanx.serve.generate import generate, load_model
+from phalanx.serve.http.served.model_text import read_model_text
 from phalanx.serve.prompt import (
     Framing,
     encode_chat,
@@ -394,3 +395,25 @@ def test_the_published_tokenizer_is_loaded_once_for_a_text(
     )
     list(continued(run, TEXT[0], tokens=1, temperature=0, chat=True))
     assert len(loaded) == 1
+
+
+def test_a_chat_template_for_a_tokenizer_of_bytes_is_refused_when_serving_starts(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.tokenizer.mkdir()
+    BytesTokenizer().save(run.tokenizer)
+    template = tmp_path / "mine.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    with pytest.raises(TokenizerError, match=r"--chat-template .*mine\.jinja: .*bytes"):
+        read_model_text(run.path, "run", 257, str(template))
+
+
+def test_a_chat_template_that_is_no_jinja_is_refused_with_its_line_when_serving_starts(
+    bare_run: RunDirectory,
+) -> None:
+    template = bare_run.path / "mine.jinja"
+    template.write_text("{% for message in messages %}\n{{ message.content }")
+    with pytest.raises(TokenizerError, match=r"--chat-template .*mine\.jinja: line 2"):
+        read_model_text(bare_run.path, "run", 512, str(template))
+    template.write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"the chat template .*mine\.jinja cannot be read"):
+        read_model_text(bare_run.path, "run", 512, str(template))

@@ -44,6 +44,15 @@ def compiled(source: str, today: bool) -> jinja2.Template:
     return environment.from_string(source)
 
 
+def syntax_error(source: str) -> str:
+    """Return what is wrong with the template's syntax, with its line; empty if nothing is."""
+    try:
+        _environment().parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return ""
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

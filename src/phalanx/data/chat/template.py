@@ -131,7 +131,9 @@ def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
         else:
             source = config.get("chat_template")
     except (TokenizerError, OSError) as error:
-        raise ChatTemplateError(f"the chat template in {folder} cannot be read: {error}") from error
+        raise ChatTemplateError(
+            f"the chat template {file or f'in {folder}'} cannot be read: {error}"
+        ) from error
     if isinstance(source, list):  # several, each with a name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")

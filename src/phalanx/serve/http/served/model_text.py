@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.data.chat.environment import syntax_error
 from phalanx.data.chat.kept import turn_ends
 from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
@@ -115,8 +116,15 @@ def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: st
     stop = stop_tokens(published, tokenizer, templates)
     try:
         if chat_template:
+            if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
+                raise TokenizerError(
+                    f"--chat-template {chat_template}: the run's tokenizer of bytes frames no conversations; leave the option out and use "
+                    "/v1/completions"
+                )
             named = templates or RunDirectory(run_dir).tokenizer
             template: ChatTemplate | None = read_chat_template(named, Path(chat_template))
+            if problem := syntax_error(template.source):
+                raise TokenizerError(f"--chat-template {chat_template}: {problem}; mend the template")
         else:
             template = None if templates is None else read_chat_template(templates)
     except ChatTemplateError as error:
