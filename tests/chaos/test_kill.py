@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from forked_python import children
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored
+from phalanx.run.directory.paths import RunDirectory
 from phalanx_process import ENVIRONMENT, TIMEOUT_S, alive, last_json, run, start, steps_done, wait_until
 
 FLEETS = [
@@ -103,6 +105,28 @@ def test_asked_to_stop_before_it_has_begun_it_stops_as_well(run_file: Path, tmp_
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
+
+
+def test_a_stop_names_the_checkpoint_that_is_kept_also_if_the_last_save_fails(
+    run_file: Path, tmp_path: Path
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    often = ["--set", "checkpoint.every_steps=2", "--set", "train.steps=100000"]
+    process = start(
+        ["train", str(run_file), "--run-dir", str(directory.path), "--ranks", "1", *often], tmp_path
+    )
+    wait_until(lambda: bool(directory.committed_steps()), process)
+    (rank,) = children(process.pid)
+    os.kill(rank, signal.SIGSTOP)
+    resource.prlimit(
+        rank, resource.RLIMIT_FSIZE, (1024, 1024)
+    )  # as on a full disk: neither saves nor events are written
+    process.send_signal(signal.SIGTERM)
+    os.kill(rank, signal.SIGCONT)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    kept = max(directory.committed_steps())
+    assert process.returncode == 75
+    assert f"stopped; the newest checkpoint is of step {kept};" in " ".join(out.split())
 
 
 def test_asked_twice_it_ends_at_once_and_says_that_steps_are_lost(run_file: Path, tmp_path: Path) -> None:

@@ -163,9 +163,9 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
     again = how_to_go_on(run.directory.path, sys.argv[1:], child=run.spec.checkpoint.init_with == "training")
     if ending.status == "stopped":
         step = max(run.directory.committed_steps(), default=0)
-        lost = f" without saving; the newest checkpoint is of step {step}"
-        how = f" ({ending.message})" if ending.message not in ("", "stopped") else ""
-        _print_marked(console, "stopped", f"{lost if ending.unsaved else how}; to go on: {again}")
+        how = f"{ending.message or 'stopped'}{' without saving' if ending.unsaved else ''};"
+        # The last save may have failed, and a full disk takes no event that says so.
+        _print_marked(console, how, f"the newest checkpoint is of step {step}; to go on: {again}")
         if as_json:
             fleets = {"unsaved_steps": ending.unsaved_steps} if story else {}
             click.echo(json.dumps({"stopped": True, "saved_step": step} | fleets))
