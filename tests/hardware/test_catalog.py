@@ -227,6 +227,8 @@ def test_only_figures_can_be_overridden(name: str) -> None:
         ("domain.size", 2.5, "set a whole number, as 8 is"),
         ("accelerators", 128, "--cluster h100:128"),
         ("accelerator.power_w", 1000, "no more than 700, with which its rates were measured"),
+        ("accelerator.power_w", 0, "more than accelerator.idle_power_w, which is 75"),
+        ("accelerator.power_w", 50, "more than accelerator.idle_power_w, which is 75"),
         ("accelerator.idle_power_w", 5000, "no more than accelerator.power_w, which is 700"),
     ],
 )
@@ -239,6 +241,13 @@ def test_a_site_draws_no_less_than_its_machines(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[system]\nlike = "h100"\npue = 0.8\n')
     with pytest.raises(HardwareError, match=r"pue: 0\.8 is below 1"):
+        cluster(f"{path}:64")
+
+
+def test_an_accelerator_draws_no_less_under_load_than_idle(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[system]\nlike = "h100"\n[accelerator]\nlike = "h100"\nprofile = "h100"\npower_w = 0\n')
+    with pytest.raises(HardwareError, match="power_w: 0 is below idle_power_w = 75"):
         cluster(f"{path}:64")
 
 

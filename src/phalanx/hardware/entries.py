@@ -45,6 +45,12 @@ def read_accelerator(values: Values, place: str) -> Accelerator:
     if not found.flops:
         remedy = "give the dense peak by format, flops = {bf16 = 1e14}"
         raise HardwareError(listing(place, [Problem("flops", "is empty", remedy)]))
+    power_w, idle_w = found.power_w.value, found.idle_power_w.value
+    if power_w < idle_w:
+        remedy = "give the power under load, and less for idle_power_w"
+        raise HardwareError(
+            listing(place, [Problem("power_w", f"{power_w:g} is below idle_power_w = {idle_w:g}", remedy)])
+        )
     return found
 
 

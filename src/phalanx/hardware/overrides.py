@@ -45,6 +45,11 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
             f"{name} = {value:g}: set no more than {limit:g}, with which its rates were measured; describe an accelerator that draws more in a "
             "TOML file"
         )
+    idle_w = cluster.accelerator.idle_power_w.value
+    if name == "accelerator.power_w" and limit > 0 and value <= idle_w:
+        raise HardwareError(
+            f"{name} = {value:g}: set more than accelerator.idle_power_w, which is {idle_w:g}"
+        )
     if name == "accelerator.idle_power_w" and value > limit > 0:
         raise HardwareError(f"{name} = {value:g}: set no more than accelerator.power_w, which is {limit:g}")
     changed: Cluster = _replaced(cluster, name.split("."), value, source, name)

@@ -105,6 +105,11 @@ def test_a_lower_power_limit_slows_large_products_in_proportion() -> None:
     assert sustained_flops(half, "bf16") < 0.55 * sustained_flops(H100, "bf16")
 
 
+def test_a_power_limit_that_is_not_known_limits_nothing() -> None:
+    unknown = changed(H100, power_w=0.0)
+    assert sustained_flops(unknown, "bf16") >= sustained_flops(H100, "bf16")
+
+
 def test_the_largest_products_of_gb200_run_at_its_power_limit() -> None:
     """1.43 PFLOP/s: the median of the published measurements above 2.5 TFLOP (ai-dynamo/aiconfigurator)."""
     assert sustained_flops(profile_of(accelerator("gb200")), "bf16") == pytest.approx(1.43e15, rel=0.02)

@@ -168,9 +168,10 @@ def _peak(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def _power_limited(profile: Profile, format: str) -> float:  # noqa: A002
-    """Peak FLOP/s, or the rate at which the power limit is reached if that is lower."""
+    """Peak FLOP/s, or the rate at which the power limit is reached if that is lower; 0 W is a limit that is not known."""
     peak, joules = _peak(profile, format), profile.constants.joules_per_flop.get(format)
-    return min(peak, _POWER_HEADROOM * profile.accelerator.power_w.value / joules) if joules else peak
+    power_w = profile.accelerator.power_w.value
+    return min(peak, _POWER_HEADROOM * power_w / joules) if joules and power_w else peak
 
 
 def _wave_waste(tiles: Seconds, multiprocessors: int, share: float) -> Seconds:
