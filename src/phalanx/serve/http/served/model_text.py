@@ -114,6 +114,7 @@ def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: st
     published = published_with(run_dir, tokenizer)
     templates = template_folder(run_dir, published)
     stop = stop_tokens(published, tokenizer, templates)
+    template: ChatTemplate | None = None
     try:
         if chat_template:
             if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
@@ -122,15 +123,15 @@ def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: st
                     "/v1/completions"
                 )
             named = templates or RunDirectory(run_dir).tokenizer
-            template: ChatTemplate | None = read_chat_template(named, Path(chat_template))
-            if problem := syntax_error(template.source):
+            template = custom = read_chat_template(named, Path(chat_template))
+            if problem := syntax_error(custom.source):
                 raise TokenizerError(f"--chat-template {chat_template}: {problem}; mend the template")
-        else:
-            template = None if templates is None else read_chat_template(templates)
+        elif templates is not None:
+            template = read_chat_template(templates)
     except ChatTemplateError as error:
         if chat_template:
             raise TokenizerError(str(error)) from error
-        template = None  # Only /v1/chat/completions needs one, and its error names it.
+        # Only /v1/chat/completions needs one, and its error names it.
     if chat_template and template is not None:
         stop |= turn_ends(template, tokenizer)
     return ModelText(name, tokenizer, stop, vocab_size, template)
