@@ -188,7 +188,7 @@ class Observed:
 
     @cached_property
     def after_end(self) -> str:
-        """What is left of the run once it has ended."""
+        """Remainder of the run once it has ended."""
         if self.finished:
             return "nothing: it has finished"
         step = self.saved_step
