@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,18 @@ def test_a_place_that_the_system_refuses_is_named(command: str, capsys: pytest.C
     too_long = "x" * 300
     assert exit_code(command.format(too_long).split()) in (1, 2)
     assert too_long in capsys.readouterr().err.replace("\n", "")
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
+def test_output_that_a_full_disk_refuses_is_an_error_without_a_traceback(unbuffered: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, *unbuffered, "-m", "phalanx", "spec"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"Error: cannot write the output: No space left on device\n")
 
 
 def test_a_folder_that_is_no_run_keeps_what_it_has_when_a_tracker_is_to_be_filled(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ of its own name, which is imported when the command is used.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import shlex
@@ -149,7 +150,8 @@ def exit_code(words: Sequence[str]) -> int:
         return 0
     except OSError as error:
         if error.filename is None:
-            if not _output_fails():
+            # Unbuffered output keeps nothing to try again, and then the error alone tells.
+            if not _output_fails() and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             with suppress(OSError):
                 click.echo(f"Error: cannot write the output: {error.strerror}", err=True)
