@@ -291,6 +291,19 @@ def test_what_is_no_file_in_the_place_of_a_tokenizers_file_is_named(name: str, t
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b'{"a":', b"!!!! 0\n"])
+def test_a_file_that_is_no_tokenizer_is_refused_with_the_kinds_that_are_read(
+    content: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.tiktoken"
+    file.write_bytes(content)
+    with pytest.raises(
+        TokenizerError,
+        match=r"mine\.tiktoken: neither a tokenizer\.json .*sentencepiece or ranks of tiktoken",
+    ):
+        tokenizer_from_file(file)
+
+
 def test_a_configuration_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
     BPE.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"a":' * 100_000)

@@ -395,7 +395,9 @@ def _read_by_library(serialized: str) -> HfTokenizer:
     try:
         return HfTokenizer.from_str(serialized)
     except Exception as error:  # the library raises bare Exception for a file that it cannot parse
-        raise TokenizerError(f"not a tokenizer.json that can be read: {error}") from error
+        raise TokenizerError(
+            f"neither a tokenizer.json ({error}), nor a tokenizer.model of sentencepiece or ranks of tiktoken; copy it again from where it came"
+        ) from error
 
 
 def _parse(serialized: str) -> HfTokenizer:
