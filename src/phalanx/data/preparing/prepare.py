@@ -33,6 +33,7 @@ from phalanx.data.dedup.split_overlap import SplitOverlap
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import Files
+from phalanx.data.preparing.interruptible import interruptible
 from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
 from phalanx.data.stored.index import (
     HELD_OUT,
@@ -292,7 +293,7 @@ def _write(
 ) -> PreparedInfo:
     try:
         with _partial_folder(out) as partial:
-            tokenizer, chat = tokenize()
+            tokenizer, chat = interruptible(tokenize)
             tokenizer.save(partial)
             if chat is not None:
                 save_template(partial, chat.layout.template)

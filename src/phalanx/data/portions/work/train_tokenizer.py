@@ -12,6 +12,7 @@ import xxhash
 from phalanx.data.portions.planning.plan import PreparationPlan, put_tokenizer
 from phalanx.data.portions.tasks import StoredObject, Workplace
 from phalanx.data.portions.to_train_on import split_documents
+from phalanx.data.preparing.interruptible import interruptible
 from phalanx.data.stored.index import TRAIN
 from phalanx.data.tokenizers.tokenizer import train_bpe
 
@@ -27,7 +28,9 @@ def sampled_portions(plan: PreparationPlan) -> list[int]:
 def train_tokenizer(place: Workplace, number: int) -> None:
     """Do the only task of the stage ``tokenizer``."""
     manifest = place.new_manifest("tokenizer", number)
-    tokenizer = train_bpe(_sample(place), vocab_size=place.plan.recipe.output.vocab_size)
+    tokenizer = interruptible(
+        lambda: train_bpe(_sample(place), vocab_size=place.plan.recipe.output.vocab_size)
+    )
     for key in put_tokenizer(place.store, tokenizer):
         data = place.store.get(key)
         manifest.objects.append(StoredObject(key, len(data), xxhash.xxh3_128(data).hexdigest()))
