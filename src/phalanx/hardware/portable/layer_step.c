@@ -13,13 +13,13 @@
 
 #include <stdlib.h>
 
-enum { SHARE = 64 /* outputs that a thread takes at a time */, MOST_GROUP = 64 /* query heads of a key head */ };
+enum { SHARE = 64 }; /* outputs that a thread takes at a time */
 
 /* A thread of a team. */
 typedef struct {
   int64_t number, threads;
   workspace room;
-  float *squares; /* a row */
+  float *numbers; /* as many as the longest row has */
 } member;
 
 FUSING static float rounded(float x, int32_t narrow) { return narrow ? widened(narrowed(x)) : x; }
@@ -48,8 +48,8 @@ static void project_share(const step *s, const linear *l, const float *x, float 
 /* y = x / sqrt(mean(x^2) + eps) gain; y may be x. */
 FUSING static void normalize(const float *x, const float *gain, float eps, int64_t width, float *y, int32_t narrow, const member *me) {
   float sum, inverse;
-  for (int64_t i = 0; i < width; i++) me->squares[i] = x[i] * x[i];
-  row_sums(FP32, me->squares, &sum, 1, width);
+  for (int64_t i = 0; i < width; i++) me->numbers[i] = x[i] * x[i];
+  row_sums(FP32, me->numbers, &sum, 1, width);
   inverse = sum / (float)width + eps;
   function_fp32(FUNCTION_RSQRT, &inverse, &inverse, 1);
   for (int64_t i = 0; i < width; i++) y[i] = x[i] * inverse * gain[i];
@@ -95,7 +95,7 @@ static void cache_row(const step *s, int64_t row) {
 }
 
 /* Attention of the query heads of one row that share a head of keys: they are the rows of one attention. */
-static int attend_group(const step *s, int64_t row, int64_t head) {
+static int attend_group(const step *s, int64_t row, int64_t head, const member *me) {
   const layer *l = s->previous;
   const cached_row *c = s->cached + row;
   const int64_t group = l->heads / l->kv_heads, width = l->width, seen = c->position + 1, size = s->narrow ? 2 : 4;
@@ -104,7 +104,7 @@ static int attend_group(const step *s, int64_t row, int64_t head) {
                             {(const char *)c->keys + head * c->stride * size, width, 1, s->narrow},
                             {(const char *)c->values + head * c->stride * size, width, 1, s->narrow},
                             {NULL, 0, 0, 0}};
-  float log_sums[MOST_GROUP];
+  float *log_sums = me->numbers; /* of each head, used by the gradient alone */
   if (attention(shape, inputs, steps, s->scale, 0, s->mixed + first, 0, log_sums, 0, 1)) return 1;
   for (int64_t i = 0; i < group * width && s->narrow; i++) s->mixed[first + i] = rounded(s->mixed[first + i], 1);
   return 0;
@@ -114,7 +114,7 @@ static void attend(step *s, const member *me) {
   for (int64_t row = me->number; row < s->rows; row += me->threads) cache_row(s, row);
   meet(s, me);
   for (int64_t share; (share = taken(&s->taken[4], 1)) < s->rows * s->previous->kv_heads;)
-    if (attend_group(s, share / s->previous->kv_heads, share % s->previous->kv_heads)) s->failed = 1;
+    if (attend_group(s, share / s->previous->kv_heads, share % s->previous->kv_heads, me)) s->failed = 1;
   meet(s, me);
 }
 
@@ -173,7 +173,7 @@ static void work(void *data) {
   const int alone = s->number == NULL;
   member me = {alone ? 0 : s->number(), alone ? 1 : s->members(), make_workspace(s->rows, SHARE, longest_row(some)),
                malloc(longest_row(some) * sizeof(float))};
-  if (!me.room.rows || !me.room.columns || !me.squares) s->failed = 1;
+  if (!me.room.rows || !me.room.columns || !me.numbers) s->failed = 1;
   meet(s, &me); /* all go on, or none */
   if (!s->failed) {
     if (s->cached) attend(s, &me);
@@ -181,7 +181,7 @@ static void work(void *data) {
     if (s->next) begin_layer(s, &me);
   }
   free_workspace(me.room);
-  free(me.squares);
+  free(me.numbers);
 }
 
 int layer_step(step *s, parallel_function parallel, int64_t threads) {

@@ -18,8 +18,6 @@ from phalanx.hardware.portable.library import load
 
 MOST_ROWS = 48
 """Rows up to which a call a layer takes no longer than calls of operations."""
-MOST_GROUP = 64
-"""Query heads at most that share a head of keys."""
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 _NORMS = ("attention_norm", "ffn_norm", "query_norm", "key_norm")

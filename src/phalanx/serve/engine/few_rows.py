@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.hardware.portable.layer_step import (
-    MOST_GROUP,
     MOST_ROWS,
     CachedRows,
     LayerKernel,
@@ -65,11 +64,9 @@ class FewRows:
         """Return the factor of scores; None if layers have what the kernel's attention does not know (windows, sinks, caps), so that PyTorch's attends text for text."""
         spec, (_, some) = self.model.spec, self._attentions[0]
         cores = [attention.core for _, attention in self._attentions]
-        if (
-            not all(isinstance(core, CausalCore) and not core.window and not core.score.cap for core in cores)
-            or any(attention.sinks is not None for _, attention in self._attentions)
-            or len(some.query.weight) > MOST_GROUP * len(some.key.weight)
-        ):
+        if not all(
+            isinstance(core, CausalCore) and not core.window and not core.score.cap for core in cores
+        ) or any(attention.sinks is not None for _, attention in self._attentions):
             return None
         scale: float = (spec.score_width or some.head_dim) ** -0.5
         return scale
