@@ -20,10 +20,18 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise PickleRefusedError("this process was about to unpickle what another one had sent")
 
 
+class RefusingUnpickler:
+    """A class, since libraries that are imported later derive from ``pickle.Unpickler``."""
+
+    __init__ = load = refuse
+
+
 def main() -> None:
     """The process of a worker."""
-    for name in ("load", "loads", "Unpickler", "_Unpickler"):
+    for name in ("load", "loads"):
         setattr(pickle, name, refuse)
+    for name in ("Unpickler", "_Unpickler"):
+        setattr(pickle, name, RefusingUnpickler)
     distributed_c10d._unpickler = refuse  # type: ignore[attr-defined]
     torch.load = refuse
     serve()

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from phalanx.hardware.local.network import (
     Interface,
     interface_for,
-    is_loopback,
     join_address,
     listening_address,
     local_interfaces,
     split_address,
 )
+from phalanx.run.peers.loopback import is_loopback
 
 INTERFACES = [
     Interface("lo", "127.0.0.1"),

@@ -67,6 +67,14 @@ def test_a_name_takes_the_value_of_the_launching_environment(tmp_path: Path) -> 
         private_variables(launch, tmp_path, {})
 
 
+def test_a_pipe_in_the_place_of_a_private_file_is_refused_and_a_link_to_one_is_read(keys: Path) -> None:
+    (keys.parent / "link").symlink_to(keys)
+    assert private_variables(LaunchSpec(secrets="link"), keys.parent, {})["WANDB_API_KEY"] == SECRET
+    os.mkfifo(keys.parent / "pipe", 0o600)
+    with pytest.raises(EngineError, match=r"launch\.secrets: cannot read .*pipe"):
+        private_variables(LaunchSpec(secrets="pipe"), keys.parent, {})
+
+
 def test_a_private_file_gives_its_variables(keys: Path) -> None:
     launch = LaunchSpec(environment=("WANDB_API_KEY",), secrets=keys.name)
     assert private_variables(launch, keys.parent, {}) == {"WANDB_API_KEY": SECRET, "AWS_REGION": "eu"}

@@ -13,6 +13,7 @@ import yaml
 
 from launch.kubernetes.requests import request, spec_of
 from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.kubernetes.pod_patch import read_pod_patch
 from phalanx.launch.kubernetes.pod_template import pod_template
 from phalanx.launch.kubernetes.request import request_of
 from phalanx.run.spec import ObserveSpec
@@ -137,3 +138,9 @@ def test_the_job_and_the_run_directory_have_one_digest() -> None:
     asked = request(name="big run")
     assert asked.run_dir.rpartition("-")[2] == asked.name.rpartition("-")[2]
     assert request(run_dir="/runs/mine").name != request(run_dir="/runs/other").name
+
+
+def test_a_patch_behind_a_link_is_read(tmp_path: Path) -> None:
+    (tmp_path / "patch.toml").write_text("[metadata.annotations]\nteam = 'a'\n")
+    (tmp_path / "link.toml").symlink_to(tmp_path / "patch.toml")
+    assert read_pod_patch(tmp_path / "link.toml") == {"metadata": {"annotations": {"team": "a"}}}

@@ -41,6 +41,7 @@ from phalanx.data.tokenizers.published.files import (
     save_tokenizer,
 )
 from phalanx.data.tokenizers.published.lossless import (
+    lengths_of,
     longest_token,
     require_bounded,
     require_lossless,
@@ -222,9 +223,7 @@ class BpeTokenizer:
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
-        lengths = np.array([len(spelled) for spelled in self._spelled], dtype=np.int64)
-        lengths.flags.writeable = False
-        return lengths
+        return lengths_of(self._spelled)
 
     @cached_property
     def longest_token(self) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import socket
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
+
+from phalanx.run.peers.loopback import is_loopback
 
 _DEFAULT_ROUTE = "192.0.2.1", "2001:db8::1"
 """Addresses of documentation (RFC 5737, RFC 3849), which only a default route leads to."""
@@ -30,14 +31,6 @@ def split_address(address: str) -> tuple[str, str]:
     """Return host, without brackets, and port of "host:port"; an empty host if there is no colon."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for an address or name that only processes of this machine reach. Resolves no name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def resolved(host: str) -> list[str]:

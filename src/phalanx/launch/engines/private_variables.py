@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phalanx.launch.engines.tools import EngineError
+from phalanx.run.directory.regular_file import open_regular
 from phalanx.run.launch_variables import launch_variables
 from phalanx.run.spec import LaunchSpec
 
@@ -53,7 +54,7 @@ def private_exports(launch: LaunchSpec, working_dir: Path) -> str:
 
 def _of_file(path: Path) -> dict[str, str]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow=True) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -28,7 +28,7 @@ _OWNED = (
 def read_pod_patch(path: Path) -> dict[str, object]:
     """Read ``launch.pod_patch``. Raises ``EngineError`` naming what is wrong with it."""
     try:
-        text = read_small(path.expanduser()).decode()
+        text = read_small(path.expanduser(), follow=True).decode()
         patch: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"launch.pod_patch: cannot read {path}: {error}") from error

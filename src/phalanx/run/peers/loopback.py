@@ -14,7 +14,7 @@ _NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for an address or name that only processes of this machine reach."""
+    """Return True for an address or name that only processes of this machine reach. Resolves no name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

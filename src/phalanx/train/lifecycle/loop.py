@@ -397,7 +397,7 @@ def _finished(
         guardian.await_authority()
     save(training, progress)
     if not settle(training):
-        remedy = "make room and start again: the run goes on from its newest checkpoint, or begins anew if it has none"
+        remedy = "make room and start again: the run resumes from its newest checkpoint, or starts from scratch if it has none"
         what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
         raise UnsavedError(f"{what}; {remedy}", remedy)
     try:

@@ -71,6 +71,13 @@ def _texts_with_added_tokens(hf: HfTokenizer) -> Iterator[str]:
             yield from (f"a {form}  {form}b" for form in sorted(forms - {""}))
 
 
+def lengths_of(spelled: Sequence[bytes]) -> NDArray[np.int64]:
+    """Return the bytes of each token, ``(vocab_size,)``, read-only."""
+    lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))
+    lengths.flags.writeable = False
+    return lengths
+
+
 def longest_token(spelled: Sequence[bytes], hf: HfTokenizer) -> int:
     """Return the bytes of the longest of these tokens, special ones of ``hf`` by their names."""
     names = (len(added.content.encode()) for added in hf.get_added_tokens_decoder().values())

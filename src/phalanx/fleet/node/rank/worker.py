@@ -58,7 +58,7 @@ from phalanx.fleet.node.worker_link import (
 )
 from phalanx.hardware.freed_memory import keep_freed_memory
 from phalanx.hardware.local.device import answers, give_back_memory, make_current, on_gpu
-from phalanx.hardware.local.network import is_loopback, resolved
+from phalanx.hardware.local.network import resolved
 from phalanx.hardware.local.throttle import Throttles
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.ledger.goodput import ledger_of
@@ -75,6 +75,7 @@ from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDir
 from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import load_factory
 from phalanx.run.peers.fencing import fencing_token
+from phalanx.run.peers.loopback import is_loopback
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up
