@@ -22,6 +22,8 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why.reasons import Reason, reasons
 
 _POLL_S = 2.0
+_ENGINE_S = 60.0
+"""Seconds between questions to a scheduler, which all users share."""
 _COLORS = {"critical": "red", "warning": "yellow", "info": "cyan"}
 _NARROWEST = 40
 
@@ -48,11 +50,14 @@ def command(run_dir: Path, as_json: bool, follow: bool) -> None:
     directory = RunDirectory(run_dir)
     if not (directory.events.exists() or directory.record.exists() or (run_dir / FOLDER).is_dir()):
         raise TroubleError(f"{run_dir} is no run directory: it has neither events.jsonl nor record.json")
-    found = reasons(directory, time.time(), standing_or_end(run_dir))
+    job, asked_s = standing_or_end(run_dir), time.monotonic()
+    found = reasons(directory, time.time(), job)
     _print(found, directory, as_json)
     while follow:
         time.sleep(_POLL_S)
-        before, found = found, reasons(directory, time.time(), standing_or_end(run_dir))
+        if time.monotonic() - asked_s >= _ENGINE_S:
+            job, asked_s = standing_or_end(run_dir), time.monotonic()
+        before, found = found, reasons(directory, time.time(), job)
         if [_key(one) for one in found] != [_key(one) for one in before]:
             _print(found, directory, as_json)
     sys.exit(_exit_code(found))
