@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,11 +53,12 @@ print("seen", read + sum(os.path.getsize(file) for file in files if os.path.exis
 
 
 def threads_s(pid: int | str) -> dict[str, float]:
-    """Processor seconds of each thread of a process."""
-    found = {}
+    """Return the processor seconds of each living thread of a process."""
+    seconds = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
-    return found
+        with suppress(OSError):  # a thread that has ended since it was listed
+            seconds[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
 
 
 def certificates(folder: Path) -> Path:
@@ -99,7 +101,7 @@ async def attached(folder: Path, spec: RunSpec, pid: int, shown: Path | None) ->
     found = {"agents": float(total), "tls": float(shown is not None)}
     for name, before, after in (("attach", *marks[:2]), ("form", *marks[1:])):
         loop_s = after[str(pid)] - before[str(pid)]
-        all_s = sum(after.values()) - sum(before.values())
+        all_s = sum(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
         found |= {f"{name}_loop_ms": 1e3 * loop_s / total, f"{name}_all_ms": 1e3 * all_s / total}
     return found
 
@@ -163,8 +165,7 @@ def meet(ranks: int) -> dict[str, float]:
     own = threads_s("self").keys() - before
 
     def served_s() -> float:
-        each = threads_s("self")
-        return sum(each[name] for name in own)
+        return sum(seconds for thread, seconds in threads_s("self").items() if thread in own)
 
     def connected(_: int) -> TCPStore:
         return TCPStore(

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from forked_python import children
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from serve.workers.services import PATIENCE_S, Service, service, until
@@ -61,13 +63,13 @@ def told(choices: list[Any]) -> list[Any]:
 
 
 def stages_of(pid: int) -> list[int]:
-    """The processes of stages among those that a process has started, and those started by them."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
+    """Return the processes of stages among the descendants of a process."""
+    stages = []
+    for child in children(pid):
+        with suppress(OSError):  # a process that has ended since it was listed
             name = Path(f"/proc/{child}/cmdline").read_bytes()
-            found += [child] if b"stage_main" in name else stages_of(child)
-    return found
+            stages += [child] if b"stage_main" in name else stages_of(child)
+    return stages
 
 
 @pytest.mark.parametrize(
