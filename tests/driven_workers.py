@@ -19,9 +19,9 @@ import msgspec
 
 import forked_python
 from phalanx.checkpoint.snapshot.client import push
+from phalanx.checkpoint.snapshot.messages import HolderLostError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.data.reading.places import open_places, tokenizer_folder
 from phalanx.data.reading.sources import index_of_places
 from phalanx.fleet.control.security import make_token
@@ -117,7 +117,7 @@ class Node:
             key = SnapshotKey(taken.ranks, taken.rank, taken.step)
             try:
                 push(self.buddy.address, self.token, self.memory, key)
-            except WireError:  # the buddy is lost
+            except HolderLostError:  # the buddy is lost
                 return
         self.tell(SnapshotSafe(taken.epoch, taken.step))
 

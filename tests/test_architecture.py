@@ -18,6 +18,7 @@ FLOORS = {
     "observe": 1,
     "hardware": 1,
     "store": 1,
+    "wire": 2,
     "model": 2,
     "data": 2,
     "parallel": 3,

@@ -30,8 +30,8 @@ from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.run.peers.fencing import FencingToken
-from phalanx.run.peers.token_proof import Role, Seals
 from phalanx.run.spec import RunSpec
+from phalanx.wire.token_proof import Role, Seals
 
 
 @pytest.mark.parametrize(

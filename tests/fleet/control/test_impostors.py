@@ -26,7 +26,8 @@ from phalanx.fleet.control.transport import SERVICE, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.replay import JournalError
-from phalanx.run.peers.token_proof import HELLO_BYTES, UnprovenError
+from phalanx.wire.messages import UnprovenError
+from phalanx.wire.token_proof import HELLO_BYTES
 
 SHUTDOWN = m.encode(c.Shutdown("an impostor says: go home"))
 Handler = Callable[[str, AsyncIterator[bytes], Any], Any]

@@ -16,7 +16,7 @@ from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.run.peers.fencing import FencingToken
-from phalanx.run.peers.token_proof import UnprovenError
+from phalanx.wire.messages import UnprovenError
 
 CREDENTIALS = Credentials(
     "run-1", "a token that nobody guesses", FencingToken(1, "ab"), operator_token="known to operators"

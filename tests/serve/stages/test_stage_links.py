@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.checkpoint.snapshot.wire import RefusedError
 from phalanx.serve.engine.errors import PartLostError
 from phalanx.serve.stages import link
 from phalanx.serve.stages import messages as m
@@ -17,6 +16,7 @@ from phalanx.serve.stages.far_shares import FarShare, FarShares
 from phalanx.serve.stages.far_stages import FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.shares import Share
+from phalanx.wire.messages import UnprovenError
 from serve.packed_runs import DENSE
 from serve.stages.staged_models import TOKEN
 from serve.workers.services import until
@@ -33,7 +33,7 @@ def linked() -> tuple[StageLink, StageLink]:
 def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
     here, there = linked()
     far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3)
-    there.say(m.Alive())  # what waits to be read is no end
+    there.send(m.Alive())  # what waits to be read is no end
     assert far.trouble() == ""
     there.close()
     assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
@@ -55,10 +55,10 @@ def test_whether_a_stage_is_there_is_told_without_waiting_for_what_another_threa
 
 def test_what_a_stage_says_before_it_ends_is_heard_first() -> None:
     here, there = linked()
-    there.say(m.Unable("no room"))
+    there.send(m.Unable("no room"))
     there.close()
     assert not here.ended()
-    assert m.from_stage.decode(here.hear()) == m.Unable("no room")
+    assert here.receive(m.FROM_STAGE) == m.Unable("no room")
     assert until(here.ended)
 
 
@@ -85,9 +85,9 @@ def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPa
     here, there = linked()
     here.expect_life(30.0)
     for said in (m.Alive(), m.Alive(), m.Held()):
-        there.say(said)
+        there.send(said)
     # What came meanwhile is read long after it was asked for, the answer behind signs of life.
-    assert m.from_stage.decode(here.hear(longest_s=0.0)) == m.Held()
+    assert here.receive(m.FROM_STAGE, longest_s=0.0) == m.Held()
 
     now = [0.0]
     monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -100,7 +100,7 @@ def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(StageLink, "_readable", stopped_after_looking)
         assert here.look() is None
-    there.say(m.Alive())
+    there.send(m.Alive())
     assert until(here._readable)
     assert here.look() is None
     now[0] += 3600
@@ -117,20 +117,20 @@ def test_strangers_keep_no_stage_waiting_and_one_that_has_left_is_none() -> None
     def joined(number: int, token: str = TOKEN) -> StageLink:
         connection = socket.create_connection(at)
         one = StageLink(connection, token, "client", "there", proof_timeout_s=3600.0)
-        one.say(m.Here(number, 1))
+        one.send(m.Here(number, 1))
         return one
 
     strangers = [socket.create_connection(at) for _ in range(3)]
     strangers[1].sendall(b"\xff" * 4000)
     with ThreadPoolExecutor(1) as pool:
         admitted = pool.submit(door.admit, 2)
-        with pytest.raises(RefusedError, match=r"another run's token|does not know"):
+        with pytest.raises(UnprovenError, match=r"another run's token|does not know"):
             joined(9, "a token of another server")
         joined(7).close()
         stages = [joined(2), joined(1)]
         found = admitted.result()
     for one in found:
-        one.say(m.Hold(5))
-    assert [m.to_stage.decode(one.hear()) for one in stages] == [m.Hold(5)] * 2
+        one.send(m.Hold(5))
+    assert [one.receive(m.TO_STAGE) for one in stages] == [m.Hold(5)] * 2
     for one in (*strangers, *stages, *found):
         one.close()

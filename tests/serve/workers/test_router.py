@@ -19,8 +19,6 @@ import pytest
 import torch
 
 from model.initialized import initialized
-from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.wire import Wire
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
@@ -31,14 +29,14 @@ from phalanx.serve.workers import messages as m
 from phalanx.serve.workers import page_client, serving_worker
 from phalanx.serve.workers.page_client import PageWay, Way, pull
 from phalanx.serve.workers.page_server import PageServer
-from phalanx.serve.workers.peer import Peer
-from phalanx.serve.workers.router import Router, RouterSettings, Watcher
-from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.serve.workers.router import Peer, Router, RouterSettings, Watcher
 from phalanx.serve.workers.serving_worker import ServingWorker
 from phalanx.traffic import events as e
 from phalanx.traffic import pools
 from phalanx.traffic.events import Identity, Role
 from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling
+from phalanx.wire.connection import sealed
+from phalanx.wire.messages import UnprovenError
 
 TOKEN = "the service's token"
 SPEC = resolve(ModelSpec(layers=1, dim=32, heads=2, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3))
@@ -98,14 +96,14 @@ class Fleet:
     ) -> None:
         """Starts a worker, and waits until the router has taken or refused it."""
         connection = socket.create_connection(self.address)
-        link = SealedWire(Wire(connection, "the router"), token, "client", m.PURPOSE)
-        link.send(m.encode(m.Opening(number, 1)))
+        link = sealed(connection, "the router", token, "client", m.PURPOSE, 60.0)
+        link.send_message(m.Opening(number, 1))
         own = engine(model)
         identity = Identity(weights, "numerics", "pages")
         worker = ServingWorker(own, identity, PAGE_BYTES, TOKEN, link, pages=self.pages)
         server = PageServer(worker.offered, identity, TOKEN)
         door = m.PageDoor("127.0.0.1", server.port)
-        link.send(m.encode(m.Ready(identity, role, own.root, 2048, 64, PAGE_BYTES, 1000.0, door)))
+        link.send_message(m.Ready(identity, role, own.root, 2048, 64, PAGE_BYTES, 1000.0, door))
         running = Running(connection, server, threading.Thread(target=lambda: running.work(worker)))
         self.workers[number] = running
         running.thread.start()
@@ -335,7 +333,7 @@ def test_a_worker_of_other_weights_is_refused_with_both_identities() -> None:
 def test_who_does_not_know_the_token_does_not_become_a_worker() -> None:
     model = built()
     with fleet(model, "both") as served:
-        with pytest.raises(CheckpointError):
+        with pytest.raises(UnprovenError):
             served.start(1, "both", model, token="guessed")
         assert list(served.router.peers) == [0]
 

@@ -11,6 +11,7 @@ from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.processes import Happened
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
 from phalanx.serve.workers.router_client import Notice, RouterClient
+from phalanx.wire.messages import encode
 
 
 @pytest.mark.parametrize("link_first", [True, False])
@@ -73,7 +74,7 @@ def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_s
 def beating(number: int, read: int) -> SimpleNamespace:
     """A worker whose last sign of life, as it comes over the wire, counts ``read`` bytes."""
     beat = m.WorkerBeat(1, (), 2, 3, 4, 5, number, Streaming(read, 0.5, 7, 6))
-    return SimpleNamespace(number=number, ready=None, beat=m.for_router.decode(m.encode(beat)))
+    return SimpleNamespace(number=number, ready=None, beat=m.TO_ROUTER.decode(encode(beat)))
 
 
 def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:

@@ -1,4 +1,4 @@
-"""Talking to a node's data port: pushing a snapshot to a buddy, and reading one, or a part of it, from whoever holds it.
+"""Client of a node's data port: pushes a snapshot to a buddy, and reads one, or a part of it, from any holder.
 
 The agent pushes, from its own segments, what its workers have taken; a worker that restores reads. Calls block: an event
 loop makes them in a thread.
@@ -9,87 +9,93 @@ import ssl
 from types import TracebackType
 
 from phalanx.checkpoint.format.errors import NoSuchStepError
-from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
-from phalanx.checkpoint.snapshot.wire import (
+from phalanx.checkpoint.snapshot.messages import (
+    ANSWERS,
     LONGEST_RECORD_BYTES,
+    PURPOSE,
     Answer,
     Busy,
     BusyError,
-    Bytes,
+    BytesFollow,
     Describe,
-    EndedError,
-    Key,
+    HolderEndedError,
+    HolderLostError,
     Missing,
     OfferSnapshot,
     PushAccepted,
     ReadImage,
-    Refused,
-    RefusedError,
-    Wire,
-    WireError,
-    authenticate,
-    secured_client,
+    SnapshotRefused,
+    SnapshotRefusedError,
+    WireKey,
+    holder_errors,
 )
+from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.hardware.local.network import split_address
+from phalanx.wire.connection import FramedConnection, authenticate, secured_client
 
 
 class SnapshotClient:
     """A connection to the data port of a node's agent; for one thread at a time.
 
-    Every method raises WireError where the connection fails, RefusedError where the other side does not want, BusyError
-    where it serves too many others now, and NoSuchStepError where it does not hold the snapshot. After a WireError the connection is of no
+    Every method raises HolderLostError if the connection fails, SnapshotRefusedError if the other side refuses, BusyError
+    if it serves too many others now, and NoSuchStepError if it does not hold the snapshot. After a HolderLostError the connection is of no
     more use.
     """
 
     def __init__(
         self, address: str, token: str, *, tls: ssl.SSLContext | None = None, timeout_s: float = 10.0
     ) -> None:
-        """Connects to ``address`` ("host:port"). ``timeout_s`` is for how long the other side may be silent.
+        """Connect to ``address`` ("host:port"). ``timeout_s`` limits the time in which the other side sends nothing.
 
-        Raises EndedError where the other side answers, but ends the connection before it knows who we are: it may have had no place.
+        Raises HolderEndedError if the other side ends the connection before the proof: it may have had no place.
         """
         self._wire = _connect(address, tls, timeout_s)
         try:
-            authenticate(self._wire, token, "client")
+            with holder_errors():
+                authenticate(self._wire, token, "client", PURPOSE)
         except BaseException:
             self._wire.close()
             raise
 
     def record(self, key: SnapshotKey) -> bytes:
-        """The record of a snapshot, as ``decode_record`` takes it."""
-        nbytes = self._ask(Describe(Key.of(key)))
-        if nbytes > LONGEST_RECORD_BYTES:
-            raise WireError(f"{self._wire.peer}: announces a record of {nbytes:,} bytes")
-        return self._wire.receive(nbytes)
+        """Return the record of a snapshot, as ``decode_record`` takes it."""
+        with holder_errors():
+            nbytes = self._announced(Describe(WireKey.of(key)))
+            if nbytes > LONGEST_RECORD_BYTES:
+                raise HolderLostError(f"{self._wire.peer}: announces a record of {nbytes:,} bytes")
+            return self._wire.receive(nbytes)
 
     def read_into(self, key: SnapshotKey, start: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes of a snapshot's image from byte ``start`` on. Not checked: see ``verified``."""
-        nbytes = self._ask(ReadImage(Key.of(key), start, start + len(view)))
-        if nbytes != len(view):
-            raise WireError(f"{self._wire.peer}: answers {nbytes:,} bytes where {len(view):,} were asked for")
-        self._wire.receive_into(view)
+        """Fill ``view`` with the bytes of a snapshot's image from byte ``start`` on. Not checked: see ``verified``."""
+        with holder_errors():
+            nbytes = self._announced(ReadImage(WireKey.of(key), start, start + len(view)))
+            if nbytes != len(view):
+                raise HolderLostError(f"{self._wire.peer}: answers {nbytes:,} bytes, not {len(view):,}")
+            self._wire.receive_into(view)
 
     def push(self, memory: SnapshotMemory, key: SnapshotKey) -> None:
-        """Gives the other side a copy of a snapshot that ``memory`` holds; when this returns it has it, complete and checked.
+        """Copy a snapshot that ``memory`` holds to the other side; on return it is there, complete and checked.
 
-        RefusedError also where the bytes were damaged on the way, or the snapshot was replaced meanwhile.
+        SnapshotRefusedError also if the bytes were damaged on the way, or the snapshot was replaced meanwhile.
         """
-        with memory.reading(key) as (segment, snapshot):
+        with memory.reading(key) as (segment, snapshot), holder_errors():
             record = segment.record()
             if record is None:
                 raise NoSuchStepError(f"{key} was replaced meanwhile")
-            offer = OfferSnapshot(snapshot.run, Key.of(key), snapshot.previous, snapshot.nbytes, len(record))
-            self._wire.say(offer)
-            answer = self._wire.hear_answer()
-            if isinstance(answer, Bytes):
+            offer = OfferSnapshot(
+                snapshot.run, WireKey.of(key), snapshot.previous, snapshot.nbytes, len(record)
+            )
+            self._wire.send_message(offer)
+            answer = self._wire.receive_message(ANSWERS)
+            if isinstance(answer, BytesFollow):
                 self._wire.send(record)
                 self._wire.send(segment.image(snapshot.nbytes).data)
-                answer = self._wire.hear_answer()
+                answer = self._wire.receive_message(ANSWERS)
         if not isinstance(answer, PushAccepted):
             raise _failure(answer, self._wire.peer)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """End the connection."""
         self._wire.close()
 
     def __enter__(self) -> "SnapshotClient":
@@ -100,25 +106,26 @@ class SnapshotClient:
     ) -> None:
         self.close()
 
-    def _ask(self, question: Describe | ReadImage) -> int:
-        self._wire.say(question)
-        answer = self._wire.hear_answer()
-        if not isinstance(answer, Bytes):
+    def _announced(self, request: Describe | ReadImage) -> int:
+        """Return the number of bytes that the answer to ``request`` announces."""
+        self._wire.send_message(request)
+        answer = self._wire.receive_message(ANSWERS)
+        if not isinstance(answer, BytesFollow):
             raise _failure(answer, self._wire.peer)
         return answer.nbytes
 
 
-def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Wire:
+def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> FramedConnection:
     host, port = split_address(address)
     try:
         connection = socket.create_connection((host, int(port)), timeout_s)
     except (OSError, ValueError) as error:
-        raise WireError(f"{address}: cannot be reached ({error})") from error
+        raise HolderLostError(f"{address}: cannot be reached ({error})") from error
     try:
-        return Wire(secured_client(connection, tls, host), address)
+        return FramedConnection(secured_client(connection, tls, host), address)
     except OSError as error:
         connection.close()
-        kind = EndedError if isinstance(error, ConnectionError | ssl.SSLEOFError) else WireError
+        kind = HolderEndedError if isinstance(error, ConnectionError | ssl.SSLEOFError) else HolderLostError
         raise kind(f"{address}: no secure connection ({error})") from error
 
 
@@ -126,12 +133,12 @@ def _failure(answer: Answer, peer: str) -> Exception:
     match answer:
         case Missing(text):
             return NoSuchStepError(f"{peer}: {text}")
-        case Refused(text):
-            return RefusedError(f"{peer}: {text}")
+        case SnapshotRefused(text):
+            return SnapshotRefusedError(f"{peer}: {text}")
         case Busy(ends):
             return BusyError(f"{peer}: serves as many requests as it can; ask again later", ended=ends)
         case _:
-            return WireError(f"{peer}: answers {type(answer).__name__} to another question")
+            return HolderLostError(f"{peer}: answers {type(answer).__name__} to another question")
 
 
 def push(
@@ -143,6 +150,6 @@ def push(
     tls: ssl.SSLContext | None = None,
     timeout_s: float = 10.0,
 ) -> None:
-    """``SnapshotClient.push`` over a connection of its own."""
+    """Push over a connection of its own (``SnapshotClient.push``)."""
     with SnapshotClient(address, token, tls=tls, timeout_s=timeout_s) as client:
         client.push(memory, key)

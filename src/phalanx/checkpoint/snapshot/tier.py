@@ -27,8 +27,8 @@ from phalanx.checkpoint.format.parts import read_parts
 from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, BoxLocation, Held, PlannedRead
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.client import SnapshotClient
+from phalanx.checkpoint.snapshot.messages import BusyError, HolderEndedError
 from phalanx.checkpoint.snapshot.segments import Segment, Snapshot, SnapshotKey, decode_record, verified
-from phalanx.checkpoint.snapshot.wire import BusyError, EndedError
 from phalanx.checkpoint.tiers.tier import ReadableTier, Record
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class _OwnMemory:
 class _TurnedAwayError(Exception):
     """A holder ended the connection before it knew who we are."""
 
-    def __init__(self, why: EndedError) -> None:
+    def __init__(self, why: HolderEndedError) -> None:
         super().__init__(str(why))
         self.why = why
 
@@ -175,7 +175,7 @@ class _Peer:
         except IndexError:
             try:
                 client = SnapshotClient(self._address, self._token, tls=self._tls)
-            except EndedError as error:
+            except HolderEndedError as error:
                 raise _TurnedAwayError(error) from error
         try:
             yield client

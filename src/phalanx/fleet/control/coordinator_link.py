@@ -34,7 +34,8 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.fleet.core.succession import NOT_LED
-from phalanx.run.peers.token_proof import ForgedError, Seals, UnprovenError
+from phalanx.wire.messages import ForgedError, UnprovenError
+from phalanx.wire.token_proof import Seals
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _STATUS_S = 1.0

@@ -1,12 +1,11 @@
 """The credentials of one process of a fleet: the secrets and names that it shows and proves at the begin of every stream.
 
 A client is sent away before the handshake if it says that it belongs to another run, or to another start of it; the handshake then
-proves both that and the token (``phalanx.run.peers.token_proof``, ``phalanx.run.peers.fencing``).
+proves both that and the token (``phalanx.wire.token_proof``, ``phalanx.run.peers.fencing``).
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import socket
 import time
@@ -30,9 +29,11 @@ from phalanx.fleet.control.security import (
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
 from phalanx.run.identity import identity
 from phalanx.run.peers.fencing import FencingToken, fencing_token
-from phalanx.run.peers.token_proof import Role, Seals, UnprovenError, handshake, token_name
 from phalanx.run.spec import RunSpec
 from phalanx.version import __version__
+from phalanx.wire.messages import UnprovenError
+from phalanx.wire.stream import authenticate
+from phalanx.wire.token_proof import Role, Seals, token_name
 
 HANDSHAKE_S = 120.0
 """For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
@@ -132,37 +133,24 @@ class Credentials:
         return _clock_apart(given.get(_CLOCK, ""), host_in(shown)) if method == "Attach" else None
 
     async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
-        """Proves to each other, by the first messages of a stream of ``method``, that both sides know the token.
+        """Prove to each other, by the first messages of a stream of ``method``, that both ends know the token.
 
         Raises:
-            UnprovenError: The other side does not know it, or did not answer in time.
+            UnprovenError: The peer does not know it, or did not answer in time.
         """
         operates = method == "Operate"
         token = self.operator_token if operates else self.token
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
             raise UnprovenError(f"has met a process without a token for {method}")
-        # What both sides say alike; the host, the software and the clock of either are its own.
-        alike = ((name, value) for name, value in self.metadata() if name not in (_SOFTWARE, _CLOCK))
-        said_of = ", ".join(f"{name} {value}" for name, value in alike)
-        steps = handshake(token, f"phalanx {method}, {said_of}", role, earlier)
-        said = b""
-        try:
-            async with asyncio.timeout(self.handshake_timeout_s):
-                step = next(steps)
-                while True:
-                    if isinstance(step, bytes):
-                        await stream.write(step)
-                    else:
-                        said = await stream.read()
-                    step = steps.send(said)
-        except StopIteration as done:
-            seals: Seals = done.value
-            return seals
-        except TimeoutError:
-            raise UnprovenError(
-                f"did not prove within {self.handshake_timeout_s:g} s that it knows this run's token"
-            ) from None
+        # The metadata that both ends have in common; host, software and clock of either are its own.
+        common = ((name, value) for name, value in self.metadata() if name not in (_SOFTWARE, _CLOCK))
+        shared_facts = ", ".join(f"{name} {value}" for name, value in common)
+        purpose = f"phalanx {method}, {shared_facts}"
+        timeout_s = self.handshake_timeout_s
+        return await authenticate(
+            stream.write, lambda _: stream.read(), token, role, purpose, timeout_s, earlier
+        )
 
 
 def host_in(shown: Sequence[tuple[str, str | bytes]]) -> str:

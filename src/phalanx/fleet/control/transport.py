@@ -3,7 +3,7 @@
 This file has what both sides share, and the server side; the client side is ``phalanx.fleet.control.coordinator_link``.
 
 gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Four rules come on top. The first messages of a
-stream prove, in both directions, that the two sides know the run's token (``phalanx.run.peers.token_proof``) and belong to the same start of the
+stream prove, in both directions, that the two sides know the run's token (``phalanx.wire.token_proof``) and belong to the same start of the
 same run (``phalanx.run.peers.fencing``); before that an agent says nothing to whoever listens, and obeys nothing. Every message after that is
 sealed with a key of that connection, which is derived from all of this: nobody in between can alter or add one, and no command of another
 start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow reader: its
@@ -45,7 +45,8 @@ from phalanx.fleet.core.messages import (
 )
 from phalanx.hardware.local.network import join_address
 from phalanx.run.peers.clocks import own_clock_is_wrong
-from phalanx.run.peers.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, token_name
+from phalanx.wire.messages import ForgedError, UnprovenError
+from phalanx.wire.token_proof import SEAL_BYTES, Seals, token_name
 
 MAX_REPORT_BYTES = 4 << 20
 """Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""

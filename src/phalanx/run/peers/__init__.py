@@ -1,1 +1,1 @@
-"""What the processes of one run check of each other: that they belong to it, know its token, and agree on the time."""
+"""Facts that the processes of one run compare: the start they belong to, their clocks, and addresses of one machine."""

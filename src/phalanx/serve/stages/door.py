@@ -19,11 +19,11 @@ from threading import Thread
 
 import msgspec
 
-from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import PROOF_S, StageLink
 from phalanx.serve.stages.stage_main import StageTask
+from phalanx.wire.messages import WireError
 
 BEGIN_S = 600.0
 _COMMAND = (sys.executable, "-P", "-m", "phalanx.serve.stages.stage_main")
@@ -87,8 +87,8 @@ class Door:
     ) -> None:
         try:
             link = StageLink(connection, self.token, "server", peer, proof_timeout_s=self.proof_timeout_s)
-            here = m.from_stage.decode(link.hear())
-        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+            here = link.receive(m.FROM_STAGE)
+        except (WireError, OSError) as error:
             _log.warning("whoever connected from %s is no stage of this server: %s", peer, error)
             connection.close()
             return
@@ -173,8 +173,8 @@ def opened_stages(links: Sequence[StageLink]) -> list[m.Ready]:
     ready = []
     for number, link in enumerate(links, 1):
         try:
-            said = m.from_stage.decode(link.hear(math.inf))  # weights may be long in coming
-        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+            said = link.receive(m.FROM_STAGE, math.inf)  # weights may be long in coming
+        except (WireError, OSError) as error:
             raise PartNotOpenedError(
                 f"stage {number} ({link.peer}) ended while it opened its layers: {error}"
             ) from error

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -29,6 +28,7 @@ from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import checkpoint_name, restored_part, restored_share
 from phalanx.serve.stages.shares import Share, assemble, held_share
 from phalanx.traffic.block_table import PAGE
+from phalanx.wire.messages import WireError
 
 _log = logging.getLogger(__name__)
 
@@ -76,10 +76,14 @@ class FarPart:
         return self._spec
 
     def work(self, link: StageLink) -> None:
-        """Does what is said until the connection ends. Raises WireError then, and EngineError where the stage can be one no more."""
+        """Carry out messages until the connection ends. Raises WireError then, and EngineError if the stage cannot continue."""
         while True:
-            message = m.to_stage.decode(link.hear())
-            body = link.body(message.nbytes) if isinstance(message, m.Compute | m.WritePage) else bytearray()
+            message = link.receive(m.TO_STAGE)
+            body = (
+                link.receive_body(message.nbytes)
+                if isinstance(message, m.Compute | m.WritePage)
+                else bytearray()
+            )
             try:
                 self._keep(message, body)
             except Exception as error:
@@ -89,7 +93,7 @@ class FarPart:
                 raise EngineError(f"{type(message).__name__}: {error!r}{remedy}"[:8000]) from error
             match message:
                 case m.Hold():
-                    link.say(m.Held())
+                    link.send(m.Held())
                 case m.Compute() if self._shares:
                     self._share(message, body)
                 case m.Compute():
@@ -116,7 +120,7 @@ class FarPart:
         except Exception as error:  # The stage must outlive a defect, and the others must hear of it.
             _log.exception("a step has failed")
             answer, sent = m.Failed(repr(error)[:8000]), memoryview(b"")
-        link.say(answer, sent)
+        link.send(answer, sent)
 
     def _read(self, place: int) -> tuple[m.FromStage, memoryview]:
         page = memoryview(self._memory.read(place))
@@ -126,7 +130,7 @@ class FarPart:
         """Computes with the other shares, which hear what is wrong as their step ends in the middle."""
         try:
             self._passed(step, body)
-        except CheckpointError:
+        except WireError:
             raise
         except Exception as error:
             _log.exception("a step has failed")
@@ -171,8 +175,8 @@ class FarPart:
 def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
     """Serves as one stage until the service ends; why it could not, empty if it could. ``run_dir`` is where the run is here, by default where it is
     there. Raises WireError where the connection breaks before the layers are open."""
-    link.say(m.Here(number, pid))
-    opened = m.to_stage.decode(link.hear())
+    link.send(m.Here(number, pid))
+    opened = link.receive(m.TO_STAGE)
     if isinstance(opened, m.Refused):
         return opened.why
     if not isinstance(opened, m.Open):
@@ -188,18 +192,18 @@ def _run_opened(link: StageLink, opened: m.Open, run_dir: Path | None) -> str:
     try:
         part = FarPart(opened, run_dir or opened.served.path, link)
     except (CheckpointError, RunDirectoryError, EngineError, OSError) as error:
-        link.say(m.Unable(str(error)[:8000]))
+        link.send(m.Unable(str(error)[:8000]))
         return str(error)
     except Exception as error:
-        link.say(m.Unable(f"a defect: {error!r}"[:8000]))
+        link.send(m.Unable(f"a defect: {error!r}"[:8000]))
         raise
-    link.say(part.ready)
+    link.send(part.ready)
     try:
         part.work(link)
     except EngineError as error:
-        with suppress(CheckpointError):
-            link.say(m.Unable(str(error)[:8000]))
+        with suppress(WireError):
+            link.send(m.Unable(str(error)[:8000]))
         return str(error)
-    except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+    except (WireError, OSError) as error:
         _log.debug("the service has ended: %s", error)
     return ""

@@ -29,7 +29,7 @@ from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.far_stages import bytes_of
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.shares import Share, assemble, held_share, keeps_heads
-from phalanx.serve.stages.talk import Talk, gone, looked
+from phalanx.serve.stages.talk import Talk, gone, loss_of_idle
 
 _LOOK_S = 1.0
 
@@ -87,9 +87,9 @@ class FarShares:
         """Has each process make room for so many pages."""
         with self._all() as far:
             for one in far:
-                one.talk.say(m.Hold(pages))
+                one.talk.send(m.Hold(pages))
             for one in far:
-                one.talk.hear(m.Held)
+                one.talk.receive(m.Held)
 
     @contextmanager
     def step(
@@ -101,7 +101,7 @@ class FarShares:
         body = bytes_of(states)
         with self._all() as far:
             for one in far:
-                one.talk.say(m.Compute(one.due(), tuple(spans), length, tuple(requests), len(body)), body)
+                one.talk.send(m.Compute(one.due(), tuple(spans), length, tuple(requests), len(body)), body)
             yield states
 
     def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
@@ -109,7 +109,7 @@ class FarShares:
         found = self._gathered(piece, dim)
         body = bytes_of(found)
         for one in self._far:
-            one.talk.say(m.Whole(len(body)), body)
+            one.talk.send(m.Whole(len(body)), body)
         return found
 
     def scores(self, piece: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class FarShares:
     def _gathered(self, piece: Tensor, dim: int) -> Tensor:
         pieces = [piece]
         for one in self._far:
-            body = one.talk.body(one.talk.hear(m.Piece).nbytes)
+            body = one.talk.body(one.talk.receive(m.Piece).nbytes)
             pieces.append(shaped(body, piece, dim))
         return torch.cat(pieces, dim)
 
@@ -149,14 +149,15 @@ class FarShares:
         """See ``FarLayers``."""
         with self._all() as far:
             return [
-                bytes(one.talk.body(one.talk.ask(m.ReadPage(one.due(), place), m.Page).nbytes)) for one in far
+                bytes(one.talk.body(one.talk.request(m.ReadPage(one.due(), place), m.Page).nbytes))
+                for one in far
             ]
 
     def write(self, place: int, parts: Sequence[PageBytes]) -> None:
         """See ``FarLayers``."""
         with self._all() as far:
             for one, part in zip(far, parts, strict=True):
-                one.talk.say(m.WritePage(one.due(), place, len(part)), memoryview(part))
+                one.talk.send(m.WritePage(one.due(), place, len(part)), memoryview(part))
 
     def trouble(self) -> str:
         """Which process is gone; empty if none is. From any thread."""
@@ -200,7 +201,7 @@ class FarShares:
             if not self._talking.acquire(blocking=False):
                 continue
             try:
-                if why := next((why for one in self._far if (why := looked(one, one.link))), ""):
+                if why := next((why for one in self._far if (why := loss_of_idle(one, one.link))), ""):
                     self._lose(why)
             finally:
                 self._talking.release()
@@ -215,15 +216,15 @@ class NearShare:
     def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
         """See ``Assembly``. Raises EngineError where the first process does not go on with the step."""
         self.scores(piece)
-        said = m.to_stage.decode(self._link.hear())
-        if not isinstance(said, m.Whole):
-            raise EngineError(f"a step was broken off by {type(said).__name__}")
-        return shaped(self._link.body(said.nbytes), piece, dim)
+        answer = self._link.receive(m.TO_STAGE)
+        if not isinstance(answer, m.Whole):
+            raise EngineError(f"a step was broken off by {type(answer).__name__}")
+        return shaped(self._link.receive_body(answer.nbytes), piece, dim)
 
     def scores(self, piece: Tensor) -> Tensor:
         """See ``Assembly``."""
         body = bytes_of(piece)
-        self._link.say(m.Piece(len(body)), body)
+        self._link.send(m.Piece(len(body)), body)
         return piece
 
 

@@ -30,7 +30,7 @@ from phalanx.serve.kv_cache.memory import PageBytes
 from phalanx.serve.kv_cache.page_boxes import PageBox
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import StageLink
-from phalanx.serve.stages.talk import StepFailedError, Talk, gone, looked
+from phalanx.serve.stages.talk import StepFailedError, Talk, gone, loss_of_idle
 
 _R = TypeVar("_R")
 _LOOK_S = 1.0
@@ -101,7 +101,7 @@ class FarStages:
         """Has each stage make room for so many pages."""
 
         def at(_: FarStage, talk: Talk) -> None:
-            talk.ask(m.Hold(pages), m.Held)
+            talk.request(m.Hold(pages), m.Held)
 
         self._send(at, lambda: None).result()
 
@@ -126,7 +126,7 @@ class FarStages:
         def at(stage: FarStage, talk: Talk) -> None:
             body = bytes_of(rows.states)
             wanted = tuple(requests) if stage is self._far[-1] else ()
-            passed = talk.ask(
+            passed = talk.request(
                 m.Compute(stage.due(number), tuple(spans), length, wanted, len(body)), m.Passed, body
             )
             if passed.nbytes:
@@ -153,7 +153,7 @@ class FarStages:
         visit = self._number + 1
 
         def at(stage: FarStage, talk: Talk) -> None:
-            parts.append(bytes(talk.body(talk.ask(m.ReadPage(stage.due(visit), place), m.Page).nbytes)))
+            parts.append(bytes(talk.body(talk.request(m.ReadPage(stage.due(visit), place), m.Page).nbytes)))
 
         return self._send(at, lambda: parts).result()
 
@@ -163,7 +163,7 @@ class FarStages:
 
         def at(stage: FarStage, talk: Talk) -> None:
             part = parts[stage.number - 1]
-            talk.say(m.WritePage(stage.due(visit), place, len(part)), memoryview(part))
+            talk.send(m.WritePage(stage.due(visit), place, len(part)), memoryview(part))
 
         self._send(at, lambda: None)
 
@@ -205,7 +205,7 @@ class FarStages:
             try:
                 visit = waiting.get(timeout=_LOOK_S)
             except queue.Empty:
-                if why := looked(stage, stage.link):
+                if why := loss_of_idle(stage, stage.link):
                     self._lose(why)
                 continue
             try:

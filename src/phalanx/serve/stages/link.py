@@ -1,8 +1,8 @@
-"""A connection between two processes that have layers of one model: sealed messages, and behind them raw numbers in sealed pieces.
+"""A connection between two processes that hold layers of one model: sealed messages, and behind them raw numbers in sealed pieces.
 
-Whoever sits in between can read states and pages, and cut the connection, but cannot change a bit (``phalanx.serve.workers.sealed_wire``). A machine that
-vanishes is noticed by the kernel, which asks an idle connection for a sign of life, within half a minute. A process that stands still is not: its kernel
-answers for it. So a stage says that it is alive, in a thread of its own, and whoever hears nothing of it for long gives it up.
+Someone in between can read states and pages, and cut the connection, but cannot change a bit (``phalanx.wire``). TCP keep-alive detects a lost
+machine within half a minute, but not a stopped process, whose kernel still answers. So each stage sends heartbeats from a thread of its own, and
+is given up after ``silence_s`` without one.
 """
 
 from __future__ import annotations
@@ -13,31 +13,29 @@ import socket
 import termios
 import time
 from contextlib import suppress
-from threading import Event, Lock, Thread
+from threading import Event, Thread
+from typing import TypeVar
 
-from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_client, secured_server
-from phalanx.run.peers.token_proof import Role
 from phalanx.serve.stages import messages as m
-from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.wire.connection import sealed
+from phalanx.wire.messages import EndedError, MessageDecoder, SilentError, WireError, encode
+from phalanx.wire.port import shut
+from phalanx.wire.token_proof import Role
 
 PROOF_S = 20.0
 LONGEST_STEP_S = 600.0
-"""How long a stage that says that it is alive may owe an answer."""
-_PIECE_BYTES = 8 << 20
+"""How long a stage that sends heartbeats may owe an answer."""
 _CLOSED = getattr(select, "POLLRDHUP", 0)
-"""The other side says nothing any more; where a system has no such event, it tells POLLHUP."""
+"""The peer sends nothing any more; a system without this event reports POLLHUP."""
 _BEATS = 8
-"""Signs of life in the time after which a stage without any is given up."""
+"""Heartbeats in the time after which a stage without any is given up."""
 _ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
-
-
-class SilentError(WireError):
-    """The other side is connected and does nothing."""
+_HEARTBEAT = encode(m.Alive())
+_T = TypeVar("_T")
 
 
 class StageLink:
-    """One end of a connection after the proof; heard by one thread, but for ``ended``. Methods raise WireError where it breaks."""
+    """One end of a connection after the proof; received from by one thread, but for ``ended``. Methods raise WireError if it breaks."""
 
     def __init__(
         self,
@@ -48,125 +46,109 @@ class StageLink:
         *,
         proof_timeout_s: float = PROOF_S,
     ) -> None:
-        """Proves to each other, within ``proof_timeout_s``, that both know ``token``. Raises RefusedError and WireError."""
+        """Prove to each other, within ``proof_timeout_s``, that both ends know ``token``. Raises UnprovenError and WireError."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _ALIVE:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        secured = (
-            secured_client(connection, None, "") if role == "client" else secured_server(connection, None)
-        )
-        wire = Wire(secured, peer, then="")
-        wire.set_deadline(proof_timeout_s)
-        self._connection = secured
-        self._sealed = SealedWire(wire, token, role, m.PURPOSE)
-        self._saying, self._silence_s, self._heard = Lock(), 0.0, time.monotonic()
-        wire.set_timeout(None)  # a step may take long, and between two there may be hours
+        self._socket = connection
+        # Without a timeout: a step may take long, and between two there may be hours.
+        self._connection = sealed(connection, peer, token, role, m.PURPOSE, proof_timeout_s)
+        self._silence_s, self._received_s = 0.0, time.monotonic()
 
     def expect_life(self, silence_s: float) -> None:
-        """From now on the other side says ``Alive`` (``keep_alive``): methods raise SilentError if nothing comes for so long."""
-        self._silence_s, self._heard = silence_s, time.monotonic()
-        self._sealed.raw.set_timeout(silence_s)
+        """Expect the peer's heartbeats (``keep_alive``) from now on: methods raise SilentError if nothing arrives for so long."""
+        self._silence_s, self._received_s = silence_s, time.monotonic()
+        self._connection.raw.set_timeout(silence_s)
 
     def keep_alive(self, silence_s: float) -> Event:
-        """Says ``Alive`` often enough for whoever expects it within ``silence_s``, until the connection or the returned event ends it."""
+        """Send heartbeats for a peer that expects one within ``silence_s``, until the connection or the returned event ends it."""
         over = Event()
 
         def beat() -> None:
-            with suppress(CheckpointError):
+            with suppress(WireError):
                 while not over.wait(silence_s / _BEATS):
-                    self.say(m.Alive())
+                    self.send(m.Alive())
 
         Thread(target=beat, name="alive", daemon=True).start()
         return over
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for people."""
-        return self._sealed.peer
+        """The other end, for people."""
+        return self._connection.peer
 
-    def say(self, message: m.FromStage | m.ToStage, body: memoryview | bytes = b"") -> None:
-        """Sends a message and the raw bytes that it announces; from any thread."""
-        view = memoryview(body)
-        with self._saying:
-            try:
-                self._sealed.send(m.encode(message))
-                for begin in range(0, len(view), _PIECE_BYTES):
-                    self._sealed.send(bytes(view[begin : begin + _PIECE_BYTES]))
-            except WireError as error:
-                raise self._explained(error) from error
+    def send(self, message: m.FromStage | m.ToStage, body: memoryview | bytes = b"") -> None:
+        """Send a message and the raw bytes that it announces; from any thread."""
+        try:
+            self._connection.send_message(message, body)
+        except SilentError as error:
+            raise self._silent() from error
 
-    def hear(self, longest_s: float = LONGEST_STEP_S) -> bytes:
-        """The next message, encoded; of a stage, the next that is no sign of life. Raises SilentError if there are only such for so long."""
-        begun = time.monotonic()
-        while True:
-            found = self._received()
-            if found != _SIGN:
-                return found
-            # This process may have stood still itself: then the answer is there already, behind signs of life.
-            if time.monotonic() - begun > longest_s and not self._readable():
-                raise SilentError(
-                    f"it has owed an answer for {longest_s:g} s, though it says that it is alive"
-                )
+    def receive(self, decoder: MessageDecoder[_T], longest_s: float = LONGEST_STEP_S) -> _T:
+        """Return the next message that is no heartbeat. Raises SilentError if there are only heartbeats for so long."""
+        begin_s = time.monotonic()
+        while (body := self._receive()) == _HEARTBEAT:
+            # This process may have been stopped itself: then the answer has arrived already, behind heartbeats.
+            if time.monotonic() - begin_s > longest_s and not self._readable():
+                raise SilentError(f"it has owed an answer for {longest_s:g} s, though it sends heartbeats")
+        return decoder.decode(body)
 
-    def body(self, nbytes: int) -> bytearray:
-        """The raw bytes that the last message has announced."""
-        found = bytearray()
-        while len(found) < nbytes:
-            found += self._received()
-        return found
+    def receive_body(self, nbytes: int) -> bytearray:
+        """Return the raw bytes that the last message announced."""
+        try:
+            body = self._connection.receive_body(nbytes)
+        except SilentError as error:
+            raise self._silent() from error
+        self._received_s = time.monotonic()
+        return body
 
-    def look(self) -> bytes | None:
-        """Hears signs of life while nothing is asked; a message that is none, if there is one."""
-        now = time.monotonic()  # before it is looked, since this process may stand still in between
+    def look(self) -> m.FromStage | None:
+        """Receive heartbeats while no answer is due. Returns a message that is none, if there is one."""
+        now_s = time.monotonic()  # before the look, since this process may be stopped in between
         while self._readable():
-            if (found := self._received()) != _SIGN:
-                return found
-        if self._silence_s and now - self._heard > self._silence_s:
+            if (body := self._receive()) != _HEARTBEAT:
+                return m.FROM_STAGE.decode(body)
+        if self._silence_s and now_s - self._received_s > self._silence_s:
             raise self._silent()
         return None
 
-    def _received(self) -> bytes:
+    def _receive(self) -> bytes:
         try:
-            found = self._sealed.receive()
-        except WireError as error:
-            raise self._explained(error) from error
-        self._heard = time.monotonic()
-        return found
-
-    def _explained(self, error: WireError) -> WireError:
-        return self._silent() if isinstance(error.__cause__, TimeoutError) else error
+            body = self._connection.receive()
+        except SilentError as error:
+            raise self._silent() from error
+        self._received_s = time.monotonic()
+        return body
 
     def _silent(self) -> SilentError:
         return SilentError(
             f"it has given no sign of life for {self._silence_s:g} s (--stage-timeout): its process is stopped, its machine stands still, or "
-            "the network swallows what it says; see to it, then start the server again"
+            "the network drops its packets; see to it, then start the server again"
         )
 
     def ended(self) -> bool:
-        """Whether the other side is gone, also while nobody says anything; from any thread. It never waits: what can be read may be another thread's."""
+        """Return True if the peer is gone, also while nothing is sent; from any thread. Never waits: unread bytes may be another thread's."""
         try:
             over = self._polled(_CLOSED) & (_CLOSED | select.POLLHUP | select.POLLERR)
-            # What it said before it left is heard first: that may be the reason.
-            return bool(over) and not fcntl.ioctl(self._connection, termios.FIONREAD, bytes(4)).strip(b"\0")
-        except (OSError, ValueError):
+            # Its last message is received first: that may be the reason.
+            return bool(over) and not fcntl.ioctl(self._socket, termios.FIONREAD, bytes(4)).strip(b"\0")
+        except (WireError, OSError, ValueError):  # closed meanwhile
             return True
 
     def _readable(self) -> bool:
         return bool(self._polled(select.POLLIN))
 
     def _polled(self, events: int) -> int:
-        """Which of some events have happened, or that the connection is none any more."""
+        """Return which of some events have happened, or that the connection is closed."""
+        if self._socket.fileno() < 0:
+            raise EndedError("this end has closed the connection")
         poll = select.poll()
-        poll.register(self._connection, events)
-        found = poll.poll(0)
-        return found[0][1] if found else 0
+        poll.register(self._socket, events)
+        polled = poll.poll(0)
+        return polled[0][1] if polled else 0
 
     def close(self) -> None:
-        """Ends the connection, for a thread that listens at this moment too."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._sealed.raw.close()
-
-
-_SIGN = m.encode(m.Alive())
+        """End the connection, for a thread that receives at this moment too."""
+        shut(self._socket)
+        self._connection.raw.close()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from phalanx.serve.engine.model_runner import FarSpan
 from phalanx.serve.engine.sampler import SampledToken, SamplingRequest
 from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.wire.messages import MessageDecoder
 
 PURPOSE = "phalanx serving stage, version 5"
 
@@ -173,6 +173,5 @@ class WritePage(_Message, frozen=True):
 
 FromStage = Here | Ready | Alive | Held | Unable | Passed | Piece | Page | Failed
 ToStage = Open | Refused | Hold | Compute | Whole | ReadPage | WritePage
-encode = msgspec.msgpack.Encoder().encode
-from_stage: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)
-to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)
+FROM_STAGE: MessageDecoder[FromStage] = MessageDecoder(FromStage)
+TO_STAGE: MessageDecoder[ToStage] = MessageDecoder(ToStage)

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.serve.stages.link import PROOF_S, StageLink
+from phalanx.wire.messages import WireError
 
 _WAIT_S = 600.0
 _AGAIN_S = 0.5
@@ -41,7 +41,7 @@ def main() -> None:
     die_with_parent()
     try:
         why = join(task, None)
-    except (CheckpointError, OSError) as error:
+    except (WireError, OSError) as error:
         why = str(error) or type(error).__name__
     if why:
         print(f"stage {task.number}: {why}", file=sys.stderr, flush=True)
@@ -49,8 +49,8 @@ def main() -> None:
 
 
 def join(task: StageTask, run_dir: Path | None) -> str:
-    """Is a stage of the server that listens there until it ends; why it could not be one, empty if it could. Raises OSError, RefusedError and
-    WireError where there is no such server."""
+    """Is a stage of the server that listens there until it ends; why it could not be one, empty if it could. Raises OSError and
+    WireError if there is no such server."""
     from phalanx.serve.stages.far_part import run_stage
 
     with _connected(task.host, task.port) as connection:

@@ -1,41 +1,39 @@
-"""What is said to a process that has a part of a model, and what it means when it does not answer."""
+"""Requests to a process that holds a part of a model, and what it means if it does not answer."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
-
-from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.serve.engine.errors import PartLostError
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import StageLink
+from phalanx.wire.messages import WireError
 
 _T = TypeVar("_T", bound=m.FromStage)
 
 
 class StepFailedError(RuntimeError):
-    """A step did not come through a process, which goes on."""
+    """A step failed in a process, which continues."""
 
 
 class Talk:
-    """A conversation with ``whom``, as people know it. Methods raise PartLostError where it is gone, StepFailedError where a step failed there."""
+    """A conversation with ``whom``, the process by its name for people. Methods raise PartLostError if it is gone, StepFailedError if a step failed there."""
 
     def __init__(self, whom: object, link: StageLink) -> None:
         self._whom, self._link = whom, link
 
-    def say(self, message: m.ToStage, body: memoryview | bytes = b"") -> None:
-        """Says what is not answered."""
+    def send(self, message: m.ToStage, body: memoryview | bytes = b"") -> None:
+        """Send a message without an answer."""
         try:
-            self._link.say(message, body)
-        except (CheckpointError, OSError) as error:
+            self._link.send(message, body)
+        except WireError as error:
             raise self._lost(str(error)) from error
 
-    def hear(self, kind: type[_T]) -> _T:
-        """What it says, which must be of ``kind``."""
+    def receive(self, kind: type[_T]) -> _T:
+        """Return the next message, which must be of ``kind``."""
         try:
-            message = m.from_stage.decode(self._link.hear())
-        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+            message = self._link.receive(m.FROM_STAGE)
+        except WireError as error:
             raise self._lost(str(error)) from error
         if isinstance(message, m.Unable):
             raise self._lost(message.why)
@@ -45,34 +43,35 @@ class Talk:
             raise self._lost(f"it answers with {type(message).__name__}")
         return message
 
-    def ask(self, message: m.ToStage, kind: type[_T], body: memoryview | bytes = b"") -> _T:
-        """Says something, and hears the answer."""
-        self.say(message, body)
-        return self.hear(kind)
+    def request(self, message: m.ToStage, kind: type[_T], body: memoryview | bytes = b"") -> _T:
+        """Send a message and return its answer."""
+        self.send(message, body)
+        return self.receive(kind)
 
     def body(self, nbytes: int) -> bytearray:
-        """The raw bytes that the last answer has announced."""
+        """Return the raw bytes that the last answer announced."""
         try:
-            return self._link.body(nbytes)
-        except (CheckpointError, OSError) as error:
+            return self._link.receive_body(nbytes)
+        except WireError as error:
             raise self._lost(str(error)) from error
 
-    def _lost(self, why: str) -> PartLostError:
-        return PartLostError(gone(self._whom, why))
+    def _lost(self, reason: str) -> PartLostError:
+        return PartLostError(gone(self._whom, reason))
 
 
-def gone(whom: object, why: str) -> str:
-    """What is told when ``whom`` has a part of the model no more."""
-    return f"{whom} of the model is gone, so nothing can be computed: {why}"
+def gone(whom: object, reason: str) -> str:
+    """Return the error's text for the loss of a part of the model."""
+    return f"{whom} of the model is gone, so nothing can be computed: {reason}"
 
 
-def looked(whom: object, link: StageLink) -> str:
-    """Why a process that nothing is asked of is gone; empty if it is there."""
+def loss_of_idle(whom: object, link: StageLink) -> str:
+    """Return why a process with no request at present is gone; empty if it is there."""
     try:
-        said = link.look()
-        message = None if said is None else m.from_stage.decode(said)
-    except (CheckpointError, OSError, ValueError) as error:
+        message = link.look()
+    except WireError as error:
         return gone(whom, str(error))
     if message is None:
         return ""
-    return gone(whom, message.why if isinstance(message, m.Unable) else "it says what nobody has asked for")
+    return gone(
+        whom, message.why if isinstance(message, m.Unable) else "it sends an answer without a request"
+    )

@@ -1,4 +1,4 @@
-"""Messages between a worker and the router: msgpack of tagged structs, sealed (``sealed_wire``).
+"""Messages between a worker and the router: msgpack of tagged structs, sealed (``phalanx.wire``).
 
 The worker connects, proves that it knows the service's token, and sends ``Opening``; then ``Ready`` with its facts for the router,
 or ``Unable`` with the reason. Log-probabilities are sent as 64-bit floats, so no bit is lost.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from phalanx.serve.http.worker import Streaming
 from phalanx.traffic import events as e
 from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
+from phalanx.wire.messages import MessageDecoder
 
 PURPOSE = "phalanx serving worker, version 4"
 
@@ -160,11 +160,8 @@ class Go(_Message, frozen=True):
 
 ToRouter = Opening | Unable | Ready | Speech | WorkerBeat | Leaving
 ToWorker = RunJob | StopJob | ForgetPages | Go
-
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
-for_router: msgspec.msgpack.Decoder[ToRouter] = msgspec.msgpack.Decoder(ToRouter)
-for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+TO_ROUTER: MessageDecoder[ToRouter] = MessageDecoder(ToRouter)
+TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 
 
 def encode_output(job: int, output: EngineOutput) -> JobOutput:

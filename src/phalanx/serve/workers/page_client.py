@@ -16,12 +16,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_client
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx.serve.workers.over_nixl.errors import NixlError
 from phalanx.serve.workers.over_nixl.reading import read_pages
 from phalanx.serve.workers.page_wire import (
+    MESSAGES,
     PURPOSE,
     Coming,
     Done,
@@ -30,12 +29,11 @@ from phalanx.serve.workers.page_wire import (
     Open,
     Refused,
     digest,
-    hear,
-    say,
 )
-from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.serve.workers.shared_pages import cut, fast_digest, opened, this_machine
 from phalanx.traffic.events import Identity
+from phalanx.wire.connection import SealedConnection, sealed
+from phalanx.wire.messages import WireError
 
 _UNHASHED = 2
 """Pages that may wait for their hash."""
@@ -83,11 +81,10 @@ def pull(
     until_s = time.monotonic() + within_s
     try:
         with socket.create_connection((host, port), within_s) as connection:
-            wire = Wire(secured_client(connection, None, host), f"{host}:{port}")
-            wire.set_deadline(within_s)
-            sealed = SealedWire(wire, token, "client", PURPOSE)
-            _Pull(sealed, pulled, until_s, only, nixl).run(Open(identity, job, tuple(names)), page_bytes)
-    except (CheckpointError, OSError) as error:
+            wire = sealed(connection, f"{host}:{port}", token, "client", PURPOSE, within_s)
+            wire.raw.set_deadline(until_s - time.monotonic())
+            _Pull(wire, pulled, until_s, only, nixl).run(Open(identity, job, tuple(names)), page_bytes)
+    except (WireError, OSError) as error:
         pulled.failure = str(error) or type(error).__name__
     return pulled
 
@@ -96,7 +93,7 @@ def pull(
 class _Pull:
     """A conversation with a page port, and what it brings."""
 
-    wire: SealedWire
+    wire: SealedConnection
     pulled: Pulled
     until_s: float
     only: Way | None
@@ -104,8 +101,8 @@ class _Pull:
 
     def run(self, asked: Open, page_bytes: int | None) -> None:
         """Takes what is offered. Raises WireError where something does not come as it should."""
-        say(self.wire, asked)
-        offer = hear(self.wire)
+        self.wire.send_message(asked)
+        offer = self.wire.receive_message(MESSAGES)
         if isinstance(offer, Refused):
             self.pulled.failure = offer.why
             return
@@ -120,7 +117,7 @@ class _Pull:
                 raise WireError(f"{self.wire.peer}: its memory is not to be had: {self.pulled.unreached}")
             self._fetch(offer)
         with suppress(WireError):  # what came is whole, also if its source has just died
-            say(self.wire, Done())
+            self.wire.send_message(Done())
         if missing := len(asked.names) - len(offer.names):
             self.pulled.failure = f"{missing} pages are not offered: evicted, or their lease is over"
 
@@ -165,8 +162,8 @@ class _Pull:
     def _fetch(self, offer: Offer) -> None:
         self.pulled.way = "socket"
         names = offer.names[len(self.pulled.pages) :]
-        say(self.wire, Fetch(len(self.pulled.pages), len(names)))
-        coming = hear(self.wire)
+        self.wire.send_message(Fetch(len(self.pulled.pages), len(names)))
+        coming = self.wire.receive_message(MESSAGES)
         if not isinstance(coming, Coming) or len(coming.digests) != len(names):
             raise WireError(f"{self.wire.peer}: sends pages without digests")
         # A page is hashed, which holds no lock of Python's, while the next one comes.

@@ -1,7 +1,6 @@
 """A worker's page port: offers pages under leases to workers that have proven themselves and compute the same bits.
 
-Each connection has a thread with a blocking socket, since bulk bytes have no place in an event loop; strangers wait in a bounded doorway with
-a deadline, as at the snapshot port. A page's digest is computed when it is offered; the SHA-256 of one that others can read in memory, when it is
+The port is a ``ProvenPort``, as the snapshot port. A page's digest is computed when it is offered; the SHA-256 of one that others can read in memory, when it is
 fetched all the same, or read over NIXL.
 """
 
@@ -9,18 +8,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 
-from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.doorway import Doorway, Newcomer, shut
-from phalanx.checkpoint.snapshot.wire import Wire, WireError, secured_server
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx.serve.workers.over_nixl.laying import Laying
 from phalanx.serve.workers.page_wire import (
+    MESSAGES,
     PURPOSE,
     Coming,
     Done,
@@ -30,16 +26,15 @@ from phalanx.serve.workers.page_wire import (
     Open,
     Refused,
     digest,
-    hear,
-    say,
 )
-from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.serve.workers.shared_pages import SharedPages, cut, fast_digest
 from phalanx.traffic.events import Identity
 from phalanx.traffic.leases import Leases
+from phalanx.wire.connection import SealedConnection
+from phalanx.wire.messages import WireError
+from phalanx.wire.port import ProvenPort
 
 _log = logging.getLogger(__name__)
-_HANDSHAKE_S = 5.0
 _SILENT_S = 30.0
 _MOST_FILES = 256
 """Jobs whose pages are in shared memory at a time: each has a descriptor, of which a process has not many."""
@@ -170,90 +165,45 @@ class PageServer:
         most_newcomers: int = 64,
         nixl: AgentProcess | None = None,
     ) -> None:
-        """Listens on any free port of ``host``; with ``nixl``, lays pages for others' agents. Raises OSError where the port cannot be had."""
-        self._pages, self._identity, self._token, self._nixl = pages, identity, token, nixl
-        self._doorway = Doorway(most_newcomers)
-        self._open: set[socket.socket] = set()
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self._thread = threading.Thread(target=self._accept, name="page-server", daemon=True)
-        self._thread.start()
+        """Listen on any free port of ``host``; with ``nixl``, lay pages for others' agents. Raises OSError if the port cannot be had."""
+        self._pages, self._identity, self._nixl = pages, identity, nixl
+        self._port = ProvenPort(
+            self._converse, "page-server", PURPOSE, token, host=host, most_newcomers=most_newcomers
+        )
 
     @property
     def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1])
+        """The port number."""
+        return self._port.port
 
     def close(self) -> None:
-        """Ends all connections and stops listening."""
-        self._closed.set()
-        with self._lock:
-            for connection in self._open:
-                shut(connection)
-        self._doorway.close()
-        shut(self._listener)
-        self._thread.join()
-        self._listener.close()
+        """End all connections and stop listening."""
+        self._port.close()
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, address = self._listener.accept()
-            except OSError:  # closed, or out of descriptors for a moment
-                self._closed.wait(0.2)
-                continue
-            newcomer = self._doorway.enter(connection, address[0])
-            threading.Thread(target=self._serve, args=(newcomer,), daemon=True).start()
-
-    def _serve(self, newcomer: Newcomer) -> None:
-        connection, is_proven = newcomer.connection, False
-        with self._lock:
-            self._open.add(connection)
-        try:
-            connection.settimeout(_HANDSHAKE_S)
-            wire = Wire(secured_server(connection, None), newcomer.host)
-            wire.set_deadline(_HANDSHAKE_S)
-            sealed = SealedWire(wire, self._token, "server", PURPOSE)
-            self._doorway.leave(newcomer, proven=True)
-            is_proven = True
-            wire.set_timeout(_SILENT_S)
-            self._converse(sealed)
-        except (CheckpointError, OSError) as error:
-            if not self._closed.is_set():
-                # A stranger may connect as often as it likes, and must not fill the log.
-                level = logging.WARNING if is_proven else logging.DEBUG
-                _log.log(level, "%s: no pages for it: %s", newcomer.host, error)
-        finally:
-            self._doorway.leave(newcomer, proven=False)
-            with self._lock:
-                self._open.discard(connection)
-            with suppress(OSError):
-                connection.close()
-
-    def _converse(self, wire: SealedWire) -> None:
-        asked = hear(wire)
-        if not isinstance(asked, Open):
-            raise WireError(f"{wire.peer}: begins with {type(asked).__name__}")
-        if asked.identity != self._identity:
-            why = f"these pages are of {self._identity}, and {asked.identity} would read them"
-            say(wire, Refused(why))
+    def _converse(self, wire: SealedConnection) -> None:
+        wire.raw.set_timeout(_SILENT_S)
+        request = wire.receive_message(MESSAGES)
+        if not isinstance(request, Open):
+            raise WireError(f"{wire.peer}: begins with {type(request).__name__}")
+        if request.identity != self._identity:
+            reason = f"these pages are of {self._identity}, and {request.identity} would read them"
+            wire.send_message(Refused(reason))
             return
-        batch = self._pages.offered(asked.job, asked.names)
-        offer = batch.offer(asked.names)
-        say(wire, offer)
+        batch = self._pages.offered(request.job, request.names)
+        offer = batch.offer(request.names)
+        wire.send_message(offer)
         with closing(Laying(self._nixl)) as laying:
             while True:
-                match hear(wire):
+                match wire.receive_message(MESSAGES):
                     case Fetch(first, pages):
-                        found = batch.fetched(offer.names[first : first + pages])
-                        say(wire, Coming(tuple(each for _, each in found)))
-                        for page, _ in found:
+                        fetched = batch.fetched(offer.names[first : first + pages])
+                        wire.send_message(Coming(tuple(digest for _, digest in fetched)))
+                        for page, _ in fetched:
                             wire.raw.send(page)
                     case Lay(first, pages):
-                        say(wire, laying.lay(batch.fetched(offer.names[first : first + pages])))
+                        wire.send_message(laying.lay(batch.fetched(offer.names[first : first + pages])))
                     case Done():
-                        self._pages.done(asked.job)
+                        self._pages.done(request.job)
                         return
                     case other:
-                        raise WireError(f"{wire.peer}: says {type(other).__name__} after an offer")
+                        raise WireError(f"{wire.peer}: sends {type(other).__name__} after an offer")

@@ -11,14 +11,12 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
-from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.workers.over_nixl.agent import Address, NixlAgent
-from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.serve.workers.shared_pages import Place
 from phalanx.traffic.events import Identity
+from phalanx.wire.messages import MessageDecoder
 
 PURPOSE = "phalanx page port, version 4"
 MOST_PAGES = 1 << 15
@@ -100,23 +98,9 @@ class Refused(Struct, frozen=True, tag=True):
 
 
 Message = Open | Offer | Fetch | Coming | Lay | Laid | NotLaid | Done | Refused
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+MESSAGES: MessageDecoder[Message] = MessageDecoder(Message)
 
 
 def digest(page: bytes | bytearray | memoryview) -> bytes:
-    """SHA-256 of a page's bytes."""
+    """Return the SHA-256 of a page's bytes."""
     return hashlib.sha256(page).digest()
-
-
-def say(wire: SealedWire, message: Message) -> None:
-    """Sends a message. Raises WireError."""
-    wire.send(_encoder.encode(message))
-
-
-def hear(wire: SealedWire) -> Message:
-    """The next message. Raises WireError, also where it is none."""
-    try:
-        return _decoder.decode(wire.receive())
-    except msgspec.MsgspecError as error:
-        raise WireError(f"{wire.peer}: says what nobody understands: {error}") from error

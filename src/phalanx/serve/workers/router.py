@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phalanx.serve.workers import messages as m
-from phalanx.serve.workers.peer import Peer, PeerError, proven
 from phalanx.traffic import dispatch
 from phalanx.traffic import events as e
 from phalanx.traffic.block_table import page_names
 from phalanx.traffic.pools import Pool, PoolSettings
 from phalanx.traffic.requests import Ended, EngineOutput, Request
 from phalanx.traffic.routing import Link
+from phalanx.wire.messages import WireError
+from phalanx.wire.stream import SealedStream, sealed_stream
 
 _PROOF_S = 5.0
 _NEWCOMERS = 64
@@ -27,6 +28,19 @@ _NEWCOMERS = 64
 
 Sink = Callable[[Sequence[EngineOutput]], None]
 """Takes the outputs of a request, in their order."""
+
+
+@dataclass
+class Peer:
+    """A worker that has proven itself; ``life`` distinguishes its connection from earlier ones."""
+
+    stream: SealedStream
+    life: int
+    number: int = -1
+    pid: int = 0
+    ready: m.Ready | None = None
+    beat: m.WorkerBeat | None = None
+    ready_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,17 +140,18 @@ class Router:
         if self._newcomers >= _NEWCOMERS:
             return
         self._lives += 1
+        life = self._lives
         self._newcomers += 1
         try:
-            peer = await proven(reader, writer, self.token, self._lives, _PROOF_S)
-        except PeerError:
+            stream = await sealed_stream(reader, writer, self.token, m.PURPOSE, _PROOF_S)
+        except WireError:
             return
         finally:
             self._newcomers -= 1
-        reason = "its connection ended"
+        peer, reason = Peer(stream, life), "its connection ended"
         try:
             await self._converse(peer)
-        except PeerError as error:
+        except WireError as error:
             reason = str(error)
         finally:
             self._disconnect(peer, reason)
@@ -154,7 +169,7 @@ class Router:
 
     async def _converse(self, peer: Peer) -> None:
         while True:
-            match await peer.hear():
+            match await peer.stream.receive_message(m.TO_ROUTER):
                 case m.Opening(number, pid):
                     self._joined = max(self._joined, number)
                     peer.number, peer.pid = number, pid
@@ -177,11 +192,11 @@ class Router:
 
     def _admit(self, peer: Peer, ready: m.Ready) -> None:
         if peer.number < 0:
-            raise PeerError("it is ready before it has said which worker it is")
+            raise WireError("it is ready before it has sent its number")
         old = self.peers.get(peer.number)
         if old is not None:
             self._count_past(old)
-            old.writer.close()
+            old.stream.close()
         if not self._root:
             self._root = ready.root
             link = Link(ready.page_bytes, self.settings.page_bytes_per_s)
@@ -249,8 +264,8 @@ class Router:
                 peer = self.peers.get(worker)
                 if peer is not None and peer.life == life:
                     self._refusals[life] = reason
-                    peer.say(m.Go(reason))
-                    peer.writer.close()
+                    peer.stream.send_message(m.Go(reason))
+                    peer.stream.close()
 
     def _job(self, run: e.Run) -> m.RunJob:
         source = self.peers.get(run.source)
@@ -260,13 +275,13 @@ class Router:
     def _send(self, worker: int, message: m.ToWorker) -> None:
         peer = self.peers.get(worker)
         if peer is not None:
-            peer.say(message)
+            peer.stream.send_message(message)
 
     async def end(self) -> None:
         """Send all workers away. Each ends after its step; ``Watcher.left`` is not called."""
         self._ending = True
         for peer in self.peers.values():
-            peer.say(m.Go())
+            peer.stream.send_message(m.Go())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

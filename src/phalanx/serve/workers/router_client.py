@@ -22,9 +22,8 @@ from msgspec import structs
 
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.http.worker import Identity, Streaming, WorkerFacts, WorkerLoad
-from phalanx.serve.workers.peer import Peer
 from phalanx.serve.workers.processes import Happened, Processes, Seat
-from phalanx.serve.workers.router import Router, RouterSettings, Watcher
+from phalanx.serve.workers.router import Peer, Router, RouterSettings, Watcher
 from phalanx.serve.workers.worker_main import WorkerTask
 from phalanx.traffic.events import Role
 from phalanx.traffic.requests import Ended, EngineOutput, Request

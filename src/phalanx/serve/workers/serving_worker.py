@@ -15,10 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import msgspec
-
-from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, PartLostError
 from phalanx.serve.http.worker import Streaming, explained
@@ -26,10 +22,11 @@ from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx.serve.workers.page_client import PageWay, Pulled, Way, pull
 from phalanx.serve.workers.page_server import OfferedPages
-from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity
 from phalanx.traffic.requests import Ended, EngineOutput, Request
+from phalanx.wire.connection import SealedConnection
+from phalanx.wire.messages import WireError
 
 _log = logging.getLogger(__name__)
 BEAT_S = 0.5
@@ -74,7 +71,7 @@ class ServingWorker:
         identity: Identity,
         page_bytes: int,
         token: str,
-        link: SealedWire,
+        link: SealedConnection,
         streaming: Callable[[], Streaming] | None = None,
         trouble: Callable[[], str] | None = None,
         pages: PageWay = "auto",
@@ -138,7 +135,7 @@ class ServingWorker:
             case _Asked(names, answer):
                 answer.put(self._read_pages(names))
             case m.Leaving():
-                self._link.send(m.encode(message))
+                self._link.send_message(message)
             case m.Go(reason) | _Over(reason):
                 raise _OverError(reason)
 
@@ -236,7 +233,7 @@ class ServingWorker:
                 del self._orders[job]
             messages.append(m.encode_output(job, output))
         if messages:
-            self._link.send(m.encode(m.Speech(tuple(messages))))
+            self._link.send_message(m.Speech(tuple(messages)))
 
     def _names(self, request: Request) -> list[bytes]:
         return page_names(request.prompt + request.told, self._engine.root)
@@ -265,8 +262,8 @@ class ServingWorker:
     def _listen(self) -> None:
         try:
             while True:
-                self._inbox.put(m.for_worker.decode(self._link.receive()))
-        except (CheckpointError, OSError, msgspec.MsgspecError) as error:
+                self._inbox.put(self._link.receive_message(m.TO_WORKER))
+        except WireError as error:
             self._inbox.put(_Over(str(error)))
 
     def _beat(self) -> None:
@@ -288,8 +285,8 @@ class ServingWorker:
                 self._over_nixl,
             )
             try:
-                self._link.send(m.encode(beat))
-            except (CheckpointError, OSError) as error:
+                self._link.send_message(beat)
+            except WireError as error:
                 self._inbox.put(_Over(str(error)))
                 return
 

@@ -17,12 +17,12 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.wire import Wire, secured_client
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import PageWay
-from phalanx.serve.workers.sealed_wire import SealedWire
 from phalanx.traffic.events import Role
+from phalanx.wire.connection import SealedConnection, sealed
+from phalanx.wire.messages import WireError
 
 if TYPE_CHECKING:
     from phalanx.serve.workers.serving_worker import ServingWorker
@@ -55,7 +55,7 @@ def main() -> None:
     die_with_parent()
     try:
         why = work(task)
-    except (CheckpointError, OSError) as error:
+    except (WireError, OSError) as error:
         why = str(error) or type(error).__name__
     if why:
         print(f"worker {task.number}: {why}", file=sys.stderr, flush=True)
@@ -64,18 +64,15 @@ def main() -> None:
 
 
 def work(task: WorkerTask) -> str:
-    """Serves as one worker; why it ended, empty if nothing is wrong. Raises WireError and RefusedError where there is no router."""
+    """Serve as one worker. Returns the reason why it ended, empty if nothing is wrong. Raises WireError if there is no router."""
     with socket.create_connection((task.host, task.port), _CONNECT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        wire = Wire(secured_client(connection, None, task.host), "the router")
-        wire.set_deadline(_CONNECT_S)
-        link = SealedWire(wire, task.token, "client", m.PURPOSE)
-        wire.set_timeout(None)  # a router without requests says nothing
-        link.send(m.encode(m.Opening(task.number, os.getpid())))
+        link = sealed(connection, "the router", task.token, "client", m.PURPOSE, _CONNECT_S)
+        link.send_message(m.Opening(task.number, os.getpid()))
         try:
             return _serve(task, link)
         except Exception as error:
-            link.send(m.encode(m.Unable(_reason(error)[:8000])))
+            link.send_message(m.Unable(_reason(error)[:8000]))
             return _reason(error)
 
 
@@ -95,7 +92,7 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, known) else f"a defect: {error!r}"
 
 
-def _serve(task: WorkerTask, link: SealedWire) -> str:
+def _serve(task: WorkerTask, link: SealedConnection) -> str:
     from phalanx.serve.engine.engine import Engine
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.http.served.of_run import open_engine
@@ -131,7 +128,7 @@ def _serve(task: WorkerTask, link: SealedWire) -> str:
         door = m.PageDoor(task.page_host, server.port)
         bits = opened.identity.bits
         ready = m.Ready(identity, task.role, engine.root, context, pages, nbytes, rate, door, bits)
-        link.send(m.encode(ready))
+        link.send_message(ready)
         return worker.run()
     finally:
         server.close()

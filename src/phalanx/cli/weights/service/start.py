@@ -100,8 +100,9 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.stages.door import address, read_token
     from phalanx.serve.stages.stage_main import StageTask, join
+    from phalanx.wire.messages import WireError
 
-    with explained(CheckpointError, EngineError, OSError):
+    with explained(CheckpointError, EngineError, WireError, OSError):
         host, port = address(at, "--join")
         require_trusted_code(run_dir, trust_code=False)
         why = join(StageTask(host, port, read_token(token_file), -1), run_dir)

@@ -39,6 +39,7 @@ from phalanx.serve.stages.far_stages import FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.part_weights import checkpoint_name, divided, restored_part, restored_share
 from phalanx.serve.stages.shares import Share, require_shares
+from phalanx.wire.messages import WireError
 
 
 def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
@@ -164,7 +165,12 @@ def _over(
 ) -> OpenedEngine:
     dtype = getattr(torch, served.dtype)
     for link, opening in zip(links, parts.opens(served, step), strict=True):
-        link.say(opening)  # all read at the same time
+        try:
+            link.send(opening)  # all read at the same time
+        except WireError as error:
+            raise EngineError(
+                f"the process at {link.peer} ended before it opened its layers: {error}"
+            ) from error
         link.expect_life(served.silence_s)
     model, spec, own = parts.own(served.path, step, dtype)
     ready = opened_stages(links)

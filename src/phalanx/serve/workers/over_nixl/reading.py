@@ -12,12 +12,12 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from phalanx.checkpoint.snapshot.wire import WireError
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx.serve.workers.over_nixl.errors import NixlError
 from phalanx.serve.workers.over_nixl.staging import Stretch
-from phalanx.serve.workers.page_wire import Laid, Lay, NotLaid, Offer, digest, hear, say
-from phalanx.serve.workers.sealed_wire import SealedWire
+from phalanx.serve.workers.page_wire import MESSAGES, Laid, Lay, NotLaid, Offer, digest
+from phalanx.wire.connection import SealedConnection
+from phalanx.wire.messages import WireError
 
 _RUN_BYTES = 8 << 20
 """The bytes that are read at a time, but one page at least."""
@@ -34,7 +34,9 @@ class Came:
     found: bytes
 
 
-def read_pages(wire: SealedWire, process: AgentProcess, offer: Offer, until_s: float) -> Generator[Came]:
+def read_pages(
+    wire: SealedConnection, process: AgentProcess, offer: Offer, until_s: float
+) -> Generator[Came]:
     """The pages of an offer, in their order. Raises NixlError where those that are left must come another way, and WireError where none will."""
     most = max(1, _RUN_BYTES // offer.page_bytes)
     runs = [range(first, min(first + most, len(offer.names))) for first in range(0, len(offer.names), most)]
@@ -61,7 +63,7 @@ def read_pages(wire: SealedWire, process: AgentProcess, offer: Offer, until_s: f
 
 
 def _read_runs(
-    wire: SealedWire,
+    wire: SealedConnection,
     process: AgentProcess,
     page_bytes: int,
     runs: Sequence[range],
@@ -69,14 +71,14 @@ def _read_runs(
     until_s: float,
 ) -> Iterator[tuple[bytes, ...]]:
     """Reads each run into its turn, and yields its digests."""
-    say(wire, Lay(runs[0].start, len(runs[0])))
+    wire.send_message(Lay(runs[0].start, len(runs[0])))
     for number, run in enumerate(runs):
         laid = _heard(wire, len(run))
         if isinstance(laid, NotLaid):
             raise NixlError(f"{wire.peer}: {laid.why}")
         after = runs[number + 1] if number + 1 < len(runs) else None
         if after is not None:
-            say(wire, Lay(after.start, len(after)))
+            wire.send_message(Lay(after.start, len(after)))
         within_s = min(_RUN_S, until_s - time.monotonic())
         try:
             process.read(laid.agent, laid.address, turns[number % 2], len(run), page_bytes, within_s)
@@ -87,8 +89,8 @@ def _read_runs(
         yield laid.digests
 
 
-def _heard(wire: SealedWire, pages: int) -> Laid | NotLaid:
-    laid = hear(wire)
+def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
+    laid = wire.receive_message(MESSAGES)
     if isinstance(laid, NotLaid) or (isinstance(laid, Laid) and len(laid.digests) == pages):
         return laid
     raise WireError(f"{wire.peer}: lays other pages than were asked for")

@@ -1,12 +1,12 @@
-"""Mutual proof that both sides of a connection know a run's token, and seals on what they say afterwards.
+"""Mutual proof that both ends of a connection know a run's token, and seals on the messages after it.
 
 Challenge and response (ISO/IEC 9798-4, mutual authentication with a keyed hash): each side sends random bytes, and proves itself by
 the HMAC-SHA256 (RFC 2104) of both sides' under the token, with its role and what the connection is for. The token never leaves the
 process, and a proof is worth nothing on another connection. From the same random bytes both sides derive a key for each direction,
-and every later message of a control connection carries a seal, the HMAC of its number and content: whoever sits in between can cut
+and every later message of a control connection carries a seal, the HMAC of its number and content: someone in between can cut
 the connection, and read it, but can neither alter, add, repeat nor swap a message.
 
-No I/O here: ``handshake`` yields what is to be sent and how many bytes it waits for, and whoever owns the connection carries that out.
+No I/O here: ``handshake`` yields the bytes to send and the number of bytes to receive, and the owner of the connection carries that out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.wire.messages import ForgedError, UnprovenError
+
 Role = Literal["client", "server"]
 _MAGIC = b"PHXPROV1"
 _NONCE_BYTES = 32
@@ -26,26 +28,18 @@ HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 SEAL_BYTES = 16
 
 
-class UnprovenError(ValueError):
-    """The other side does not know the run's token, or does not speak this protocol."""
-
-
-class ForgedError(ValueError):
-    """A message is not the next one that the other side has sealed."""
-
-
 class Seal:
-    """One direction of a connection: seals messages on the one side, opens them in the same order on the other."""
+    """One direction of a connection: one end seals messages, the other opens them in the same order."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._number = key, 0
 
     def close(self, body: bytes) -> bytes:
-        """The next message, with its seal before it."""
+        """Return the next message, with its seal before it."""
         return self._next(body) + body
 
     def open(self, sealed: bytes) -> bytes:
-        """The content of the next message. Raises ``ForgedError``; the connection is of no more use then."""
+        """Return the content of the next message. Raises ``ForgedError``; the connection is of no more use then."""
         seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._next(body)):
             raise ForgedError(f"message {self._number} of this connection was altered on its way, or added")
@@ -58,27 +52,27 @@ class Seal:
 
 @dataclass(frozen=True)
 class Seals:
-    """The seals of a connection whose sides have proven themselves."""
+    """The seals of a connection whose ends have proven themselves."""
 
     outgoing: Seal
     incoming: Seal
     token_name: str = ""
-    """The name of the token that both sides have proven (``token_name``)."""
+    """The name of the token that both ends have proven (``token_name``)."""
 
 
 def handshake(
     token: str, purpose: str, role: Role, earlier: Sequence[str] = ()
 ) -> Generator[bytes | int, bytes, Seals]:
-    """The steps of a handshake: yields bytes to send (answer with anything), or the number of bytes to receive (answer with them).
+    """Steps of a handshake: yields bytes to send (answer with anything), or the number of bytes to receive (answer with them).
 
     Args:
         token: The run's.
-        purpose: What the connection is for, and of which run; the same on both sides.
-        earlier: Tokens before a rotation, with which a server lets clients in as well for a while; a client never uses one.
-        role: Of this side. The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
+        purpose: Purpose of the connection, and its run; the same at both ends.
+        earlier: Tokens before a rotation, which a server accepts of clients for a while; a client never uses one.
+        role: Of this end. The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
 
     Raises:
-        UnprovenError: The other side does not know the token, or says something else.
+        UnprovenError: The peer does not know the token, or speaks another protocol.
     """
     own = secrets.token_bytes(_NONCE_BYTES)
     yield _MAGIC + own
@@ -88,14 +82,14 @@ def handshake(
     other = hello[len(_MAGIC) :]
     nonces = (own, other) if role == "client" else (other, own)
 
-    def mac(token: str, what: str) -> bytes:
-        return token_mac(token, what.encode(), purpose.encode(), *nonces)
+    def mac(token: str, label: str) -> bytes:
+        return token_mac(token, label.encode(), purpose.encode(), *nonces)
 
     if role == "client":
         yield mac(token, "client")
     proof = yield _PROOF_BYTES
-    whose, accepted = ("server", [token]) if role == "client" else ("client", [token, *earlier])
-    proven = [known for known in accepted if hmac.compare_digest(proof, mac(known, whose))]
+    prover, accepted = ("server", [token]) if role == "client" else ("client", [token, *earlier])
+    proven = [candidate for candidate in accepted if hmac.compare_digest(proof, mac(candidate, prover))]
     if not proven:
         raise UnprovenError("does not know this run's token")
     token = proven[0]
@@ -107,11 +101,11 @@ def handshake(
 
 
 def token_name(token: str) -> str:
-    """A name that tells one token from another, and tells nothing else of it."""
+    """Return a name that distinguishes one token from another, and reveals nothing else of it."""
     return token_mac(token, b"the name of the token").hex()[:16]
 
 
 def token_mac(token: str, *parts: bytes) -> bytes:
-    """The HMAC-SHA256 of ``parts`` under a token, each part with its length, so that no two sequences of parts are alike."""
+    """Return the HMAC-SHA256 of ``parts`` under a token, each part with its length, so that no two sequences of parts are alike."""
     framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(token.encode(), framed, "sha256")

@@ -1,0 +1,252 @@
+"""Blocking connections for threads: framed messages, raw bytes without a copy, and the same behind a mutual proof, sealed.
+
+Sockets block, in threads: bulk bytes never pass through an event loop, which has heartbeats to keep. A ``FramedConnection`` by itself is for two processes that
+share a socket pair, or for a protocol that proves the peer and then needs no seals; a ``SealedConnection`` is for all that
+crosses a network. Seals keep messages from being altered; they do not encrypt. Where others can listen, add TLS.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from threading import Lock
+from typing import TypeVar
+
+import msgspec
+
+from phalanx.wire.messages import (
+    LENGTH_BYTES,
+    EndedError,
+    ForgedError,
+    MessageDecoder,
+    MessageError,
+    SilentError,
+    UnprovenError,
+    WireError,
+    body_length,
+    encode,
+    frame,
+)
+from phalanx.wire.token_proof import Role, Seals, handshake
+
+_PIECE_BYTES = 8 << 20
+_T = TypeVar("_T")
+
+
+class FramedConnection:
+    """One end of a connected socket. ``send*`` may be called from any thread, ``receive*`` from one.
+
+    Every method raises WireError if the connection fails: EndedError if the peer ended it, SilentError after the timeout.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self._socket, self._sending = connection, Lock()
+        self._deadline_s: float | None = None
+        self.peer = peer
+        """The other end, for people: an address, or a name such as "the router"."""
+
+    def send_message(self, message: msgspec.Struct, body: memoryview | bytes = b"") -> None:
+        """Send a message, and the raw bytes that it announces right behind it."""
+        framed = frame(encode(message))
+        with self._sending:
+            self._send(framed)
+            self._send(body)
+
+    def send_frame(self, body: bytes) -> None:
+        """Send bytes as one frame."""
+        with self._sending:
+            self._send(frame(body))
+
+    def send(self, body: memoryview | bytes) -> None:
+        """Send raw bytes, straight from their memory."""
+        with self._sending:
+            self._send(body)
+
+    def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
+        """Return the next message. Raises MessageError if it is none of the decoder's."""
+        return self._decoded(decoder, self.receive_frame())
+
+    def receive_message_or_end(self, decoder: MessageDecoder[_T]) -> _T | None:
+        """Return the next message; None if the peer closed the connection between two messages."""
+        try:
+            first = self._socket.recv(1)
+        except OSError as error:
+            raise self._failure(error) from error
+        if not first:
+            return None
+        return self._decoded(decoder, self._body(first + self.receive(LENGTH_BYTES - 1)))
+
+    def receive_frame(self) -> bytes:
+        """Return the bytes of the next frame. Raises MessageError if it is too long."""
+        return self._body(self.receive(LENGTH_BYTES))
+
+    def receive(self, nbytes: int) -> bytes:
+        """Return that many raw bytes."""
+        body = bytearray(nbytes)
+        self.receive_into(memoryview(body))
+        return bytes(body)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill ``view`` with raw bytes, straight into its memory."""
+        done = 0
+        while done < len(view):
+            self._observe_deadline()
+            try:
+                count = self._socket.recv_into(view[done:])
+            except OSError as error:
+                raise self._failure(error) from error
+            if not count:
+                raise EndedError(f"{self.peer}: the connection ended {len(view) - done:,} bytes too early")
+            done += count
+
+    def set_timeout(self, silence_s: float | None) -> None:
+        """Limit the time in which the peer sends or takes nothing, None for no limit. Ends a deadline."""
+        self._deadline_s = None
+        self._socket.settimeout(silence_s)
+
+    def set_deadline(self, within_s: float) -> None:
+        """Limit the time in which everything that is received from now on must arrive, in however many pieces."""
+        self._deadline_s = time.monotonic() + within_s
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _send(self, body: memoryview | bytes) -> None:
+        view = memoryview(body)
+        try:
+            for start in range(0, len(view), _PIECE_BYTES):  # the timeout is for each piece, not for all
+                self._socket.sendall(view[start : start + _PIECE_BYTES])
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _body(self, head: bytes) -> bytes:
+        try:
+            length = body_length(head)
+        except MessageError as error:
+            raise MessageError(f"{self.peer}: {error}") from error
+        return self.receive(length)
+
+    def _decoded(self, decoder: MessageDecoder[_T], body: bytes) -> _T:
+        try:
+            return decoder.decode(body)
+        except MessageError as error:
+            raise MessageError(f"{self.peer}: {error}") from error
+
+    def _observe_deadline(self) -> None:
+        if self._deadline_s is not None:
+            remaining_s = self._deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise SilentError(f"{self.peer}: took too long to prove that it knows the token")
+            self._socket.settimeout(remaining_s)
+
+    def _failure(self, error: OSError) -> WireError:
+        kind: type[WireError] = WireError
+        if isinstance(error, ConnectionResetError | BrokenPipeError):
+            kind = EndedError
+        elif isinstance(error, TimeoutError):
+            kind = SilentError
+        return kind(f"{self.peer}: {error or type(error).__name__}")
+
+
+def authenticate(
+    connection: FramedConnection, token: str, role: Role, purpose: str, earlier: Sequence[str] = ()
+) -> Seals:
+    """Prove to each other that both ends know ``token``, for ``purpose``; a server accepts ``earlier`` tokens too.
+
+    Returns the seals that later messages may carry. Raises UnprovenError if the peer has another token, WireError if the
+    connection fails.
+    """
+    steps = handshake(token, purpose, role, earlier)
+    sent = 0
+    try:
+        step = next(steps)
+        while True:
+            if isinstance(step, bytes):
+                connection.send(step)
+                sent += 1
+                step = next(steps)
+            else:
+                step = steps.send(connection.receive(step))
+    except StopIteration as end:
+        seals: Seals = end.value
+        return seals
+    except UnprovenError as error:
+        raise UnprovenError(f"{connection.peer}: {error}; give every node the same one") from error
+    except WireError as error:
+        was_turned_away = role == "client" and sent == 2  # it has sent its hello and its proof
+        if not was_turned_away:
+            raise
+        raise UnprovenError(
+            f"{connection.peer}: ended the connection, most likely because it has another run's token; give every node the same one"
+        ) from error
+
+
+class SealedConnection:
+    """A connection whose ends have proven themselves, and seal each message. ``send*`` may be called from any thread, ``receive*`` from one."""
+
+    def __init__(self, raw: FramedConnection, seals: Seals) -> None:
+        self.raw = raw
+        """For raw bytes, which carry no seal: a sealed message has to hold their digest."""
+        self._seals, self._sending = seals, Lock()
+
+    @property
+    def peer(self) -> str:
+        """The other end, for people."""
+        return self.raw.peer
+
+    def send_message(self, message: msgspec.Struct, body: memoryview | bytes = b"") -> None:
+        """Send a message, and the bytes that it announces right behind it, in sealed pieces. Raises WireError."""
+        view = memoryview(body)
+        with self._sending:  # seals are numbered in the order on the wire
+            self._send(encode(message))
+            for start in range(0, len(view), _PIECE_BYTES):
+                self._send(bytes(view[start : start + _PIECE_BYTES]))
+
+    def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
+        """Return the next message. Raises WireError, ForgedError if it was altered, MessageError if it is none of the decoder's."""
+        try:
+            return decoder.decode(self.receive())
+        except MessageError as error:
+            raise MessageError(f"{self.peer}: {error}") from error
+
+    def receive_body(self, nbytes: int) -> bytearray:
+        """Return the bytes that the last message announced. Raises WireError."""
+        body = bytearray()
+        while len(body) < nbytes:
+            body += self.receive()
+        return body
+
+    def receive(self) -> bytes:
+        """Return the content of the next sealed frame. Raises WireError."""
+        sealed = self.raw.receive_frame()
+        try:
+            return self._seals.incoming.open(sealed)
+        except ForgedError as error:
+            raise ForgedError(f"{self.peer}: {error}") from error
+
+    def _send(self, content: bytes) -> None:
+        self.raw.send_frame(self._seals.outgoing.close(content))
+
+
+def sealed(
+    connection: socket.socket, peer: str, token: str, role: Role, purpose: str, within_s: float
+) -> SealedConnection:
+    """Prove both ends of a connected socket to each other within ``within_s``; afterwards the peer may be silent for any time.
+
+    Raises UnprovenError and WireError.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    raw = FramedConnection(connection, peer)
+    raw.set_deadline(within_s)
+    seals = authenticate(raw, token, role, purpose)
+    raw.set_timeout(None)
+    return SealedConnection(raw, seals)
+
+
+def secured_client(connection: socket.socket, tls: ssl.SSLContext | None, host: str) -> socket.socket:
+    """Return a connection that was made to ``host``, under TLS if there is a context. Small messages are sent at once."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection if tls is None else tls.wrap_socket(connection, server_hostname=host)
