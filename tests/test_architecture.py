@@ -86,7 +86,6 @@ IMPURE = frozenset(
     [
         "asyncio",
         "datetime",
-        "grpc",
         "io",
         "logging",
         "multiprocessing",

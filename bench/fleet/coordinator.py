@@ -2,7 +2,7 @@
 
     python -m bench.fleet.coordinator --nodes 12500 --heartbeat-s 5
 
-A real coordinator process serves simulated agents: real gRPC streams of one load generator process (this one), that greet, beat,
+A real coordinator process serves simulated agents: real streams of one load generator process (this one), that greet, beat,
 park and bind as agents do, without workers. Reported: the coordinator's share of a core and its memory in steady state, the
 size of its journal, and how long a whole re-formation takes after one node's connection breaks (all park, a spare
 takes the seat, all bind). The load generator competes for the same cores; its own share is reported too.

@@ -4,7 +4,7 @@
     python -m bench.fleet.start --only attach --agents 500 1000 2000 --tls
     python -m bench.fleet.start --only imports meet --json
 
-- *attach*: real agents' connections (``bench.fleet.coordinator``: gRPC, the proof of the token, sealed messages; with ``--tls`` mutual TLS) to a
+- *attach*: real agents' connections (``bench.fleet.coordinator``: TCP, the proof of the token, sealed messages; with ``--tls`` mutual TLS) to a
   real coordinator on loopback, without workers. Processor time of its event loop, which is one thread, and of the whole process, for one agent; all but
   two attach, then those two, with which the first epoch forms. A straight line through the event loop's time for one agent says what is the
   same for every agent, and what grows with those that are there.

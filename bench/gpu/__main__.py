@@ -40,7 +40,6 @@ PACKAGES = (
     "safetensors",
     "tokenizers",
     "xxhash",
-    "grpcio",
     "pytest",
 )
 _TIMEOUT_S = 600.0

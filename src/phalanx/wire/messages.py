@@ -62,19 +62,19 @@ class MessageDecoder(Generic[_T]):
             raise MessageError(f"sent a message that is not of this protocol: {error}") from error
 
 
-def frame(body: bytes) -> bytes:
+def frame(body: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
     """Return ``body`` with its length in front. Raises MessageError if it is too long to be accepted."""
-    _require_short(len(body))
+    _require_short(len(body), longest_bytes)
     return _LENGTH.pack(len(body)) + body
 
 
-def body_length(head: bytes) -> int:
+def body_length(head: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> int:
     """Return the length in the ``LENGTH_BYTES`` bytes before a message. Raises MessageError if it is too long."""
     length: int = _LENGTH.unpack(head)[0]
-    _require_short(length)
+    _require_short(length, longest_bytes)
     return length
 
 
-def _require_short(nbytes: int) -> None:
-    if nbytes > LONGEST_MESSAGE_BYTES:
-        raise MessageError(f"a message of {nbytes:,} bytes, more than the {LONGEST_MESSAGE_BYTES:,} allowed")
+def _require_short(nbytes: int, longest_bytes: int) -> None:
+    if nbytes > longest_bytes:
+        raise MessageError(f"a message of {nbytes:,} bytes, more than the {longest_bytes:,} allowed")

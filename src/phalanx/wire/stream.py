@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
 from phalanx.wire.messages import (
     LENGTH_BYTES,
+    LONGEST_MESSAGE_BYTES,
     EndedError,
     MessageDecoder,
-    SilentError,
     UnprovenError,
     body_length,
     encode,
@@ -59,34 +60,66 @@ async def authenticate(
         raise UnprovenError(f"did not prove within {within_s:g} s that it knows this run's token") from None
 
 
-async def receive_frame(reader: asyncio.StreamReader) -> bytes:
-    """Return the bytes of the next frame. Raises EndedError, and MessageError if it is too long."""
-    try:
-        return await reader.readexactly(body_length(await reader.readexactly(LENGTH_BYTES)))
-    except TimeoutError as error:
-        raise SilentError("is silent") from error
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise EndedError("its connection ended") from error
+class FrameStream:
+    """Frames in both directions over asyncio's streams. One task receives; ``send`` waits for its turn, ``write`` does not.
+
+    ``receive`` and ``send`` raise WireError: EndedError if the connection ended, MessageError for a frame that is too long.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def receive(self, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
+        """Return the bytes of the next frame."""
+        try:
+            head = await self._reader.readexactly(LENGTH_BYTES)
+            return await self._reader.readexactly(body_length(head, longest_bytes))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise EndedError("ended the connection") from error
+
+    async def send(self, body: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> None:
+        """Send a frame, and wait while the peer reads more slowly than this end sends."""
+        self.write(body, longest_bytes)
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise EndedError("ended the connection") from error
+
+    def write(self, body: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> None:
+        """Queue a frame; it is lost if the peer dies before it reads it."""
+        if not self._writer.is_closing():
+            self._writer.write(frame(body, longest_bytes))
+
+    def close(self) -> None:
+        """End the connection after what is queued."""
+        self._writer.close()
+
+    async def closed(self, within_s: float) -> None:
+        """End the connection after what is queued, or after ``within_s``, whatever is left then."""
+        self._writer.close()
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(within_s):
+                await self._writer.wait_closed()
+        self._writer.transport.abort()
 
 
 class SealedStream:
     """A connection in an event loop whose ends have proven themselves, and seal each message."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seals: Seals) -> None:
-        self._reader, self._writer, self._seals = reader, writer, seals
+    def __init__(self, frames: FrameStream, seals: Seals) -> None:
+        self._frames, self._seals = frames, seals
 
     async def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
         """Return the next message. Raises WireError."""
-        return decoder.decode(self._seals.incoming.open(await receive_frame(self._reader)))
+        return decoder.decode(self._seals.incoming.open(await self._frames.receive()))
 
     def send_message(self, message: msgspec.Struct) -> None:
         """Queue a message; it is lost if the peer dies before it reads it."""
-        if not self._writer.is_closing():
-            self._writer.write(frame(self._seals.outgoing.close(encode(message))))
+        self._frames.write(self._seals.outgoing.close(encode(message)))
 
     def close(self) -> None:
         """End the connection after what is queued."""
-        self._writer.close()
+        self._frames.close()
 
 
 async def sealed_stream(
@@ -105,4 +138,4 @@ async def sealed_stream(
         seals = await authenticate(send, reader.readexactly, token, "server", purpose, within_s)
     except (asyncio.IncompleteReadError, OSError) as error:
         raise EndedError("its connection ended before it had proven that it knows the token") from error
-    return SealedStream(reader, writer, seals)
+    return SealedStream(FrameStream(reader, writer), seals)

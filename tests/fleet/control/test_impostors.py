@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
-from fleet.control.wire import CREDENTIALS, Caller, ClientStream, Ear, Wire, until
+from fleet.control.wire import CREDENTIALS, Caller, Ear, Wire, opened, until
 from fleet.fleet_processes import FLEET, make_run
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
-from phalanx.fleet.control.transport import SERVICE, TransportError
+from phalanx.fleet.control.streams import Greeting, HandshakeStream, Method, TurnedAwayError, connect
+from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.replay import JournalError
-from phalanx.wire.messages import UnprovenError
+from phalanx.wire.messages import WireError
+from phalanx.wire.stream import FrameStream
 from phalanx.wire.token_proof import HELLO_BYTES
 
 SHUTDOWN = m.encode(c.Shutdown("an impostor says: go home"))
-Handler = Callable[[str, AsyncIterator[bytes], Any], Any]
+Handler = Callable[[FrameStream, Callable[[bytes], None]], Awaitable[None]]
+"""What a false server does with a stream: it notes what it receives."""
 
 
 class Impostor:
-    """A gRPC server that knows no token, and writes down all that it is sent."""
+    """A server that knows no token, and writes down all that it is sent."""
 
     def __init__(self, behave: Handler) -> None:
         self.behave, self.heard = behave, list[bytes]()
@@ -42,29 +43,16 @@ class Impostor:
     @asynccontextmanager
     async def listening(self, port: int = 0) -> AsyncIterator[str]:
         """Its address."""
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
 
-        def method(name: str) -> Any:
-            async def serve(requests: AsyncIterator[bytes], context: Any) -> None:
-                self.heard += [
-                    value if isinstance(value, bytes) else value.encode()
-                    for _, value in context.invocation_metadata()
-                ]
-                await self.behave(name, self.overheard(requests), context)
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            frames = FrameStream(reader, writer)
+            with suppress(WireError, asyncio.CancelledError):
+                await self.behave(frames, self.heard.append)
+            frames.close()
 
-            return grpc.stream_stream_rpc_method_handler(serve)
-
-        methods = {name: method(name) for name in ("Attach", "Operate")}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-        bound = server.add_insecure_port(f"127.0.0.1:{port}")
-        await server.start()
-        yield f"127.0.0.1:{bound}"
-        await server.stop(0.0)
-
-    async def overheard(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        async for body in requests:
-            self.heard.append(body)
-            yield body
+        server = await asyncio.start_server(serve, "127.0.0.1", port)
+        yield "{}:{}".format(*server.sockets[0].getsockname()[:2])
+        server.close()
 
     def check_that_it_learned_nothing(self) -> None:
         said = b"\n".join(self.heard)
@@ -74,23 +62,26 @@ class Impostor:
         assert b"StopRun" not in said
 
 
-async def at_once(_method: str, _requests: AsyncIterator[bytes], context: Any) -> None:
+async def at_once(frames: FrameStream, note: Callable[[bytes], None]) -> None:
     """Gives orders without any handshake."""
+    note(await frames.receive())
     for _ in range(4):
-        await context.write(SHUTDOWN)
+        await frames.send(SHUTDOWN)
 
 
-async def by_guesses(_method: str, requests: AsyncIterator[bytes], context: Any) -> None:
+async def by_guesses(frames: FrameStream, note: Callable[[bytes], None]) -> None:
     """Answers in the form of the handshake, with what it was sent itself, then gives orders."""
-    hello = await anext(requests)
-    await context.write(hello)
-    await context.write(await anext(requests))
+    note(await frames.receive())
+    for _ in range(2):
+        note(body := await frames.receive())
+        await frames.send(body)
     for _ in range(4):
-        await context.write(SHUTDOWN)
+        await frames.send(SHUTDOWN)
 
 
-async def by_silence(_method: str, _requests: AsyncIterator[bytes], _context: Any) -> None:
+async def by_silence(frames: FrameStream, note: Callable[[bytes], None]) -> None:
     """Ends the stream as soon as it has begun."""
+    note(await frames.receive())
 
 
 @pytest.mark.parametrize("behave", [at_once, by_guesses, by_silence])
@@ -112,27 +103,31 @@ def test_an_impostor_learns_nothing_is_not_obeyed_and_the_next_address_is_tried(
     asyncio.run(scene())
 
 
-def relay(to: Callable[[], str], up: dict[int, bytes], down: dict[int, bytes], becomes: str = "") -> Handler:
-    """Passes everything on to another server, but for the messages of these numbers, which it replaces."""
+def relay(
+    to: Callable[[], str], up: dict[int, bytes], down: dict[int, bytes], becomes: Method = "Attach"
+) -> Handler:
+    """Passes everything on to another server, but for the frames of these numbers after the greeting, which it replaces."""
 
-    async def behave(method: str, requests: AsyncIterator[bytes], context: Any) -> None:
-        async with grpc.aio.insecure_channel(to()) as channel:
-            call = channel.stream_stream(f"/{SERVICE}/{becomes or method}")(metadata=CREDENTIALS.metadata())
+    async def behave(frames: FrameStream, note: Callable[[bytes], None]) -> None:
+        note(await frames.receive())
+        far = await connect(to(), None)
+        await HandshakeStream(far).send(Greeting(becomes, CREDENTIALS.facts()))
 
-            async def pass_up() -> None:
-                number = 0
-                async for body in requests:
-                    await call.write(up.get(number, body))
-                    number += 1
+        async def pass_on(source: FrameStream, target: FrameStream, replaced: dict[int, bytes]) -> None:
+            for number in itertools.count():
+                body = await source.receive()
+                note(body)
+                await target.send(replaced.get(number, body))
 
-            passing = asyncio.create_task(pass_up())
-            number = 0
-            with suppress(grpc.RpcError, asyncio.InvalidStateError):
-                while (body := await call.read()) is not grpc.aio.EOF:
-                    await context.write(down.get(number, body))
-                    number += 1
-            passing.cancel()
-            call.cancel()
+        passing = [
+            asyncio.create_task(pass_on(frames, far, up)),
+            asyncio.create_task(pass_on(far, frames, down)),
+        ]
+        await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
+        for task in passing:
+            task.cancel()
+        await asyncio.gather(*passing, return_exceptions=True)
+        far.close()
 
     return behave
 
@@ -190,12 +185,11 @@ def test_the_proof_of_an_agent_is_none_for_an_operators_request() -> None:
 
 def test_a_server_proves_nothing_to_a_client_that_has_not_proven_itself() -> None:
     async def scene() -> None:
-        async with Wire() as wire, grpc.aio.insecure_channel(wire.address) as channel:
-            call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=CREDENTIALS.metadata())
+        async with Wire() as wire, opened(wire.address) as stream:
+            await stream.send(Greeting("Attach", CREDENTIALS.facts()))
             stranger = replace(CREDENTIALS, token="another token, of a stranger")
-            with pytest.raises((UnprovenError, grpc.RpcError)):
-                await stranger.prove(ClientStream(call), "Attach", "client")
-            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(TurnedAwayError, match="unauthenticated"):
+                await stranger.prove(stream, "Attach", "client")
 
     asyncio.run(scene())
 
@@ -280,9 +274,11 @@ def test_a_handshake_is_bounded_in_time_by_whoever_waits() -> None:
     impatient = replace(CREDENTIALS, handshake_timeout_s=0.3)
 
     async def scene() -> None:
-        async with Wire(impatient) as wire, grpc.aio.insecure_channel(wire.address) as channel:
-            call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=CREDENTIALS.metadata())
-            assert len(await call.read()) == HELLO_BYTES
+        async with Wire(impatient) as wire, opened(wire.address) as stream, opened(wire.address) as mute:
+            await stream.send(Greeting("Attach", CREDENTIALS.facts()))
+            assert len(await stream.read()) == HELLO_BYTES
+            with pytest.raises(WireError):
+                await mute.receive()
             await until(lambda: wire.server.refused["wrong token"])  # though nothing was said
             friend = wire.dial()
             await until(lambda: friend.link.attached)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 
-import grpc
-import grpc.aio
 import pytest
 
-from fleet.control.wire import CREDENTIALS, Caller, ClientStream, Ear, Wire, joined, until
+from fleet.control.wire import CREDENTIALS, Caller, Ear, Wire, joined, opened, until
 from phalanx.fleet.control.coordinator_link import operate
+from phalanx.fleet.control.streams import Greeting
 from phalanx.fleet.control.transport import MAX_REPORT_BYTES, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
@@ -37,8 +36,8 @@ def test_reports_and_commands_arrive_in_order() -> None:
 def test_another_version_of_the_vocabulary_is_refused() -> None:
     async def scene() -> None:
         async with Wire() as wire:
-            shown = tuple((k, "999" if k == "phalanx-version" else v) for k, v in CREDENTIALS.metadata())
-            assert await wire.refusal(shown) is grpc.StatusCode.UNAUTHENTICATED
+            facts = tuple((k, "999" if k == "phalanx-version" else v) for k, v in CREDENTIALS.facts())
+            assert await wire.refusal(facts) == "unauthenticated"
 
     asyncio.run(scene())
 
@@ -82,8 +81,8 @@ def test_an_oversized_message_ends_its_stream_and_no_other() -> None:
         async with Wire() as wire:
             friend = wire.dial(node="node-1")
             await until(lambda: wire.ear.reports)
-            code = await wire.raw(m.encode(joined()), b"x" * (MAX_REPORT_BYTES + 1))
-            assert code is not grpc.StatusCode.OK
+            await wire.raw(m.encode(joined()), b"x" * (MAX_REPORT_BYTES + 1))
+            assert wire.server.refused["malformed message"] == 1
             friend.link.say(m.Durable("node-1", 1, 0, 7))
             await until(lambda: m.Durable("node-1", 1, 0, 7) in wire.ear.reports)
             assert friend.greetings == 1
@@ -91,7 +90,7 @@ def test_an_oversized_message_ends_its_stream_and_no_other() -> None:
     asyncio.run(scene())
 
 
-def test_bytes_that_are_no_http_harm_nobody() -> None:
+def test_bytes_that_are_no_frames_harm_nobody() -> None:
     async def scene() -> None:
         async with Wire() as wire:
             friend = wire.dial()
@@ -178,17 +177,14 @@ def test_a_newer_life_of_a_node_takes_the_place_of_the_older_and_the_older_one_i
 
 def test_an_agent_that_reads_nothing_is_cut_off_and_holds_up_nobody() -> None:
     async def scene() -> None:
-        async with Wire() as wire:
-            await until(lambda: True)
-            async with grpc.aio.insecure_channel(wire.address) as channel:
-                call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=CREDENTIALS.metadata())
-                seals = await CREDENTIALS.prove(ClientStream(call), "Attach", "client")
-                await call.write(seals.outgoing.close(m.encode(joined())))
-                await until(lambda: wire.server.links)
-                for _ in range(600):  # all at once: no turn of the loop in which one could leave
-                    wire.server.send("node-0", c.Park(1, "x" * 1000))
-                await until(lambda: wire.ear.lost_nodes == ["node-0"])
-                call.cancel()
+        async with Wire() as wire, opened(wire.address) as stream:
+            await stream.send(Greeting("Attach", CREDENTIALS.facts()))
+            seals = await CREDENTIALS.prove(stream, "Attach", "client")
+            await stream.frames.send(seals.outgoing.close(m.encode(joined())))
+            await until(lambda: wire.server.links)
+            for _ in range(600):  # all at once: no turn of the loop in which one could leave
+                wire.server.send("node-0", c.Park(1, "x" * 1000))
+            await until(lambda: wire.ear.lost_nodes == ["node-0"])
 
     asyncio.run(scene())
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
-
-import grpc
-import grpc.aio
 
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials
+from phalanx.fleet.control.streams import END, Facts, Greeting, HandshakeStream, TurnedAwayError, connect
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.run.peers.fencing import FencingToken
-from phalanx.wire.messages import UnprovenError
+from phalanx.wire.messages import WireError
 
 CREDENTIALS = Credentials(
     "run-1", "a token that nobody guesses", FencingToken(1, "ab"), operator_token="known to operators"
@@ -80,20 +78,6 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-class ClientStream:
-    """A call's messages, for a handshake."""
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
-
-    async def write(self, message: bytes) -> None:
-        await self.call.write(message)
-
-    async def read(self) -> bytes:
-        body = await self.call.read()
-        return body if isinstance(body, bytes) else b""
-
-
 class Wire:
     """A server, and agents that are cancelled at the end."""
 
@@ -118,39 +102,37 @@ class Wire:
         self.tasks.append(asyncio.create_task(caller.link.run()))
         return caller
 
-    async def refusal(self, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
-        """How a stream ends whose client says nothing but ``metadata``. What it wrote could meet the end, and grpc.aio calls such an end INTERNAL."""
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
-            call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=metadata)
-            with suppress(grpc.RpcError):
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            code = await call.code()
-            assert isinstance(code, grpc.StatusCode)
-            return code
+    async def refusal(self, facts: Facts) -> str:
+        """The code with which a stream is refused whose client says nothing but ``facts``; empty if it is not."""
+        try:
+            async with opened(self.address) as stream:
+                await stream.send(Greeting("Attach", facts))
+                while True:
+                    await stream.receive()
+        except TurnedAwayError as error:
+            return error.code
+        except WireError:
+            return ""
 
-    async def raw(
-        self,
-        *bodies: bytes,
-        metadata: tuple[tuple[str, str], ...] | None = None,
-        proven: bool = True,
-    ) -> grpc.StatusCode:
-        """Sends bytes, sealed after a handshake or as they are; returns how the stream ended."""
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
-            # Said now, not when this file was read: it holds the time, and a clock of minutes ago is refused.
-            shown = CREDENTIALS.metadata() if metadata is None else metadata
-            call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=shown)
-            try:
-                seals = await CREDENTIALS.prove(ClientStream(call), "Attach", "client") if proven else None
+    async def raw(self, *bodies: bytes, facts: Facts | None = None, proven: bool = True) -> None:
+        """Sends bytes, sealed after a handshake or as they are, until the server ends the stream."""
+        with suppress(WireError):
+            async with opened(self.address) as stream:
+                # Said now, not when this file was read: it holds the time, and a clock of minutes ago is refused.
+                await stream.send(Greeting("Attach", CREDENTIALS.facts() if facts is None else facts))
+                seals = await CREDENTIALS.prove(stream, "Attach", "client") if proven else None
                 for body in bodies:
-                    await call.write(seals.outgoing.close(body) if seals else body)
-                await call.done_writing()
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            except (grpc.RpcError, asyncio.InvalidStateError, UnprovenError):
-                pass
-            code = await call.code()
-            assert isinstance(code, grpc.StatusCode)
-            return code
+                    await stream.frames.send(seals.outgoing.close(body) if seals else body)
+                await stream.frames.send(END)
+                while True:
+                    await stream.frames.receive()
+
+
+@asynccontextmanager
+async def opened(address: str) -> AsyncIterator[HandshakeStream]:
+    """A stream to a server, before its handshake."""
+    frames = await connect(address, None)
+    try:
+        yield HandshakeStream(frames)
+    finally:
+        frames.close()

@@ -1,6 +1,6 @@
 """The client side of the connection to the coordinator, for agents and operators.
 
-Nothing is said to, and nothing is taken from, a program that has not proven that it knows the run's token; the next address is
+Nothing secret is sent to, and nothing is accepted from, a program that has not proven that it knows the run's token; the next address is
 tried instead. An agent works on without a coordinator. Whenever it is not connected it dials, with randomized exponential back-off (so that
 12,500 agents do not come at once after a restart), and begins by describing itself; reports that were made while it
 was not connected are therefore not kept.
@@ -11,17 +11,22 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
-import grpc
-import grpc.aio
 import msgspec
 
-from phalanx.fleet.control.credentials import OTHER_START, Credentials
-from phalanx.fleet.control.transport import CLIENT_OPTIONS, QUEUED, SERVICE, TransportError
+from phalanx.fleet.control.credentials import Credentials
+from phalanx.fleet.control.streams import (
+    END,
+    Greeting,
+    HandshakeStream,
+    Method,
+    RefusalCode,
+    TurnedAwayError,
+    connect,
+)
+from phalanx.fleet.control.transport import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, QUEUED, TransportError
 from phalanx.fleet.core.commands import (
     Command,
     Lead,
@@ -34,11 +39,12 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.fleet.core.succession import NOT_LED
-from phalanx.wire.messages import ForgedError, UnprovenError
-from phalanx.wire.token_proof import Seals
+from phalanx.wire.messages import EndedError, UnprovenError, WireError
+from phalanx.wire.stream import FrameStream
+from phalanx.wire.token_proof import SEAL_BYTES, Seals
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-_STATUS_S = 1.0
+_CLOSE_S = 0.2
 _WRONG_TOKEN = (
     "the operators' token of this run is in fleet.operator-token of its directory: read it there, as its owner, or give it in "
     "PHALANX_OPERATOR_TOKEN. It may have been changed (phalanx fleet rotate-tokens)"
@@ -77,10 +83,12 @@ class CoordinatorLink:
             on_command,
             log,
         )
-        self._on_refused = {OTHER_START: on_other_start, grpc.StatusCode.UNAUTHENTICATED: on_wrong_token}
+        self._on_refused: dict[RefusalCode, Callable[[], None]] = {
+            "another start": on_other_start,
+            "unauthenticated": on_wrong_token,
+        }
         self._queue: asyncio.Queue[AgentMessage] | None = None
-        self._call: _Call | None = None
-        self._closing: asyncio.Future[None] | None = None
+        self._stream: FrameStream | None = None
         self._dropping: asyncio.Future[str] | None = None
         self._led_s: float | None = None
         self._follows = NOT_LED
@@ -90,9 +98,9 @@ class CoordinatorLink:
     def change_token(self, credentials: Credentials) -> None:
         """Attaches anew, with other credentials from now on."""
         self._credentials = credentials
-        if self._call is not None:
+        if self._stream is not None:
             # Ends this side of the stream, and then the coordinator the other: no command is lost on the way.
-            self._closing = asyncio.ensure_future(_end_writing(self._call))
+            self._stream.write(END)
 
     @property
     def attached(self) -> bool:
@@ -145,39 +153,39 @@ class CoordinatorLink:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _attach_once(self, address: str) -> tuple[str, bool]:
-        """Runs one stream to its end. Returns why it ended, and True if the coordinator has proven itself on it."""
-        answered, self.address = False, address
-        async with _channel(address, self._credentials) as channel:
-            call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._credentials.metadata())
-            queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
-            writing = None
-            self._call = call
-            dropping = self._dropping = asyncio.get_running_loop().create_future()
-            try:
-                seals = await _proven(call, self._credentials, "Attach", address)
-                answered = True
+        """Run one stream to its end. Return why it ended, and True if the coordinator has proven itself on it."""
+        proven, self.address = False, address
+        queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
+        writing = None
+        dropping = self._dropping = asyncio.get_running_loop().create_future()
+        on_refused: Callable[[], None] | None = None
+        try:
+            async with _opened(address, self._credentials) as frames:
+                self._stream = frames
+                seals = await _proven(frames, self._credentials, "Attach", address)
+                proven = True
                 for report in self._first_reports():
                     queue.put_nowait(report)
                 self._queue = queue
-                writing = asyncio.create_task(_send_all(call, queue, seals))
-                while (body := await _read_unless(call, dropping)) is not grpc.aio.EOF:
-                    self._on_encoded_command(seals.incoming.open(body))
-                return _ending(await call.code(), await call.details()), answered
-            except _Dropped:
-                return dropping.result(), False
-            except (UnprovenError, ForgedError) as error:
-                return str(error), answered
-            except grpc.RpcError as error:
-                return _reason(error), answered
-            finally:
-                self._led_s = self._dropping = None
-                code = await call.code() if not answered and call.done() else None
-                self._queue = self._call = None
-                if writing is not None:
-                    writing.cancel()
-                call.cancel()
-                if code is not None and (on_refused := self._on_refused.get(code)):
-                    on_refused()
+                writing = asyncio.create_task(_send_all(frames, queue, seals))
+                while True:
+                    sealed = await _receive_unless(frames, dropping)
+                    self._on_encoded_command(seals.incoming.open(sealed))
+        except _Dropped:
+            return dropping.result(), False
+        except EndedError as error:
+            return "it closed the connection" if proven else str(error), proven
+        except TurnedAwayError as error:
+            on_refused = self._on_refused.get(error.code)
+            return str(error), proven
+        except WireError as error:
+            return str(error), proven
+        finally:
+            self._led_s = self._dropping = self._queue = self._stream = None
+            if writing is not None:
+                writing.cancel()
+            if on_refused is not None:
+                on_refused()
 
     def _on_encoded_command(self, body: bytes) -> None:
         try:
@@ -202,124 +210,82 @@ class _Dropped(Exception):  # noqa: N818
     """The agent has given a stream up."""
 
 
-async def _read_unless(call: _Call, dropping: asyncio.Future[str]) -> Any:
-    """The next message of a stream. Raises ``_Dropped`` if it is given up first."""
-    reading = asyncio.ensure_future(call.read())
-    await asyncio.wait((reading, dropping), return_when=asyncio.FIRST_COMPLETED)
-    if dropping.done():
-        reading.cancel()
-        raise _Dropped
-    return await reading
-
-
-class _Call(Protocol):
-    """A call as gRPC, which has no types, hands it to the client."""
-
-    async def write(self, message: bytes) -> None: ...
-    async def read(self) -> Any: ...
-    async def code(self) -> grpc.StatusCode: ...
-    async def details(self) -> str: ...
-    def done(self) -> bool: ...
-    async def done_writing(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _ClientStream:
-    """The client's side of a stream, during the handshake."""
-
-    call: _Call
-
-    async def write(self, message: bytes) -> None:
-        await self.call.write(message)
-
-    async def read(self) -> bytes:
-        body = await self.call.read()
-        return body if isinstance(body, bytes) else b""
-
-
-async def _proven(call: _Call, credentials: Credentials, method: str, address: str) -> Seals:
-    """The seals of a stream, once whoever listens there has proven that it is the run's coordinator; raises ``UnprovenError``."""
+async def _receive_unless(frames: FrameStream, dropping: asyncio.Future[str]) -> bytes:
+    """Return the next frame of a stream. Raises ``_Dropped`` if it is given up first."""
+    reading = asyncio.ensure_future(frames.receive(MAX_COMMAND_BYTES + SEAL_BYTES))
     try:
-        return await credentials.prove(_ClientStream(call), method, "client")
-    except (UnprovenError, asyncio.InvalidStateError) as error:
-        ended = isinstance(error, asyncio.InvalidStateError)
-        why = f"the program at {address} {'ended the stream before it had proven itself' if ended else error}"
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_STATUS_S):
-                # Whoever refused us says why in the status; a stream that is still open has none.
-                if (code := await call.code()) is not grpc.StatusCode.OK:
-                    why = f"{code.name.lower()}: {await call.details()}"
-        raise UnprovenError(why) from error
+        await asyncio.wait((reading, dropping), return_when=asyncio.FIRST_COMPLETED)
+        if dropping.done():
+            raise _Dropped
+        return await reading
+    finally:
+        reading.cancel()
 
 
-async def _end_writing(call: _Call) -> None:
-    with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end
-        await call.done_writing()
+@asynccontextmanager
+async def _opened(address: str, credentials: Credentials) -> AsyncIterator[FrameStream]:
+    frames = await connect(address, credentials.certificates)
+    try:
+        yield frames
+    finally:
+        await frames.closed(_CLOSE_S)
 
 
-async def _send_all(call: _Call, queue: asyncio.Queue[AgentMessage], seals: Seals) -> None:
-    with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and reports why
+async def _proven(frames: FrameStream, credentials: Credentials, method: Method, address: str) -> Seals:
+    """Return the seals of a stream, once the program at ``address`` has proven that it is the run's coordinator.
+
+    Raises TurnedAwayError with its reason, and UnprovenError.
+    """
+    stream = HandshakeStream(frames)
+    try:
+        await stream.send(Greeting(method, credentials.facts()))
+        return await credentials.prove(stream, method, "client")
+    except TurnedAwayError:
+        raise
+    except EndedError as error:
+        raise UnprovenError(
+            f"the program at {address} ended the stream before it had proven itself"
+        ) from error
+    except WireError as error:
+        raise UnprovenError(f"the program at {address} {error}") from error
+
+
+async def _send_all(frames: FrameStream, queue: asyncio.Queue[AgentMessage], seals: Seals) -> None:
+    with suppress(WireError):  # the reader sees the same end, and reports why
         while True:
-            await call.write(seals.outgoing.close(encode(await queue.get())))
-
-
-def _ending(code: grpc.StatusCode, details: str) -> str:
-    return "it closed the connection" if code is grpc.StatusCode.OK else f"{code.name.lower()}: {details}"
-
-
-def _reason(error: grpc.RpcError) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name.lower()}: {error.details()}"
-    return repr(error)
-
-
-def _channel(address: str, credentials: Credentials) -> Any:
-    shown = credentials.certificates
-    if shown is None:
-        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    tls = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
-    return grpc.aio.secure_channel(address, tls, options=CLIENT_OPTIONS)
+            sealed = seals.outgoing.close(encode(await queue.get()))
+            await frames.send(sealed, MAX_REPORT_BYTES + SEAL_BYTES)
 
 
 async def operate(
     address: str, credentials: Credentials, operation: OperatorRequest, timeout_s: float = 10.0
 ) -> str:
-    """Sends an operator's request to a coordinator; returns its answer.
+    """Send an operator's request to a coordinator; return its answer.
 
     Raises:
         TransportError: It is not there, or refuses.
     """
-    async with _channel(address, credentials) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/Operate")(
-            metadata=credentials.metadata(), timeout=timeout_s
-        )
-        try:
-            seals = await _proven(call, credentials, "Operate", address)
-            await call.write(seals.outgoing.close(encode(operation)))
-            await call.done_writing()
-            answer = await call.read()
-            if not isinstance(answer, bytes):
-                raise UnprovenError(_ending(await call.code(), await call.details()))
-            return seals.incoming.open(answer).decode()
-        except (grpc.RpcError, UnprovenError, ForgedError) as error:
-            reason = _reason(error) if isinstance(error, grpc.RpcError) else str(error)
-            wrong = call.done() and await call.code() is grpc.StatusCode.UNAUTHENTICATED
-            remedy = _WRONG_TOKEN if wrong else "is the run going on? see phalanx status RUN"
-            raise TransportError(
-                f"the coordinator at {address} did not do it ({reason}); {remedy}"
-            ) from error
+    remedy = "is the run going on? see phalanx status RUN"
+    try:
+        async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
+            seals = await _proven(frames, credentials, "Operate", address)
+            await frames.send(seals.outgoing.close(encode(operation)))
+            return seals.incoming.open(await frames.receive()).decode()
+    except TimeoutError:
+        reason = f"no answer within {timeout_s:g} s"
+    except TurnedAwayError as error:
+        reason = str(error)
+        remedy = _WRONG_TOKEN if error.code == "unauthenticated" else remedy
+    except WireError as error:
+        reason = str(error)
+    raise TransportError(f"the coordinator at {address} did not do it ({reason}); {remedy}")
 
 
 async def answers(address: str, credentials: Credentials, timeout_s: float = 5.0) -> bool:
-    """True if a program at ``address`` proves within the time that it is this run's coordinator."""
-    async with _channel(address, credentials) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/Operate")(
-            metadata=credentials.metadata(), timeout=timeout_s
-        )
-        try:
-            await _proven(call, credentials, "Operate", address)
-        except (grpc.RpcError, UnprovenError):
-            return False
-        finally:
-            call.cancel()
-        return True
+    """Return True if a program at ``address`` proves within the time that it is this run's coordinator."""
+    try:
+        async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
+            await _proven(frames, credentials, "Operate", address)
+    except (WireError, TimeoutError):
+        return False
+    return True

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-import grpc
+from typing import NamedTuple
 
 from phalanx.fleet.control.security import (
     Certificates,
@@ -26,6 +24,7 @@ from phalanx.fleet.control.security import (
     read_certificates,
     require_two_tokens,
 )
+from phalanx.fleet.control.streams import Facts, HandshakeStream, Method, RefusalCode
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
 from phalanx.run.identity import identity
 from phalanx.run.peers.fencing import FencingToken, fencing_token
@@ -42,8 +41,6 @@ _SOFTWARE, _CLOCK = "phalanx-software", "phalanx-clock"
 CLOCK_APART_S = 30.0
 """A machine whose clock is further from the coordinator's takes no part: its events and logs would lie in the wrong order, and certificates
 might not hold. Of a clock that is behind, ``HANDSHAKE_S`` more are allowed: a busy coordinator may hear so late."""
-OTHER_START = grpc.StatusCode.FAILED_PRECONDITION
-"""The status of a stream whose client belongs to another start of the run, or to another run."""
 
 
 @cache
@@ -61,7 +58,7 @@ class Refusal(NamedTuple):
 
     kind: str
     """For the count of refusals."""
-    code: grpc.StatusCode
+    code: RefusalCode
     why: str
     host: str = ""
     """Whose clock is apart."""
@@ -101,8 +98,8 @@ class Credentials:
         """The names of the tokens with which agents may be attached now."""
         return frozenset(map(token_name, (self.token, *self.earlier.accepted())))
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that a client sends: nothing that is secret."""
+    def facts(self) -> Facts:
+        """Return the facts that a client greets with: none of them secret."""
         start = f"{self.fencing.attempt} {self.fencing.run_file_sha256}"
         return (
             ("phalanx-version", str(PROTOCOL_VERSION)),
@@ -112,27 +109,27 @@ class Credentials:
             (_CLOCK, f"{time.time():.3f}"),
         )
 
-    def refusal(self, shown: Sequence[tuple[str, str | bytes]], method: str) -> Refusal | None:
-        """Why a client with this metadata is refused before the handshake of a stream of ``method``, if it is."""
-        given = {name: value for name, value in shown if isinstance(value, str)}
+    def refusal(self, facts: Facts, method: Method) -> Refusal | None:
+        """Return why a client with these facts is refused before the handshake of a stream of ``method``, if it is."""
+        given = dict(facts)
         if given.get("phalanx-version") != str(PROTOCOL_VERSION):
             return Refusal(
                 "other version",
-                grpc.StatusCode.UNAUTHENTICATED,
+                "unauthenticated",
                 f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx",
             )
         if given.get("phalanx-run") != self.run:
-            return Refusal("another run", OTHER_START, f"this is another run, {self.run[:12]}")
-        if given.get("phalanx-start") != dict(self.metadata())["phalanx-start"]:
-            return Refusal("another start", OTHER_START, f"the fleet is of another start: {self.fencing}")
+            return Refusal("another run", "another start", f"this is another run, {self.run[:12]}")
+        if given.get("phalanx-start") != dict(self.facts())["phalanx-start"]:
+            return Refusal("another start", "another start", f"the fleet is of another start: {self.fencing}")
         theirs = given.get(_SOFTWARE, "a host has unknown software")
         # An operator's machine may have no torch at all; an agent's workers would compute other bits.
         if method == "Attach" and not theirs.endswith(f" has {software()}"):
             why = f"{theirs}, and the coordinator {software()}: install the same on every node"
-            return Refusal("other software", grpc.StatusCode.UNAUTHENTICATED, why)
-        return _clock_apart(given.get(_CLOCK, ""), host_in(shown)) if method == "Attach" else None
+            return Refusal("other software", "unauthenticated", why)
+        return _clock_apart(given.get(_CLOCK, ""), host_in(facts)) if method == "Attach" else None
 
-    async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
+    async def prove(self, stream: HandshakeStream, method: Method, role: Role) -> Seals:
         """Prove to each other, by the first messages of a stream of ``method``, that both ends know the token.
 
         Raises:
@@ -143,8 +140,8 @@ class Credentials:
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
             raise UnprovenError(f"has met a process without a token for {method}")
-        # The metadata that both ends have in common; host, software and clock of either are its own.
-        common = ((name, value) for name, value in self.metadata() if name not in (_SOFTWARE, _CLOCK))
+        # The facts that both ends have in common; host, software and clock of either are its own.
+        common = ((name, value) for name, value in self.facts() if name not in (_SOFTWARE, _CLOCK))
         shared_facts = ", ".join(f"{name} {value}" for name, value in common)
         purpose = f"phalanx {method}, {shared_facts}"
         timeout_s = self.handshake_timeout_s
@@ -153,10 +150,10 @@ class Credentials:
         )
 
 
-def host_in(shown: Sequence[tuple[str, str | bytes]]) -> str:
-    """The host name that a client says in its metadata; empty if it says none."""
-    said = next((value for name, value in shown if name == _SOFTWARE and isinstance(value, str)), "")
-    return said.partition(" has ")[0] if " has " in said else ""
+def host_in(facts: Facts) -> str:
+    """Return the host name among a client's facts; empty if there is none."""
+    software = dict(facts).get(_SOFTWARE, "")
+    return software.partition(" has ")[0] if " has " in software else ""
 
 
 def _clock_apart(said: str, host: str) -> Refusal | None:
@@ -169,17 +166,7 @@ def _clock_apart(said: str, host: str) -> Refusal | None:
         return None
     what = "ahead of" if ahead_s > 0 else "behind"
     why = f"the clock of {host} is {abs(ahead_s):.0f} s {what} the coordinator's: set it (chrony, ntpd)"
-    return Refusal("clock apart", grpc.StatusCode.UNAUTHENTICATED, why, host, ahead_s)
-
-
-class Stream(Protocol):
-    """Messages in both directions, during the handshake."""
-
-    async def write(self, message: bytes) -> None:
-        """Sends a message."""
-
-    async def read(self) -> bytes:
-        """The next message; empty if the other side has ended the stream."""
+    return Refusal("clock apart", "unauthenticated", why, host, ahead_s)
 
 
 def credentials_of(

@@ -48,10 +48,10 @@ class Certificates:
         context.verify_mode = ssl.CERT_REQUIRED
         return self._loaded(context)
 
-    def client_context(self) -> ssl.SSLContext:
-        """The TLS context of a connection to a peer's data port; the peer's certificate may name any host."""
+    def client_context(self, *, names_host: bool = False) -> ssl.SSLContext:
+        """Return the TLS context of a connection to a data port; with ``names_host``, the server's certificate must name its host."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # nodes are dialled by address; their authority is this run's own
+        context.check_hostname = names_host  # nodes are dialed by address; their authority is this run's own
         return self._loaded(context)
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:

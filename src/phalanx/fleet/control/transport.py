@@ -1,31 +1,29 @@
-"""The transport between agents and the coordinator: one bidirectional gRPC stream per agent, and one call for operators.
+"""The coordinator's server: one stream for each agent (``phalanx.fleet.control.streams``), and one for each request of an operator.
 
-This file has what both sides share, and the server side; the client side is ``phalanx.fleet.control.coordinator_link``.
-
-gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Four rules come on top. The first messages of a
-stream prove, in both directions, that the two sides know the run's token (``phalanx.wire.token_proof``) and belong to the same start of the
-same run (``phalanx.run.peers.fencing``); before that an agent says nothing to whoever listens, and obeys nothing. Every message after that is
+The client side is ``phalanx.fleet.control.coordinator_link``. The first messages of a
+stream prove, in both directions, that the two ends know the run's token (``phalanx.wire.token_proof``) and belong to the same start of the
+same run (``phalanx.run.peers.fencing``); before that an agent sends and obeys nothing. Every message after that is
 sealed with a key of that connection, which is derived from all of this: nobody in between can alter or add one, and no command of another
-start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow reader: its
-queue is short, and when it is full the connection is closed; the agent reconnects and describes itself.
+start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. Nothing waits for a slow reader: its
+queue is short, and when it is full the connection is closed; the agent reconnects and describes itself. If connections are too many, one that
+has not proven itself makes room.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
 from socket import gethostname
-from typing import Any, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
-import grpc
-import grpc.aio
 import msgspec
 
 from phalanx.fleet.control.credentials import Credentials, Refusal, host_in
 from phalanx.fleet.control.descriptors import most_connections
+from phalanx.fleet.control.streams import END, Greeting, HandshakeStream, TurnedAway, notice_half_open
 from phalanx.fleet.core.commands import (
     Command,
     Fence,
@@ -43,9 +41,10 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
-from phalanx.hardware.local.network import join_address
+from phalanx.hardware.local.network import family_of, join_address
 from phalanx.run.peers.clocks import own_clock_is_wrong
-from phalanx.wire.messages import ForgedError, UnprovenError
+from phalanx.wire.messages import EndedError, ForgedError, MessageError, WireError
+from phalanx.wire.stream import FrameStream
 from phalanx.wire.token_proof import SEAL_BYTES, Seals, token_name
 
 MAX_REPORT_BYTES = 4 << 20
@@ -53,30 +52,11 @@ MAX_REPORT_BYTES = 4 << 20
 MAX_COMMAND_BYTES = 256 << 20
 """Largest message to an agent: a Bind onto another number of ranks may list the holders of every rank."""
 QUEUED = 256
-_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS = 20_000, 60_000
-"""A half-open connection is noticed within these times; a busy machine must not be taken for one."""
-_FLUSH_S = 0.2
-SERVICE = "phalanx.Fleet"
-_SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_REPORT_BYTES + SEAL_BYTES),
-    ("grpc.max_send_message_length", MAX_COMMAND_BYTES + SEAL_BYTES),
-    ("grpc.so_reuseport", 0),  # a second coordinator on the same port is a mistake
-    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-    ("grpc.http2.max_ping_strikes", 0),
-    # Strangers who connect and say nothing, or nothing that matters, give their descriptors back.
-    ("grpc.server_handshake_timeout_ms", 30_000),
-    ("grpc.max_connection_idle_ms", 60_000),
-]
-CLIENT_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_COMMAND_BYTES + SEAL_BYTES),
-    ("grpc.max_send_message_length", MAX_REPORT_BYTES + SEAL_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # each dial is a new connection, not a share in a broken one
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
-    ("grpc.enable_http_proxy", 0),
-]
-
-
+_FLUSH_S, _CLOSE_S, _LINGER_S = 0.2, 5.0, 1.0
+_TLS_HANDSHAKE_S = _GREETING_S = 30.0
+"""Strangers who connect and send nothing give their descriptors back."""
+_BACKLOG = 4096
+_LONGEST_REASON = 8192
 _HOSTS_COMPARED, _LONGEST_NAME = 50_000, 255
 """Whoever dials names its host before it has proven anything: names do not fill the memory."""
 
@@ -126,15 +106,6 @@ class Listener(Protocol):
         """Writes a line for people."""
 
 
-class _CallContext(Protocol):
-    """A call as gRPC, which has no types, hands it to the server."""
-
-    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
-    def peer(self) -> str: ...
-    async def abort(self, code: grpc.StatusCode, details: str) -> None: ...
-    async def write(self, message: bytes) -> None: ...
-
-
 class FleetServer:
     """The coordinator's server: the agents that are attached, and counts of what was refused."""
 
@@ -150,40 +121,46 @@ class FleetServer:
         self.refused: Counter[str] = Counter()
         self._clocks: dict[str, float] = {}
         """Host -> seconds by which its clock is ahead of this machine's when it dialed last; 0 where it agrees."""
-        self._server: Any = None
+        self._server: asyncio.Server | None = None
+        self._most_connections = 0
+        self._connections: set[asyncio.Task[None]] = set()
+        self._newcomers: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have not proven themselves, the oldest first."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; returns the port (a free one for 0). Raises ``TransportError`` if the port is taken."""
-        room = ("grpc.max_allowed_incoming_connections", most_connections())
-        self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, room])
-        methods = {
-            "Attach": grpc.stream_stream_rpc_method_handler(self._attach),
-            "Operate": grpc.stream_stream_rpc_method_handler(self._operate),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        """Listen; return the port (a free one for 0). Raises ``TransportError`` if the port is taken."""
+        self._most_connections = most_connections()
+        certificates = self.credentials.certificates
+        tls = None if certificates is None else certificates.server_context()
+        dual = host == "::" and socket.has_dualstack_ipv6()
         try:
-            bound = self._bind(join_address(host, port))
-        except RuntimeError as error:
+            listener = socket.create_server(
+                (host, port), family=family_of(host), backlog=_BACKLOG, dualstack_ipv6=dual
+            )
+        except OSError as error:
             raise TransportError(
                 f"cannot listen on {join_address(host, port)}; set fleet.port to a free one: {error}"
             ) from error
-        await self._server.start()
-        return bound
-
-    def _bind(self, address: str) -> int:
-        shown = self.credentials.certificates
-        if shown is None:
-            return int(self._server.add_insecure_port(address))
-        tls = grpc.ssl_server_credentials(
-            [(shown.key, shown.certificate)], shown.authority, require_client_auth=True
+        self._server = await asyncio.start_server(
+            self._accept,
+            sock=listener,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else _TLS_HANDSHAKE_S,
+            backlog=_BACKLOG,
         )
-        return int(self._server.add_secure_port(address, tls))
+        return int(listener.getsockname()[1])
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Ends all streams, after what is queued has been sent or the grace has passed."""
+        """End all streams, after what is queued has been sent or the grace has passed."""
+        if self._server is not None:
+            self._server.close()
         for link in list(self.links.values()):
             link.close()
-        await self._server.stop(grace_s)
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=grace_s)
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     def lead(self, reign: int, *, again: bool = False) -> None:
         """Tells the agents that have attached since the last call that this coordinator leads; with ``again``, all of them."""
@@ -221,21 +198,69 @@ class FleetServer:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood does not fill the log
             self.listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
 
-    async def _admit(self, method: str, requests: AsyncIterator[bytes], context: _CallContext) -> Seals:
-        """The seals of a stream whose client has proven itself; else the stream is aborted."""
-        shown = context.invocation_metadata() or ()
-        refusal = self.credentials.refusal(shown, method)
-        if method == "Attach":
-            refusal = self._compare_clocks(host_in(shown), refusal)
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        self._newcomers[writer] = None
+        if len(self._connections) > self._most_connections:
+            oldest = next(iter(self._newcomers))
+            del self._newcomers[oldest]
+            oldest.transport.abort()
+        frames = FrameStream(reader, writer)
+        try:
+            notice_half_open(writer)
+            address = writer.get_extra_info("peername")
+            await self._serve(frames, writer, join_address(*address[:2]))
+        except (WireError, OSError, TimeoutError):
+            pass
+        except asyncio.CancelledError:
+            pass  # by ``stop``; asyncio's streams report a cancelled task as a defect
+        finally:
+            self._newcomers.pop(writer, None)
+            with suppress(asyncio.CancelledError):
+                await frames.closed(_CLOSE_S)
+            self._connections.discard(task)
+
+    async def _serve(self, frames: FrameStream, writer: asyncio.StreamWriter, peer: str) -> None:
+        stream = HandshakeStream(frames)
+        try:
+            async with asyncio.timeout(min(_GREETING_S, self.credentials.handshake_timeout_s)):
+                greeting = await stream.receive()
+        except MessageError as error:
+            self._refuse("malformed message", peer, str(error)[:200])
+            return
+        if not isinstance(greeting, Greeting):
+            self._refuse("malformed message", peer, "no greeting")
+            return
+        seals = await self._admit(stream, greeting, peer)
+        if seals is None:
+            return
+        self._newcomers.pop(writer, None)
+        if greeting.method == "Attach":
+            await self._attach(frames, seals, peer)
+        else:
+            await self._operate(frames, seals, peer)
+
+    async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> Seals | None:
+        """Return the seals of a stream whose client has proven itself; else turn it away with the reason."""
+        refusal = self.credentials.refusal(greeting.facts, greeting.method)
+        if greeting.method == "Attach":
+            refusal = self._compare_clocks(host_in(greeting.facts), refusal)
         if refusal is None:
             try:
-                return await self.credentials.prove(_ServerStream(requests, context), method, "server")
-            except UnprovenError as error:
-                why = f"wrong token: the other side {error}"
-                refusal = Refusal("wrong token", grpc.StatusCode.UNAUTHENTICATED, why)
-        self._refuse(refusal.kind, context.peer(), refusal.why)
-        await context.abort(refusal.code, refusal.why)
-        raise AssertionError("abort raises")
+                return await self.credentials.prove(stream, greeting.method, "server")
+            except WireError as error:
+                reason = f"wrong token: the other side {error}"
+                refusal = Refusal("wrong token", "unauthenticated", reason)
+        self._refuse(refusal.kind, peer, refusal.why)
+        await stream.send(TurnedAway(refusal.code, refusal.why[:_LONGEST_REASON]))
+        # Bytes that were never read would reset the connection, and the client might lose the reason.
+        with suppress(TimeoutError, WireError):
+            async with asyncio.timeout(_LINGER_S):
+                while True:
+                    await stream.frames.receive()
+        return None
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
         """The refusal, saying so if it is this machine's clock that is wrong."""
@@ -251,18 +276,17 @@ class FleetServer:
         wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own} (the coordinator)")
         return refusal._replace(why=wrong) if wrong else refusal
 
-    async def _attach(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:
-        seals = await self._admit("Attach", requests, context)
-        reports = self._decoded(self._opened(requests, seals, context.peer()), context.peer())
+    async def _attach(self, frames: FrameStream, seals: Seals, peer: str) -> None:
+        reports = self._decoded(self._opened(frames, seals, peer), peer)
         link, tasks = None, list[asyncio.Task[object]]()
         try:
             async for first in reports:
-                link = self._attached_link(first, context.peer(), seals.token_name)
+                link = self._attached_link(first, peer, seals.token_name)
                 break
             if link is None:
                 return
-            writing = asyncio.create_task(_write(link, context, seals))
-            reading = asyncio.create_task(self._read(link, reports, context.peer()))
+            writing = asyncio.create_task(_write(link, frames, seals))
+            reading = asyncio.create_task(self._read(link, reports, peer))
             tasks = [writing, reading, asyncio.create_task(link.closed.wait())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await _flushed(link, writing)
@@ -274,23 +298,25 @@ class FleetServer:
                 if not link.attaches_again:
                     self.listener.on_disconnect(link)
 
-    async def _opened(self, requests: AsyncIterator[bytes], seals: Seals, who: str) -> AsyncIterator[bytes]:
-        """Yields the messages of a stream without their seals; ends at one that is forged."""
-        async for sealed in requests:
-            try:
+    async def _opened(self, frames: FrameStream, seals: Seals, who: str) -> AsyncIterator[bytes]:
+        """Yield the messages of a stream without their seals. Ends with the stream, and at a message that is forged or too long."""
+        try:
+            while (sealed := await frames.receive(MAX_REPORT_BYTES + SEAL_BYTES)) != END:
                 yield seals.incoming.open(sealed)
-            except ForgedError as error:
-                self._refuse("forged message", who, str(error))
-                return
+        except ForgedError as error:
+            self._refuse("forged message", who, str(error))
+        except MessageError as error:
+            self._refuse("malformed message", who, str(error))
+        except EndedError:
+            return
 
     async def _decoded(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Received]:
-        """Yields the reports of a stream; what cannot be decoded is refused. Ends with the stream, however that ends."""
-        with suppress(grpc.RpcError, asyncio.CancelledError, grpc.aio.UsageError, EOFError):
-            async for body in requests:
-                try:
-                    yield decode_report(body)
-                except (msgspec.MsgspecError, RecursionError) as error:
-                    self._refuse("malformed message", who, str(error)[:200])
+        """Yield the reports of a stream; a message that cannot be decoded is refused."""
+        async for body in requests:
+            try:
+                yield decode_report(body)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                self._refuse("malformed message", who, str(error)[:200])
 
     def _attached_link(self, first: Received, who: str, token_name: str) -> AgentLink | None:
         """Attaches the stream that begins with ``first``; None if that is no Joined."""
@@ -322,19 +348,19 @@ class FleetServer:
             else:
                 self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
 
-    async def _operate(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:
-        seals = await self._admit("Operate", requests, context)
-        body = await anext(self._opened(requests, seals, context.peer()), b"")
+    async def _operate(self, frames: FrameStream, seals: Seals, peer: str) -> None:
+        body = await anext(self._opened(frames, seals, peer), END)
+        if body == END:  # a program that only wanted to know who coordinates the run
+            return
         try:
             operation = decode_report(body)
             if not isinstance(operation, OperatorRequest):
                 raise msgspec.ValidationError(f"{type(operation).__name__} is no operation")
-        except msgspec.MsgspecError as error:
-            self._refuse("malformed message", context.peer(), str(error)[:200])
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
-            raise AssertionError("abort raises") from error
+        except (msgspec.MsgspecError, RecursionError) as error:
+            self._refuse("malformed message", peer, str(error)[:200])
+            return
         answer = await self.listener.on_operation(operation)
-        await context.write(seals.outgoing.close(answer.encode()))
+        await frames.send(seals.outgoing.close(answer.encode()))
 
 
 def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
@@ -346,23 +372,11 @@ def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
     )
 
 
-@dataclass(frozen=True)
-class _ServerStream:
-    """The server's side of a stream, during the handshake."""
-
-    requests: AsyncIterator[bytes]
-    context: _CallContext
-
-    async def write(self, message: bytes) -> None:
-        await self.context.write(message)
-
-    async def read(self) -> bytes:
-        return await anext(self.requests, b"")
-
-
-async def _write(link: AgentLink, context: _CallContext, seals: Seals) -> None:
-    while True:
-        await context.write(seals.outgoing.close(await link.queue.get()))
+async def _write(link: AgentLink, frames: FrameStream, seals: Seals) -> None:
+    with suppress(WireError):
+        while True:
+            sealed = seals.outgoing.close(await link.queue.get())
+            await frames.send(sealed, MAX_COMMAND_BYTES + SEAL_BYTES)
 
 
 async def _flushed(link: AgentLink, writing: asyncio.Task[None]) -> None:
