@@ -156,9 +156,8 @@ def train_on_this_rank(
         return None
     finally:
         training.saver.close()
-        if training.mirror:
-            training.mirror.cancel()
-            training.mirror.close()
+        if training.copies:
+            training.copies.cancel()
         reporter.close()
         if lock_fd >= 0:
             os.close(lock_fd)

@@ -22,10 +22,11 @@ from checkpoint.shards import shards_of
 from phalanx.checkpoint.committed.restore import candidates, restore
 from phalanx.checkpoint.committed.retention import Retention
 from phalanx.checkpoint.committed.verify import verify, verify_tier
-from phalanx.checkpoint.save.mirror import Mirror
 from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.observe.events import CheckpointCopied
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Store
 
@@ -61,14 +62,15 @@ def save_forever(root: Path, attempt: int, first: int, told: int, store: str) ->
     tier = DiskTier(root, block_bytes=64 << 10)
     keep = Retention(keep_last=3)
     savers = [AsyncSaver(tier, r, RANKS, r, RANKS, attempt, retention=keep) for r in range(RANKS)]
-    mirrors = [
-        Mirror(
+    rules = CopyRules(0, 0, Retention(2), 0.0)
+    copies = [
+        RankCopies(
             tier,
-            ObjectTier(cast(Store, TellingStore(open_store(store), told))),
-            r,
-            RANKS,
-            attempt,
-            Retention(2),
+            cast(Store, TellingStore(open_store(store), told)),
+            rules,
+            str(attempt),
+            CopyShare((r,), RANKS),
+            600.0,
         )
         for r in range(RANKS if store else 0)
     ]
@@ -80,11 +82,11 @@ def save_forever(root: Path, attempt: int, first: int, told: int, store: str) ->
             saver.wait()
         for outcome in savers[0].poll():
             assert outcome.status == "committed", outcome
-            for mirror in mirrors:
-                mirror.offer(step)
-            for mirror in mirrors:
-                mirror.wait()
-                assert all(copied.error is None for copied in mirror.poll())
+            for rank in copies:
+                rank.expect(step)
+            for rank in copies:
+                rank.settle()
+                assert all(isinstance(event, CheckpointCopied) for event in rank.collect())
             os.write(told, outcome.step.to_bytes(4, "little"))
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from phalanx.checkpoint.committed.retention import Retention
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.interval import RANK_HOURS_BETWEEN_FAILURES, SaveInterval
-from phalanx.checkpoint.save.mirror import Mirror
 from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.tier import KeepingTier
@@ -105,7 +105,7 @@ class Training:
     data: RunData
     shards: list[Shard]
     saver: AsyncSaver
-    mirror: Mirror | None
+    copies: RankCopies | None
     """Copies checkpoints to ``checkpoint.store``, if there is one and no agent does it."""
     peak: Peak
     """Peak FLOP/s of all ranks together."""
@@ -193,7 +193,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         authorize=inputs.guardian.authorize,
     )
     # The agents of a fleet copy by themselves: they outlive its epochs.
-    mirror = _mirror(inputs, tier, store, mesh) if store and inputs.warm is None else None
+    copies = _rank_copies(inputs, tier, store, mesh) if store and inputs.warm is None else None
     warm = inputs.warm
     if warm is None:
         saver.prepare(shards)
@@ -211,7 +211,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         data=warm.data,
         shards=shards,
         saver=saver,
-        mirror=mirror,
+        copies=copies,
         peak=Peak(warm.peak_of_rank.flops_per_s * mesh.ranks, f"{mesh.ranks} x {warm.peak_of_rank.source}"),
         restored=restored,
         numerics=warm.numerics,
@@ -232,21 +232,13 @@ def _interval(checkpoint: CheckpointSpec, mesh: Mesh) -> SaveInterval | None:
     return SaveInterval(3600 * hours)
 
 
-def _mirror(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) -> Mirror:
-    """What copies this rank's share of the checkpoints. A collective call."""
-    checkpoint = inputs.spec.checkpoint
+def _rank_copies(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) -> RankCopies:
+    """Begin to copy this rank's share of the checkpoints. A collective call."""
     # Where machines have different numbers of ranks, the limit of one holds for all of them together.
     sharing = count_machine_ranks(inputs.device, inputs.boot_id) or mesh.ranks
-    return Mirror(
-        disk,
-        store,
-        mesh.rank,
-        mesh.ranks,
-        inputs.attempt,
-        Retention(checkpoint.store_keep_last, checkpoint.store_keep_every or None),
-        mib_s=checkpoint.store_mib_s / sharing,
-        timeout_s=checkpoint.timeout_s,
-    )
+    rules, share = CopyRules.of(inputs.spec, sharing), CopyShare((mesh.rank,), mesh.ranks)
+    timeout_s = inputs.spec.checkpoint.timeout_s
+    return RankCopies(disk, store.store, rules, str(inputs.attempt), share, timeout_s)
 
 
 def warm_up(spec: RunSpec, device: torch.device, data: RunData) -> WarmState:

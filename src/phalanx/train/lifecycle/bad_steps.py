@@ -96,10 +96,7 @@ def tell_spike_or_raise(
 
 def keep_before_spikes(training: Training, progress: TrainProgress) -> None:
     """Has the checkpoints before the newest spikes kept, so that one can go back to them."""
-    first_steps = [first for first, _ in progress.spikes]
-    training.saver.keep_before(first_steps)
-    if training.mirror:
-        training.mirror.keep_before(first_steps)
+    training.saver.keep_before([first for first, _ in progress.spikes])
 
 
 def _weights_kept(training: Training, progress: TrainProgress) -> str:

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from phalanx.checkpoint.save.mirror import CopyOutcome
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import (
-    CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
     IncidentKind,
@@ -67,16 +65,6 @@ class Reporter:
             elif outcome.status == "committed":
                 stall_s = stalls_s.get(outcome.step, 0.0)
                 self.emit(CheckpointSaved(outcome.step, root, outcome.nbytes, outcome.seconds, stall_s))
-
-    def copied(self, outcomes: Sequence[CopyOutcome], url: str) -> None:
-        """Records how copies to a store ended."""
-        for outcome in outcomes:
-            if outcome.error is not None:
-                self.emit(CheckpointFailed(outcome.step, url, str(outcome.error)))
-            else:
-                self.emit(CheckpointCopied(outcome.step, url, outcome.seconds))
-            if outcome.retention_error is not None:
-                self.warn(f"expired checkpoints in {url} could not be deleted: {outcome.retention_error}")
 
     def measured(self, frame: RankFrame) -> None:
         """Records what all ranks measured of themselves in a window of steps."""

@@ -70,10 +70,11 @@ def collect(training: Training) -> None:
             _tell_interval(training, training.interval, outcome)
         if outcome.status == "committed":
             training.inputs.guardian.saved(outcome.step)
-        if training.mirror and outcome.status != "failed" and _copied(training, outcome.step):
-            training.mirror.offer(outcome.step)
-    if training.mirror:
-        training.reporter.copied(training.mirror.poll(), training.mirror.url)
+        if training.copies and outcome.status != "failed" and _copied(training, outcome.step):
+            training.copies.expect(outcome.step)
+    if training.copies:
+        for event in training.copies.collect():
+            training.reporter.emit(event)
     training.reporter.saved(outcomes, training.stalls_s, str(training.inputs.directory.checkpoints))
     for outcome in outcomes:
         if isinstance(outcome.error, EpochSupersededError):
@@ -113,7 +114,7 @@ def settle(training: Training) -> bool:
 
 def settle_copies(training: Training) -> None:
     """Waits until all copies to the store have ended, one way or the other."""
-    if training.mirror:
+    if training.copies:
         with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-            training.mirror.wait()
+            training.copies.settle()
             collect(training)

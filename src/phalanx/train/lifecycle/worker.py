@@ -122,9 +122,8 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
         if training is not None:
             training.saver.cancel()
             training.saver.close()
-            if training.mirror:
-                training.mirror.cancel()
-                training.mirror.close()
+            if training.copies:
+                training.copies.cancel()
 
 
 @contextmanager

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from phalanx.fleet.control.distrust import distrusted_after, forget_distrust
+from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
-    from phalanx.fleet.node.copies.store_uploader import StoreUploader
+    from phalanx.checkpoint.save.store_uploader import CopyEvent, StoreUploader
 
 
 class StoreCopies:
@@ -21,6 +24,7 @@ class StoreCopies:
     ) -> None:
         self._spec, self._directory, self._attempt, self._log = spec, directory, attempt, log
         self._uploader: StoreUploader | None = None
+        self._events: EventLog | None = None
         self._hurried = asyncio.Event()
 
     def deal(self, ranks: tuple[int, ...], of: int) -> None:
@@ -28,11 +32,36 @@ class StoreCopies:
         if not self._spec.checkpoint.store:
             return
         # The client of stores, only where there is one.
-        from phalanx.fleet.node.copies.store_uploader import CopyShare, uploader_of
+        from phalanx.checkpoint.save.store_uploader import CopyShare
 
         if self._uploader is None:
-            self._uploader = uploader_of(self._spec, self._directory, self._attempt, self._log)
+            self._uploader = self._begin()
         self._uploader.deal(CopyShare(ranks, of))
+
+    def _begin(self) -> StoreUploader:
+        from phalanx.checkpoint.save.store_uploader import Condemned, CopyRules, StoreUploader, UploadTimes
+        from phalanx.checkpoint.tiers.disk import DiskTier
+        from phalanx.store.open_store import open_store
+
+        checkpoint, directory = self._spec.checkpoint, self._directory
+        return StoreUploader(
+            DiskTier(directory.checkpoints),
+            open_store(checkpoint.store),
+            CopyRules.of(self._spec),
+            f"fleet{self._attempt}",
+            self._append,
+            self._log,
+            UploadTimes(others_s=checkpoint.timeout_s),
+            Condemned(partial(distrusted_after, directory), partial(forget_distrust, directory)),
+        )
+
+    def _append(self, event: CopyEvent) -> None:
+        try:
+            if self._events is None:
+                self._events = EventLog(self._directory.events, self._attempt)
+            self._events.append(event)
+        except EventLogError as error:
+            self._log(str(error))
 
     def hurry(self) -> None:
         """Gives up what is not in the store yet."""

@@ -1,10 +1,11 @@
-"""Copies that agents make of what is on disk: by shares, taken over from whoever falls, and never of what is not to be trusted."""
+"""Copies of committed checkpoints in a store: by shares, taken over from a lost process, and never of condemned steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,20 @@ import torch
 from checkpoint.worlds import box_of, save_by_all, shards_from
 from phalanx.checkpoint.committed.copying import RateLimit
 from phalanx.checkpoint.committed.verify import verify_tier
+from phalanx.checkpoint.save.store_uploader import (
+    Condemned,
+    CopyRules,
+    CopyShare,
+    RankCopies,
+    StoreUploader,
+    UploadTimes,
+)
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.fleet.control.distrust import distrusted_after, record_distrust
-from phalanx.fleet.node.copies.store_uploader import CopyShare, StoreUploader, UploadTimes
-from phalanx.observe.event_log import read_events
-from phalanx.observe.events import CheckpointCopied, CheckpointFailed
+from phalanx.fleet.control.distrust import distrusted_after, forget_distrust, record_distrust
+from phalanx.observe.event_log import EventLog, read_events
+from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Message
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec, TrainSpec
 from phalanx.store.errors import UnavailableError
@@ -64,7 +72,22 @@ def uploaders(
     """The agents of a fleet, one for each of the shares of all ranks."""
     checkpoint = CheckpointSpec(store=store.url, **{"store_keep_last": 9, **fields})
     spec = RunSpec(checkpoint=checkpoint, train=TrainSpec(steps=1000))
-    made = [StoreUploader(spec, directory, 1, store, lambda _line: None, times, limit) for _ in shares]
+    condemned = Condemned(partial(distrusted_after, directory), partial(forget_distrust, directory))
+    disk, log = DiskTier(directory.checkpoints), EventLog(directory.events, 1)
+    made = [
+        StoreUploader(
+            disk,
+            store,
+            CopyRules.of(spec),
+            "fleet1",
+            log.append,
+            lambda _line: None,
+            times,
+            condemned,
+            limit,
+        )
+        for _ in shares
+    ]
     for one, ranks in zip(made, shares, strict=True):
         one.deal(CopyShare(ranks, RANKS))
     try:
@@ -266,3 +289,128 @@ def test_a_node_sends_the_files_of_ranks_at_the_limit_of_its_run_file(directory:
     assert stored(store) == [2]
     sent_bytes = sum(image.nbytes for image in images)
     assert time_that_passes.now() == pytest.approx(sent_bytes / (1 << 17))
+
+
+# --- ranks of a plain run ---------------------------------------------------------------------
+
+
+@contextmanager
+def rank_copies(
+    directory: RunDirectory,
+    store: MemoryStore,
+    *ranks: int,
+    attempt: int = 1,
+    mib_s: float = 0.0,
+    timeout_s: float = PATIENCE_S,
+    keep_last: int = 9,
+) -> Iterator[list[RankCopies]]:
+    """The copies of some of all ranks."""
+    checkpoint = CheckpointSpec(store=store.url, store_keep_last=keep_last, store_mib_s=mib_s)
+    rules = CopyRules.of(RunSpec(checkpoint=checkpoint, train=TrainSpec(steps=1000)))
+    disk, tag = DiskTier(directory.checkpoints), str(attempt)
+    copies = [RankCopies(disk, store, rules, tag, CopyShare((rank,), RANKS), timeout_s) for rank in ranks]
+    try:
+        yield copies
+    finally:
+        for each in copies:
+            each.cancel()
+
+
+def settled(copies: list[RankCopies], *steps: int) -> list[Any]:
+    """Expects the steps on every rank, and returns what has happened on the first one at the end."""
+    for each in copies:
+        for step in steps:
+            each.expect(step)
+    for each in reversed(copies):
+        each.settle()
+    return copies[0].collect()
+
+
+def test_all_ranks_together_copy_what_is_committed(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    with rank_copies(directory, store, *range(RANKS)) as copies:
+        for step in (2, 4):
+            save(directory, step)
+        happened = settled(copies, 2, 4)
+    assert [(type(event), event.step) for event in happened] == [(CheckpointCopied, 2), (CheckpointCopied, 4)]
+    assert verify_tier(ObjectTier(store), "store") == []
+
+
+def test_a_step_that_an_earlier_attempt_has_not_copied_is_copied_by_the_next_one(
+    directory: RunDirectory,
+) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    with rank_copies(directory, store, *range(RANKS), attempt=2) as copies:
+        settled(copies)
+        before = dict(store.objects)
+    assert stored(store) == [2]
+    with rank_copies(directory, store, *range(RANKS), attempt=3) as copies:
+        assert settled(copies, 2) == []
+    assert store.objects == before
+
+
+def test_a_step_that_rank_0_commits_later_is_copied_as_soon_as_it_is_on_disk(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    with rank_copies(directory, store, *range(RANKS)) as copies:
+        for each in copies:
+            each.expect(2)
+            each.settle()
+        assert stored(store) == []
+        save(directory, 2)
+        until(lambda: stored(store) == [2])
+
+
+def test_rank_0_copies_what_another_rank_has_not_copied_in_time(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    with rank_copies(directory, store, 0, timeout_s=0.1) as copies:
+        settled(copies, 2)
+    assert verify_tier(ObjectTier(store), "store") == []
+
+
+def test_a_store_that_is_down_is_waited_for_once_and_not_for_each_step_that_is_due(
+    directory: RunDirectory,
+) -> None:
+    store, puts = MemoryStore(), list[str]()
+
+    def check(operation: str, key: str) -> None:
+        if operation == "put":
+            puts.append(key)
+            raise UnavailableError(f"{operation}: no success", key, operation)
+
+    store.before = check
+    for step in (2, 4, 6):
+        save(directory, step)
+    with rank_copies(directory, store, 0) as copies:
+        settled(copies)
+        puts.clear()
+        settled(copies)
+    assert len(puts) == 1
+
+
+def test_a_store_that_cannot_delete_is_reported_and_the_copy_counts(directory: RunDirectory) -> None:
+    store = MemoryStore()
+
+    def check(operation: str, key: str) -> None:
+        if operation == "delete":
+            raise UnavailableError(f"{operation}: no success", key, operation)
+
+    store.before = check
+    with rank_copies(directory, store, *range(RANKS), keep_last=1) as copies:
+        for step in (2, 4):
+            save(directory, step)
+            happened = settled(copies, step)
+    assert [type(event) for event in happened] == [CheckpointCopied, Message]
+    assert "could not be deleted" in happened[1].text
+    assert stored(store) == [2, 4]
+
+
+def test_cancelled_copies_end_at_once_and_commit_nothing(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    with rank_copies(directory, store, 0, mib_s=1e-6) as (copies,):
+        copies.expect(2)
+        copies.cancel()
+        copies.settle()
+    assert stored(store) == []
