@@ -160,17 +160,18 @@ class StoreUploader:
             self._requested += 1
             self._changed.notify_all()
 
-    def settle(self) -> tuple[int, ...]:
-        """Wait until this process has done its part for the steps that are on disk now; return those that are missing in the store.
-
-        Only the process that commits knows them; another one returns none.
-        """
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until this process has done its part for the steps that are on disk now; return False if ``timeout_s`` passed before."""
         with self._changed:
-            self._settling = True
-            self._requested += 1
+            if not self._settling or self._answered >= self._requested:
+                self._settling = True
+                self._requested += 1
             requested = self._requested
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._answered >= requested or self._cancelled)
+            return self._changed.wait_for(lambda: self._answered >= requested or self._cancelled, timeout_s)
+
+    def missing(self) -> tuple[int, ...]:
+        """Return the steps that the store still lacks; none for a process that does not commit, which does not know them."""
         return tuple(sorted(self._missing)) if self._share.commits else ()
 
     def cancel(self) -> None:
@@ -379,9 +380,9 @@ class RankCopies:
             events.append(self._events.get())
         return events
 
-    def settle(self) -> None:
-        """Wait until every copy so far has ended, one way or the other."""
-        self._uploader.settle()
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until every copy so far has ended, one way or the other; return False if ``timeout_s`` passed before."""
+        return self._uploader.settle(timeout_s)
 
     def cancel(self) -> None:
         """Give up the copies under way, soon."""

@@ -77,7 +77,7 @@ class StoreCopies:
             await asyncio.wait((settling, hurried), return_when=asyncio.FIRST_COMPLETED)
             if not settling.done():
                 self._log("asked once more to end: gives up its copies to the store")
-            elif missing := settling.result():
+            elif missing := self._uploader.missing():
                 self._log(f"not in the store: steps {', '.join(map(str, missing))}")
             hurried.cancel()
         self._uploader.cancel()
