@@ -14,6 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 FLOORS = {
+    "process": 0,
     "run": 0,
     "observe": 1,
     "hardware": 1,
@@ -54,6 +55,7 @@ PURE = (
     "checkpoint/format/image.py",
     "checkpoint/format/restore_plan.py",
     "parallel/pipeline/schedules.py",
+    "process/restarts.py",
     "run/kinds",
     "run/layout.py",
     "run/rank_places.py",

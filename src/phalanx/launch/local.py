@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.first_failure import ended_text, first_failure
+from phalanx.observe.logs.first_failure import first_failure
 from phalanx.observe.logs.line import Level
 from phalanx.observe.logs.order import order_for
 from phalanx.observe.logs.tail import last_lines
@@ -182,8 +182,8 @@ class _Watcher:
             return "", "info"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if rank in self._ended_here or (self._request.sent and code in (-signal.SIGTERM, -signal.SIGKILL)):
-            return ended_text(f"{how} by its launcher"), "info"
-        return ended_text(how), "error"
+            return f"{how} by its launcher", "info"
+        return how, "error"
 
     def wait(self) -> None:
         """Waits until all ranks have exited."""

@@ -18,7 +18,6 @@ from phalanx.fleet.control.security import TOKEN_VARIABLES
 from phalanx.fleet.node.supervision.session import ending
 from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_for_agent, frame, length_of
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_text
 from phalanx.run.spec import RuntimeSpec
@@ -150,9 +149,7 @@ class WorkerProcess:
         if self._output is not None:
             how = "was ended by its agent" if self._killed else ending(code) if code else ""
             # In a thread: what it left may be much, and the disk slow.
-            await asyncio.to_thread(
-                self._output.ended, how and ended_text(how), "info" if self._killed else "error"
-            )
+            await asyncio.to_thread(self._output.ended, how, "info" if self._killed else "error")
         on_exit(code, await asyncio.to_thread(self._last_words))
 
     async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[ToAgent], None]) -> None:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.order import LogOrder
 
 _POLL_S = 0.02
@@ -99,7 +98,7 @@ class Session:
                 os.killpg(self.pid, signal.SIGKILL)
             code = self._process.wait()
             self._reaped = True
-            self._output.ended(ended_text(ending(code)) if code and by_itself else "")
+            self._output.ended(ending(code) if code and by_itself else "")
         return self._process.returncode
 
 
