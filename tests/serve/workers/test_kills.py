@@ -145,7 +145,7 @@ def test_a_worker_that_is_asked_to_end_hands_its_texts_over(whole: Service) -> N
             whole.send(worker, signal.SIGTERM)
     assert told(disturbed) == undisturbed
     ended = until(lambda: [line for line in whole.lines[before:] if line["event"] == "worker-ended"])
-    assert (ended[0]["worker"], ended[0]["how"]) == (worker, "ended with exit code 0")
+    assert (ended[0]["worker"], ended[0]["how"]) == (worker, "ended with code 0")
 
 
 def alive(pids: list[int]) -> list[int]:
