@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.train.lifecycle.interrupt import StopRequest, on_stop_signals
+from phalanx.process.stop_signals import on_stop_signals
+from phalanx.train.lifecycle.interrupt import StopRequest
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

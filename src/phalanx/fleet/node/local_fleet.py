@@ -18,9 +18,10 @@ from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.fleet.node.supervision.processes import Processes
 from phalanx.fleet.node.supervision.revival import MOST_DEATHS
+from phalanx.process.stop_signals import on_stop_signals
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words
-from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
+from phalanx.train.lifecycle.interrupt import StopOrders
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 

@@ -1,21 +1,16 @@
 """Graceful stop: Ctrl-C and SIGTERM become a request that the loop obeys at the next step boundary.
 
-A rank keeps the request itself (``StopRequest``); a launcher hands it on to its ranks (``on_stop_signals``).
+A rank keeps the request itself (``StopRequest``); a launcher counts the requests and passes them on to its ranks (``StopOrders``).
 """
 
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 
-
-def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """The signals that this process was not started to ignore, as by ``nohup`` or in the background of a script. They stay ignored."""
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+from phalanx.process.stop_signals import heeded
 
 
 @dataclass
@@ -73,27 +68,3 @@ class StopOrders:
         while self.told < min(self.made, len(_STOP_WORDS)):
             self.told += 1
             self.tell(_STOP_WORDS[self.told - 1])
-
-
-@contextmanager
-def on_stop_signals(ask: Callable[[], None]) -> Iterator[None]:
-    """Inside, each Ctrl-C, SIGTERM and SIGHUP calls ``ask`` instead of what it did before, but for those that are ignored.
-
-    On another thread than the main one it changes nothing: Python lets only the main thread handle signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        ask()
-
-    before = [
-        (number, signal.signal(number, on_signal))
-        for number in heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    ]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
