@@ -63,3 +63,19 @@ def test_a_start_that_takes_long_is_told_once() -> None:
 def test_a_process_that_ends_before_is_no_slow_start() -> None:
     ends, slow, _ = told(lambda ends, _: len(ends) == 2, sys.executable, "-c", "raise SystemExit(3)")
     assert ([one.how for one in ends], slow) == (["ended with code 3"] * 2, [])
+
+
+def test_a_worker_that_is_ended_is_not_ready_from_then_on() -> None:
+    async def states() -> list[str]:
+        command = (sys.executable, "-c", "import time; time.sleep(60)")
+        supervised = Processes([TASK], {}, lambda _: None, lambda *_: None, command=command)
+        supervised.start()
+        await asyncio.sleep(0)
+        supervised.ready(0)
+        before = supervised.seats[0].state
+        supervised.kill(0)
+        after = supervised.seats[0].state
+        await supervised.end()
+        return [before, after]
+
+    assert asyncio.run(states()) == ["ready", "waiting"]

@@ -108,7 +108,10 @@ class Processes:
     def kill(self, number: int) -> None:
         """Ends a worker that may hang; it is started again."""
         if number < len(self.seats):
-            _kill(self.seats[number])
+            seat = self.seats[number]
+            if seat.state == "ready":
+                seat.state = "waiting"
+            _kill(seat)
 
     def lasting(self) -> bool:
         """Whether any of them serves, or will again."""
