@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MOST_DEATHS = 10
+"""Deaths in vain in a row after which a process is given up, unless its policy has another number; the pauses take some 43 s."""
 _MOST_DOUBLINGS = 60
 
 
@@ -18,8 +20,16 @@ class RestartPolicy:
 
     first_pause_s: float = 0.2
     longest_pause_s: float = 10.0
-    most_deaths: int | None = 10
+    most_deaths: int | None = MOST_DEATHS
     """Deaths in vain in a row after which the process is given up; None: never."""
+
+    def pause_s(self, in_vain: int) -> float | None:
+        """Return the seconds to wait after so many deaths in a row, None if the process is given up."""
+        if self.most_deaths is not None and in_vain >= self.most_deaths:
+            return None
+        return min(
+            self.longest_pause_s, self.first_pause_s * 2.0 ** min(max(0, in_vain - 1), _MOST_DOUBLINGS)
+        )
 
 
 @dataclass
@@ -41,7 +51,4 @@ class Restarts:
         if standing != self._standing:
             self.in_vain, self._standing = 0, standing
         self.in_vain = 0 if was_useful else self.in_vain + 1
-        if self.policy.most_deaths is not None and self.in_vain >= self.policy.most_deaths:
-            return None
-        doublings = min(max(0, self.in_vain - 1), _MOST_DOUBLINGS)
-        return min(self.policy.longest_pause_s, self.policy.first_pause_s * 2.0**doublings)
+        return self.policy.pause_s(self.in_vain)

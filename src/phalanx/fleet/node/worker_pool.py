@@ -12,10 +12,11 @@ from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.fleet.node.worker_link import ToAgent, ToWorker
 from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.observe.logs.order import order_for
+from phalanx.process.restarts import RestartPolicy
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 
-_LONGEST_RESTART_PAUSE_S = 10.0
+_RESTARTS = RestartPolicy(first_pause_s=0.2, longest_pause_s=10.0, most_deaths=None)
 
 
 class WorkersListener(Protocol):
@@ -63,7 +64,7 @@ class WorkerPool:
     async def start(self, index: int) -> None:
         """Starts a fresh process, after a pause that doubles with each death before the worker was warm."""
         deaths = self._deaths[index]
-        await asyncio.sleep(min(0.1 * 2**deaths, _LONGEST_RESTART_PAUSE_S) if deaths else 0.0)
+        await asyncio.sleep((deaths and _RESTARTS.pause_s(deaths)) or 0.0)
         self._deaths[index] += 1
         segments = [segment.descriptor for segment in self._memory.worker_segments(index)]
         attempt, name = self._args.attempt, f"{self._args.node}-{index}"

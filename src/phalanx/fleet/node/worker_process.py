@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from phalanx.fleet.control.security import TOKEN_VARIABLES
-from phalanx.fleet.node.supervision.session import ending
 from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_for_agent, frame, length_of
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_text
+from phalanx.process.awaiting import wait_for_exit
+from phalanx.process.child import Child
 from phalanx.run.spec import RuntimeSpec
 
 _HEAD_BYTES = 4
@@ -32,8 +32,8 @@ RECORDED_COLLECTIVES = "2000"
 class WorkerProcess:
     """A running worker. Make it in an event loop, by ``start``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], output: ChildOutput | None = None) -> None:
-        self._process, self._output, self._killed = process, output, False
+    def __init__(self, child: Child) -> None:
+        self._child = child
         self._log: Path | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._processor_ticks = 0
@@ -66,7 +66,6 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
-            "PHALANX_LAUNCHER": str(os.getpid()),
             "OMP_NUM_THREADS": str(runtime.threads),
             # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
@@ -75,20 +74,18 @@ class WorkerProcess:
         environment.pop(TOKEN_VARIABLES["operate"], None)
         try:
             with theirs:
-                process = subprocess.Popen(
+                child = Child.start(
                     [*command, "--link", str(theirs.fileno())],
-                    env={**environment, **output.environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output.descriptor,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno(), *descriptors, *output.inherited],
+                    environment,
+                    output=output,
+                    keep_open=[theirs.fileno(), *descriptors],
+                    own_session=False,
+                    parent="its agent",
                 )
         except OSError:
             ours.close()
-            output.failed()
             raise
-        output.started()
-        worker = cls(process, output)
+        worker = cls(child)
         worker._log = log.path
         reader, worker._writer = await asyncio.open_connection(sock=ours)
         worker._watch = asyncio.create_task(worker._follow(reader, on_message, on_exit))
@@ -97,7 +94,7 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self._process.pid
+        return self._child.pid
 
     def working(self) -> bool:
         """True if the process computes, waits for a processor or for a disk; False if it sleeps, is stopped, or has ended.
@@ -124,9 +121,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL: works on a stopped or hanging process too."""
-        if self._process.poll() is None:
-            self._killed = True
-            self._process.kill()
+        self._child.kill()
 
     async def gone(self) -> None:
         """Waits until its exit has been reported."""
@@ -140,16 +135,13 @@ class WorkerProcess:
         on_exit: Callable[[int, str], None],
     ) -> None:
         reading = asyncio.create_task(self._read(reader, on_message))
-        await self._exit()
+        await wait_for_exit(self._child)
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
         reading.cancel()
         if self._writer is not None:
             self._writer.close()
-        code = self._process.wait()
-        if self._output is not None:
-            how = "was ended by its agent" if self._killed else ending(code) if code else ""
-            # In a thread: what it left may be much, and the disk slow.
-            await asyncio.to_thread(self._output.ended, how, "info" if self._killed else "error")
+        # In a thread: what it left may be much, and the disk slow.
+        code = await asyncio.to_thread(self._child.end)
         on_exit(code, await asyncio.to_thread(self._last_words))
 
     async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[ToAgent], None]) -> None:
@@ -161,18 +153,6 @@ class WorkerProcess:
             self.kill()  # not a message: its memory is damaged, or it is of another version
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-
-    async def _exit(self) -> None:
-        """Waits until the process has exited."""
-        fd = os.pidfd_open(self._process.pid)
-        over = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        try:
-            loop.add_reader(fd, over.set)
-            await over.wait()
-        finally:
-            loop.remove_reader(fd)
-            os.close(fd)
 
     def _last_words(self) -> str:
         lines = last_text(self._log, _TAIL_LINES) if self._log is not None else []
