@@ -3,7 +3,7 @@
 A local fleet is a coordinator and one agent per "node"; on a cluster, the node that leads runs the coordinator and its own agent.
 This process starts them, starts the coordinator again if it dies, brings a node whose agent has died back after its repair time
 (sooner if too few are left to train on), and passes Ctrl-C on to the coordinator as a request to save and stop. A process that dies
-again and again without the run getting any further is given up (``supervision/revival.py``), and the fleet ends with a message rather than
+again and again without the run getting any further is given up (``process/restarts.py``), and the fleet ends with a message rather than
 wait for it for ever. If this process is killed, the kernel kills all of them.
 """
 
@@ -17,7 +17,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.fleet.node.supervision.processes import Processes
-from phalanx.fleet.node.supervision.revival import MOST_DEATHS
+from phalanx.process.restarts import MOST_DEATHS
 from phalanx.process.stop_signals import on_stop_signals
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words
