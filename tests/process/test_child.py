@@ -15,7 +15,6 @@ import pytest
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_lines
-from phalanx.process.awaiting import wait_for_exit
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx_process import alive
 
@@ -138,7 +137,7 @@ def test_an_event_loop_waits_for_a_child_without_reaping_it() -> None:
     async def both() -> list[int]:
         children = [Child.start(["sh", "-c", "exit 7"]), Child.start(["sleep", "600"])]
         children[1].kill()
-        codes = await asyncio.gather(*(wait_for_exit(child) for child in children))
+        codes = await asyncio.gather(*(child.wait_in_loop() for child in children))
         assert all(Path(f"/proc/{child.pid}").exists() for child in children)
         return codes + [child.end() for child in children]
 

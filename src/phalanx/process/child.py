@@ -19,32 +19,22 @@ from typing import Literal, Protocol
 
 from phalanx.process.parent import PARENT_VARIABLE
 
-POLL_S = 0.02
+_POLL_S = 0.02
 _STDERR = 2
 
 
 class CapturedOutput(Protocol):
-    """Reader of a child's standard output and error, which writes them to a log."""
+    """Reader of a child's standard output and error, which writes them to a log (``phalanx.observe.logs.child_output``)."""
 
     descriptor: int
-    """Standard output and error of the child."""
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Further variables for the child."""
-
+    def environment(self) -> dict[str, str]: ...
     @property
-    def inherited(self) -> tuple[int, ...]:
-        """Further descriptors for the child."""
-
-    def started(self) -> None:
-        """Begin to read."""
-
-    def failed(self) -> None:
-        """Release everything: the child could not be started."""
-
-    def ended(self, how: str = "", level: Literal["info", "error"] = "error") -> None:
-        """Drain the output of a child that has ended, and log ``how`` it ended, unless that is empty."""
+    def inherited(self) -> tuple[int, ...]: ...
+    def started(self) -> None: ...
+    def failed(self) -> None: ...
+    def ended(self, how: str = "", level: Literal["info", "error"] = "error") -> None: ...
 
 
 class Child:
@@ -157,7 +147,24 @@ class Child:
         """Return the exit code once it has ended, None after ``timeout_s``. Does not reap it."""
         deadline_s = time.monotonic() + timeout_s
         while (code := self.exit_code()) is None and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
+        return code
+
+    async def wait_in_loop(self) -> int:
+        """Return the exit code once it has ended, for an event loop. Does not reap it: call ``end``, in a thread if it has a log."""
+        import asyncio
+
+        if self.exit_code() is None and hasattr(os, "pidfd_open"):
+            descriptor, ended = os.pidfd_open(self.pid), asyncio.Event()
+            loop = asyncio.get_running_loop()
+            try:
+                loop.add_reader(descriptor, ended.set)
+                await ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        while (code := self.exit_code()) is None:  # no Linux
+            await asyncio.sleep(_POLL_S)
         return code
 
     def end(self, fine: Container[int] = (0,)) -> int:

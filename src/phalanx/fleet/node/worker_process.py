@@ -18,7 +18,6 @@ from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_text
-from phalanx.process.awaiting import wait_for_exit
 from phalanx.process.child import Child
 from phalanx.run.spec import RuntimeSpec
 
@@ -135,7 +134,7 @@ class WorkerProcess:
         on_exit: Callable[[int, str], None],
     ) -> None:
         reading = asyncio.create_task(self._read(reader, on_message))
-        await wait_for_exit(self._child)
+        await self._child.wait_in_loop()
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
         reading.cancel()
         if self._writer is not None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx.process.awaiting import wait_for_exit
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.process.restarts import RestartPolicy, Restarts
 from phalanx.serve.workers.worker_main import WorkerTask
@@ -126,7 +125,7 @@ class Processes:
         running = [seat.child for seat in self.seats if seat.child]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                await asyncio.gather(*(wait_for_exit(child) for child in running))
+                await asyncio.gather(*(child.wait_in_loop() for child in running))
         end_all(running)
         for watch in self._watches:
             watch.cancel()
@@ -164,7 +163,7 @@ class Processes:
             seat.child = Child.start(self._command, os.environ | self._environment, task=task)
         except OSError as error:
             return 127, f"cannot be started ({error})"
-        code = await wait_for_exit(seat.child)
+        code = await seat.child.wait_in_loop()
         seat.child.end()
         return code, describe_exit(code)
 

@@ -21,7 +21,6 @@ from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import order_for
-from phalanx.process.awaiting import wait_for_exit
 from phalanx.process.child import Child
 from phalanx.process.restarts import Restarts
 from phalanx.run.directory.paths import RunDirectory
@@ -149,7 +148,7 @@ class Successor:
             return
         if not at_once:
             try:
-                await asyncio.wait_for(wait_for_exit(child), _GOODBYE_S)
+                await asyncio.wait_for(child.wait_in_loop(), _GOODBYE_S)
             except TimeoutError:
                 self.log("the coordinator on this node does not end: killed")
         await asyncio.to_thread(child.end, _FINE)
