@@ -19,10 +19,9 @@ from phalanx.observe.logs.first_failure import first_failure
 from phalanx.observe.logs.order import order_for
 from phalanx.observe.logs.tail import last_lines
 from phalanx.process.child import Child, describe_exit, end_all
-from phalanx.process.stop_signals import on_stop_signals
+from phalanx.process.stop_signals import StopOrders, on_stop_signals
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending, last_words, read_failure, remove_failure
-from phalanx.train.lifecycle.interrupt import StopOrders
+from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words, read_failure, remove_failure
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 
@@ -54,7 +53,7 @@ def run_locally(
         program: The module that each rank's process runs.
     """
     meeting_point = _fresh_meeting_point(run)
-    orders = StopOrders(tell)
+    orders = StopOrders(tell, STOP_WORDS)
     processes = _Ranks(orders)
     try:
         with on_stop_signals(processes.ask_to_stop):

@@ -29,10 +29,10 @@ from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.fleet.node.supervision.processes import Processes
 from phalanx.process.child import Child
 from phalanx.process.restarts import MOST_DEATHS
+from phalanx.process.stop_signals import StopOrders
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx.train.lifecycle.ending import report_failure
-from phalanx.train.lifecycle.interrupt import StopOrders
+from phalanx.train.lifecycle.ending import STOP_WORDS, report_failure
 from phalanx.train.start.open_run import OpenRun
 
 AT_ONCE = SupervisionTimes(first_pause_s=0.0)
@@ -165,7 +165,7 @@ def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> 
         return start(["sleep", "600"], *given, **options)
 
     monkeypatch.setattr(Child, "start", sleep)
-    orders = StopOrders(lambda _words: None)
+    orders = StopOrders(lambda _words: None, STOP_WORDS)
     tokens = {"PHALANX_RUN_TOKEN": "a" * 64}, {"PHALANX_OPERATOR_TOKEN": "b" * 64}
     return Processes(Launcher(run, fleet, *tokens, orders), orders)
 

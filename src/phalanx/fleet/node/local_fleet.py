@@ -18,10 +18,9 @@ from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.fleet.node.supervision.processes import Processes
 from phalanx.process.restarts import MOST_DEATHS
-from phalanx.process.stop_signals import on_stop_signals
+from phalanx.process.stop_signals import StopOrders, on_stop_signals
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending, last_words
-from phalanx.train.lifecycle.interrupt import StopOrders
+from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 
@@ -49,7 +48,7 @@ def run_fleet(
     environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLES["join"]: token}
     operator = {TOKEN_VARIABLES["operate"]: make_token(path, "operate")}
     require_two_tokens(token, operator[TOKEN_VARIABLES["operate"]])
-    orders = StopOrders(tell)
+    orders = StopOrders(tell, STOP_WORDS)
     processes = Processes(Launcher(run, fleet, environment, operator, orders), orders)
     try:
         with on_stop_signals(processes.ask_to_stop):

@@ -17,7 +17,7 @@ from phalanx.fleet.node.worker_link import LinkError, RunFailed, Unfit, WorkerEn
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.parent import die_with_parent
-from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.process.stop_signals import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, known_errors, without_gc
 
 

@@ -25,7 +25,7 @@ from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.process.restarts import RestartPolicy, Restarts
-from phalanx.train.lifecycle.interrupt import StopOrders
+from phalanx.process.stop_signals import StopOrders
 from phalanx.train.start.open_run import OpenRun
 
 _POLL_S = 0.1

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.process.stop_signals import on_stop_signals
-from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.process.stop_signals import StopRequest, on_stop_signals
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
