@@ -13,6 +13,8 @@ from phalanx.data.portions.executors.executor import TaskOutcome, one_thread_eac
 from phalanx.process.child import describe_exit, end_all
 from phalanx.process.line_child import LineChild
 
+_COMMAND = (sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker")
+
 
 class Processes:
     """Runs tasks in ``workers`` processes; one that dies is replaced."""
@@ -73,16 +75,9 @@ class Processes:
         with self._lock:
             if self._closed:
                 return None
-            process = self._idle.pop() if self._idle else _start_worker()
+            process = self._idle.pop() if self._idle else LineChild(_COMMAND, os.environ | one_thread_each())
             self._running.add(process)
             return process
-
-
-def _start_worker() -> LineChild:
-    return LineChild(
-        [sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker"],
-        {**os.environ, **one_thread_each()},
-    )
 
 
 def _how_it_ended(code: int) -> str:

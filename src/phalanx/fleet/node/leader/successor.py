@@ -123,11 +123,8 @@ class Successor:
             # In the agent's group: a kill of the group kills the node.
             self._child = Child.start(command, output=output, own_session=False, parent="its agent")
         except OSError as error:
-            self._cannot_start(error)
-
-    def _cannot_start(self, error: OSError) -> None:
-        self.log(f"the candidate cannot be started: {error}")
-        self._has_ended(1, time.monotonic())
+            self.log(f"the candidate cannot be started: {error}")
+            self._has_ended(1, time.monotonic())
 
     def _has_ended(self, code: int, now_s: float) -> None:
         """Handles the end of the process. One that was the coordinator and died is started again; else the node waits its turn anew."""
