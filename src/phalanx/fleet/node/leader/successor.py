@@ -21,7 +21,7 @@ from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import order_for
-from phalanx.process.child import Child
+from phalanx.process.child import Child, describe_exit
 from phalanx.process.restarts import Restarts
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
@@ -133,9 +133,9 @@ class Successor:
         if code == EXIT_CANNOT_START:
             self.log("this node cannot lead: the log of its candidate says why")
             self._may_lead = False
-        elif code not in (0, EXIT_NOT_ELECTED, EXIT_SUPERSEDED):
+        elif code not in _FINE:
             pause_s = self._restarts.after_death()
-            self.log(f"the candidate, or the coordinator that it had become, ended with code {code}")
+            self.log(f"the candidate, or the coordinator that it had become, {describe_exit(code)}")
             self._due_s = 0.0 if pause_s is None else now_s + pause_s
 
     async def end(self, *, at_once: bool) -> None:
