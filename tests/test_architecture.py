@@ -229,6 +229,14 @@ def test_no_files_import_each_other_in_a_circle(house: Mapping[str, Facts]) -> N
     assert sorted(left) == []
 
 
+def test_processes_that_stay_are_started_by_the_kit_alone() -> None:
+    # Only there is a process id reaped last. A fault that is played on purpose leaves a program behind.
+    starts = re.compile(r"\bPopen\(|create_subprocess_|posix_spawn|os\.fork\(")
+    assert {
+        str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if starts.search(file.read_text())
+    } == {"process/child.py", "process/line_child.py", "fleet/faults/saboteur.py"}
+
+
 def test_folders_are_walked_only_in_ways_that_bear_their_removal_meanwhile() -> None:
     # pathlib raises FileNotFoundError for a folder that another process removes while it is walked.
     walks = re.compile(r"\.rglob\(|\.glob\([^)]*\*\*")
