@@ -234,7 +234,7 @@ def test_processes_that_stay_are_started_by_the_kit_alone() -> None:
     starts = re.compile(r"\bPopen\(|create_subprocess_|posix_spawn|os\.fork\(")
     assert {
         str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if starts.search(file.read_text())
-    } == {"process/child.py", "process/line_child.py", "fleet/faults/saboteur.py"}
+    } == {"process/child.py", "fleet/faults/saboteur.py"}
 
 
 def test_folders_are_walked_only_in_ways_that_bear_their_removal_meanwhile() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.process.line_child import LineChild
+from phalanx.process.child import LineChild
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
 

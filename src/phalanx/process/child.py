@@ -7,6 +7,7 @@ is it reaped. No signal can reach another program. A child may be signaled from 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from phalanx.process.parent import PARENT_VARIABLE
 
@@ -191,6 +192,55 @@ class Child:
         if -code in self._sent:
             return f"{describe_exit(code)} by {self._parent}", "info"
         return describe_exit(code), "error"
+
+
+class LineChild(Child):
+    """A child that replies to each line of JSON on its standard input with one on its standard output.
+
+    It leads a session of its own. One thread at a time may exchange lines with it.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] = os.environ, *, quiet: bool = False
+    ) -> None:
+        """Start ``command``; if ``quiet``, its standard error is thrown away. Raises OSError."""
+        super().__init__(
+            subprocess.Popen(
+                list(command),
+                env={**environment, PARENT_VARIABLE: str(os.getpid())},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL if quiet else None,
+                start_new_session=True,
+            ),
+            leads_session=True,
+        )
+
+    def exchange(self, request: Mapping[str, object]) -> dict[str, Any] | None:
+        """Send a request and return the reply, None from a child that has ended. A child that replies otherwise is killed."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        message = json.dumps(request).encode() + b"\n"
+        try:
+            stdin.write(message)
+            stdin.flush()
+            line = stdout.readline()
+            if line.endswith(b"\n") and isinstance(reply := json.loads(line), dict):
+                return reply
+        except (OSError, ValueError):
+            pass
+        self.kill()
+        return None
+
+    def end(self, fine: Container[int] = (0,)) -> int:
+        """See ``Child.end``; closes the pipes too."""
+        code = super().end(fine)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # a request that it never read
+                    pipe.close()
+        return code
 
 
 def end_all(children: Iterable[Child], patience_s: float = 0.0, fine: Container[int] = (0,)) -> None:

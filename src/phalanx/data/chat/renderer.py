@@ -15,8 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from phalanx.process.child import describe_exit
-from phalanx.process.line_child import LineChild
+from phalanx.process.child import LineChild, describe_exit
 
 MARKS = ("\U0010f0aa\U0010f0bb", "\U0010f0bb\U0010f0aa")
 """Characters for private use, around what ``{% generation %}`` encloses."""

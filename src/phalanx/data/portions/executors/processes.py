@@ -10,8 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from phalanx.data.portions.executors.executor import TaskOutcome, one_thread_each
-from phalanx.process.child import describe_exit, end_all
-from phalanx.process.line_child import LineChild
+from phalanx.process.child import LineChild, describe_exit, end_all
 
 _COMMAND = (sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker")
 
