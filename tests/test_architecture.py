@@ -14,6 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 FLOORS = {
+    "process": 0,
     "run": 0,
     "observe": 1,
     "hardware": 1,
@@ -55,6 +56,7 @@ PURE = (
     "checkpoint/format/image.py",
     "checkpoint/format/restore_plan.py",
     "parallel/pipeline/schedules.py",
+    "process/restarts.py",
     "run/kinds",
     "run/layout.py",
     "run/rank_places.py",
@@ -225,6 +227,14 @@ def test_no_files_import_each_other_in_a_circle(house: Mapping[str, Facts]) -> N
         for module in free:
             del left[module]
     assert sorted(left) == []
+
+
+def test_processes_that_stay_are_started_by_the_kit_alone() -> None:
+    # Only there is a process id reaped last. A fault that is played on purpose leaves a program behind.
+    starts = re.compile(r"\bPopen\(|create_subprocess_|posix_spawn|os\.fork\(")
+    assert {
+        str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if starts.search(file.read_text())
+    } == {"process/child.py", "fleet/faults/saboteur.py"}
 
 
 def test_folders_are_walked_only_in_ways_that_bear_their_removal_meanwhile() -> None:

@@ -110,10 +110,10 @@ def train_on_this_rank(
     from phalanx.observe.ledger.ledger import Ledger
     from phalanx.observe.rank_file.recorder import RankRecorder
     from phalanx.parallel.mesh.machines import BOOT_ID
+    from phalanx.process.stop_signals import StopRequest
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.train.assembly.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.guardian import NoGuardian
-    from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
     from phalanx.train.start.open_run import open_run

@@ -38,7 +38,7 @@ WEIGHTS = {
 }
 """How often each kind of fault strikes, in proportion."""
 _STAYED_S, _SHORT_LIVES = 5.5, 3
-"""A worker with so many short lives in a row is left alone until it has served for so long: after five, ``traffic.restarts`` gives it up, as it should."""
+"""A worker with so many short lives in a row is left alone until it has served for so long: after five, ``phalanx.process.restarts`` gives it up, as it should."""
 _STARTS, _OUTLIVE_S = 5, 300
 _COUNTERS = ("requests_moved", "pages_pulled", "pages_recomputed", "audits", "audit_differences")
 

@@ -31,9 +31,9 @@ from phalanx.checkpoint.snapshot.segments import (
 )
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.node import worker_link as wl
+from phalanx.process.parent import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import identity
-from phalanx.train.lifecycle.worker import die_with_parent
 
 STEP_S = float(os.environ.get("STAND_IN_STEP_S", "0.02"))
 WORD = struct.Struct("<q?32s")

@@ -18,10 +18,10 @@ from phalanx.data.reading.prefetch import Prefetch
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, Step, Stopped
+from phalanx.process.stop_signals import StopRequest
 from phalanx.run.identity import identity
 from phalanx.run.rules.check import check
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx_process import steps_done
 from ranks import Ranks
 from run.specs import replace_at

@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forked_python import children
 from phalanx.fleet.control.coordinator_args import EXIT_SUPERSEDED
@@ -29,16 +27,13 @@ from phalanx.fleet.node.supervision import processes as supervised
 from phalanx.fleet.node.supervision.fleet_plan import LocalFleet, SupervisionTimes
 from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.fleet.node.supervision.processes import Processes
-from phalanx.fleet.node.supervision.revival import MOST_DEATHS, Revival
-from phalanx.fleet.node.supervision.session import Session
-from phalanx.observe.logs.order import LogOrder
-from phalanx.observe.logs.tail import last_lines
+from phalanx.process.child import Child
+from phalanx.process.restarts import MOST_DEATHS
+from phalanx.process.stop_signals import StopOrders
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx.train.lifecycle.ending import report_failure
-from phalanx.train.lifecycle.interrupt import StopOrders
+from phalanx.train.lifecycle.ending import STOP_WORDS, report_failure
 from phalanx.train.start.open_run import OpenRun
-from phalanx_process import alive
 
 AT_ONCE = SupervisionTimes(first_pause_s=0.0)
 """Processes that have died are started again without a pause."""
@@ -79,19 +74,20 @@ def show_nothing(_ended: Callable[[], bool]) -> None:
 def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of all processes that were started; coordinators sleep, agents end at once."""
     names: list[str] = []
-    start = Session.start
+    start = Child.start
 
-    def standing_in(
-        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
-    ) -> Session:
-        names.append(log.process)
-        return start(
-            ["sleep", "600"] if names[-1] == "coordinator" else ["false"], environment, log, keep_open
-        )
+    def standing_in(command: list[str], *given: Any, **options: Any) -> Child:
+        names.append(name_of(command))
+        return start(["sleep", "600"] if names[-1] == "coordinator" else ["false"], *given, **options)
 
-    monkeypatch.setattr(Session, "start", standing_in)
+    monkeypatch.setattr(Child, "start", standing_in)
     monkeypatch.syspath_prepend(tmp_path / "source")
     return names
+
+
+def name_of(command: list[str]) -> str:
+    """The node whose agent a command starts, or the coordinator."""
+    return command[command.index("--node") + 1] if "--node" in command else "coordinator"
 
 
 def seen(phase: FleetPhase, step: int = 0) -> FleetFile:
@@ -123,16 +119,14 @@ def test_a_local_fleet_whose_coordinator_was_superseded_ends_with_the_reason(
     run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else can lead it: the run was started again, or somebody has changed its claims."""
-    start = Session.start
+    start = Child.start
 
-    def standing_in(
-        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
-    ) -> Session:
+    def standing_in(command: list[str], *given: Any, **options: Any) -> Child:
         says = f"echo ends: superseded by another start; exit {EXIT_SUPERSEDED}"
-        words = says if log.process == "coordinator" else "sleep 600"
-        return start(["sh", "-c", words], environment, log, keep_open)
+        words = says if name_of(command) == "coordinator" else "sleep 600"
+        return start(["sh", "-c", words], *given, **options)
 
-    monkeypatch.setattr(Session, "start", standing_in)
+    monkeypatch.setattr(Child, "start", standing_in)
     monkeypatch.syspath_prepend(tmp_path / "source")
     ending = run_fleet(run, LocalFleet(1, times=AT_ONCE), show_nothing)
     assert (ending.status, ending.exit_code) == ("failed", 1)
@@ -140,8 +134,14 @@ def test_a_local_fleet_whose_coordinator_was_superseded_ends_with_the_reason(
 
 
 def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
-    run: OpenRun, sleeping: list[str]
+    run: OpenRun, sleeping: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tries, coordinator = [], Launcher.coordinator
+
+    def counted(launcher: Launcher) -> Child:
+        tries.append(launcher)
+        return coordinator(launcher)
+
     def remove_it(_ended: Callable[[], bool]) -> None:
         shutil.rmtree(run.directory.path)
         (coordinator,) = (
@@ -149,8 +149,9 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
         )
         os.kill(coordinator, signal.SIGKILL)
 
+    monkeypatch.setattr(Launcher, "coordinator", counted)
     ending = run_fleet(run, LocalFleet(1, times=AT_ONCE), remove_it)
-    assert sleeping.count("coordinator") == MOST_DEATHS
+    assert (len(tries), sleeping.count("coordinator")) == (MOST_DEATHS, 1)
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert "is gone" in ending.message
     assert "start the run anew" in ending.message
@@ -158,15 +159,13 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
 
 def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> Processes:
     """The processes of a fleet, all of which sleep once they are started."""
-    start = Session.start
+    start = Child.start
 
-    def sleep(
-        _command: list[str], environment: dict[str, str], log: LogOrder, keep_open: list[int], **_options: Any
-    ) -> Session:
-        return start(["sleep", "600"], environment, log, keep_open)
+    def sleep(_command: list[str], *given: Any, **options: Any) -> Child:
+        return start(["sleep", "600"], *given, **options)
 
-    monkeypatch.setattr(Session, "start", sleep)
-    orders = StopOrders(lambda _words: None)
+    monkeypatch.setattr(Child, "start", sleep)
+    orders = StopOrders(lambda _words: None, STOP_WORDS)
     tokens = {"PHALANX_RUN_TOKEN": "a" * 64}, {"PHALANX_OPERATOR_TOKEN": "b" * 64}
     return Processes(Launcher(run, fleet, *tokens, orders), orders)
 
@@ -224,42 +223,6 @@ def test_a_fleet_is_stuck_if_every_node_that_could_help_it_is_barred(
     assert bool(why) == stuck
     assert not stuck or "node-0 is quarantined (3 failures)" in why
     assert not supervised.no_way_on(msgspec.structs.replace(waiting(*roles), phase=FleetPhase.RUNNING), 3)
-
-
-@given(
-    standings=st.lists(st.sampled_from([None, 1, 2]), min_size=MOST_DEATHS, max_size=60),
-)
-def test_a_process_is_given_up_only_after_so_many_deaths_at_the_same_place(
-    standings: list[int | None],
-) -> None:
-    revived, since = Revival(), 0
-    for number, stands_at in enumerate(standings):
-        since = since if number and stands_at == standings[number - 1] else number
-        pause_s = revived.after_death(stands_at)
-        in_a_row = number - since + 1
-        assert (pause_s is None) == (in_a_row >= MOST_DEATHS)
-        assert pause_s is None or 0 < pause_s <= 10
-        if pause_s is None:
-            break
-
-
-def test_a_leader_that_has_ended_keeps_its_number_until_its_group_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    log = LogOrder(tmp_path / "logs" / "attempt-000-leader.jsonl", "leader", 0)
-    session = Session.start(["sh", "-c", "sleep 600 & echo $!; exit 7"], dict(os.environ), log)
-    session.wait(60.0)
-    assert session.exit_code() == 7
-    assert Path(f"/proc/{session.pid}").exists(), "not reaped: nobody else can be given its number"
-    while not (said := last_lines(log.path, 1)):
-        pass
-    left = int(said[0].text)
-    assert alive(left)
-    assert session.end() == 7
-    assert not Path(f"/proc/{session.pid}").exists()
-    while alive(left):
-        pass
-    session.signal(signal.SIGKILL)  # reaches nobody
-    assert session.end() == 7
 
 
 def test_a_coordinator_is_restarted_although_the_users_model_is_gone(

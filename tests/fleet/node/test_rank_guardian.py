@@ -27,9 +27,9 @@ from phalanx.fleet.node.rank.rank_guardian import (
 from phalanx.fleet.node.rank.worker import outcome_of
 from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
 from phalanx.fleet.node.worker_link import Doubted, EpochBroken, LeaveEpoch
+from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.step.step import StepFlags, StepReport
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)

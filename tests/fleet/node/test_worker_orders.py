@@ -6,7 +6,7 @@ import threading
 
 from phalanx.fleet.node.rank.worker_orders import Orders
 from phalanx.fleet.node.worker_link import LeaveEpoch
-from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.process.stop_signals import StopRequest
 
 
 def test_an_abort_that_fails_is_attempted_again() -> None:

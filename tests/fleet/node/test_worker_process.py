@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.fleet.node.worker_process import WorkerProcess
+from phalanx.fleet.node.worker_pool import WorkerProcess
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.tail import last_lines
+from phalanx.process.child import Child
 from phalanx.run.spec import RuntimeSpec
 
 KEEPS_THE_LOCK = "print('x', flush=True); 7 ** 10 ** 9"
@@ -25,7 +26,7 @@ def started(program: str) -> tuple[WorkerProcess, subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.read(1) == b"x"
-    return WorkerProcess(process), process
+    return WorkerProcess(Child(process)), process
 
 
 def becomes(worker: WorkerProcess, working: bool) -> bool:

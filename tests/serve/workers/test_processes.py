@@ -6,10 +6,10 @@ import asyncio
 import sys
 from collections.abc import Callable
 
+from phalanx.process.restarts import RestartPolicy
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.workers.processes import Happened, Processes
 from phalanx.serve.workers.worker_main import WorkerTask
-from phalanx.traffic.restarts import RestartRule
 
 TASK = WorkerTask("127.0.0.1", 1, "token", 0, "both", ServedRun("run", 1, "float32", None, 1, 64, "exact"))
 
@@ -22,13 +22,13 @@ def told(
     slow: list[float] = []
 
     async def watched() -> str:
-        rule = RestartRule(first_s=0.01, most=2)
+        policy = RestartPolicy(first_pause_s=0.01, most_deaths=2)
         supervised = Processes(
             [TASK],
             {},
             ends.append,
             lambda _, seconds: slow.append(seconds),
-            rule,
+            policy,
             command=command,
             slow_start_s=slow_start_s,
         )
@@ -62,4 +62,20 @@ def test_a_start_that_takes_long_is_told_once() -> None:
 
 def test_a_process_that_ends_before_is_no_slow_start() -> None:
     ends, slow, _ = told(lambda ends, _: len(ends) == 2, sys.executable, "-c", "raise SystemExit(3)")
-    assert ([one.how for one in ends], slow) == (["ended with exit code 3"] * 2, [])
+    assert ([one.how for one in ends], slow) == (["ended with code 3"] * 2, [])
+
+
+def test_a_worker_that_is_ended_is_not_ready_from_then_on() -> None:
+    async def states() -> list[str]:
+        command = (sys.executable, "-c", "import time; time.sleep(60)")
+        supervised = Processes([TASK], {}, lambda _: None, lambda *_: None, command=command)
+        supervised.start()
+        await asyncio.sleep(0)
+        supervised.ready(0)
+        before = supervised.seats[0].state
+        supervised.kill(0)
+        after = supervised.seats[0].state
+        await supervised.end()
+        return [before, after]
+
+    assert asyncio.run(states()) == ["ready", "waiting"]

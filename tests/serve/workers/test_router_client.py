@@ -17,7 +17,7 @@ from phalanx.wire.messages import encode
 @pytest.mark.parametrize("link_first", [True, False])
 def test_the_end_of_the_last_worker_ends_all_requests(link_first: bool) -> None:
     failed: list[str] = []
-    seat = SimpleNamespace(task=SimpleNamespace(number=0, role="both"), starts=SimpleNamespace(failed=5))
+    seat = SimpleNamespace(task=SimpleNamespace(number=0, role="both"), restarts=SimpleNamespace(in_vain=5))
     peer = SimpleNamespace(number=0)
     port = RouterClient.__new__(RouterClient)
     port.__dict__.update(

@@ -15,9 +15,9 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Message, NonFinite, Restored, Step
 from phalanx.observe.ledger.goodput import goodput
+from phalanx.process.stop_signals import StopRequest
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.lifecycle import loop
-from phalanx.train.lifecycle.interrupt import StopRequest
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 

@@ -9,13 +9,13 @@ conversation has a new process.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+
+from phalanx.process.child import LineChild, describe_exit
 
 MARKS = ("\U0010f0aa\U0010f0bb", "\U0010f0bb\U0010f0aa")
 """Characters for private use, around what ``{% generation %}`` encloses."""
@@ -40,11 +40,11 @@ class Renderer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LineChild | None = None
 
     def render(self, source: str, variables: Mapping[str, object], *, today: bool) -> str:
         """Return what the template writes; ``today`` lets it have the date. Raises RenderingError."""
-        request = json.dumps({"source": source, "variables": variables, "today": today}).encode() + b"\n"
+        request = {"source": source, "variables": variables, "today": today}
         with self._lock:
             try:
                 reply = self._exchange(request)
@@ -59,36 +59,20 @@ class Renderer:
                 raise RenderingError(str(reply["error"]))
             return str(reply["text"])
 
-    def _exchange(self, request: bytes) -> dict[str, object]:
+    def _exchange(self, request: Mapping[str, object]) -> dict[str, object]:
         if self._process is None:
-            self._process = subprocess.Popen(
-                _COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for this process
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        if not line.endswith(b"\n"):
-            status = process.wait()
-            if status == -signal.SIGXCPU:
+            self._process = LineChild(_COMMAND, quiet=True)
+        reply = self._process.exchange(request)
+        if reply is None:
+            code = self._process.end()
+            if code == -signal.SIGXCPU:
                 raise RenderingError(f"it does not end within {CPU_S} s of processor time")
-            raise RenderingError(f"the process that renders it has ended with status {status}")
-        reply: dict[str, object] = json.loads(line)
+            raise RenderingError(f"the process that renders it {describe_exit(code)}")
         return reply
 
     def _end(self) -> None:
         if self._process is not None:
-            with self._process as process:
-                process.kill()
+            self._process.end()
         self._process = None
 
 

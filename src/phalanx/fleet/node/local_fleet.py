@@ -3,7 +3,7 @@
 A local fleet is a coordinator and one agent per "node"; on a cluster, the node that leads runs the coordinator and its own agent.
 This process starts them, starts the coordinator again if it dies, brings a node whose agent has died back after its repair time
 (sooner if too few are left to train on), and passes Ctrl-C on to the coordinator as a request to save and stop. A process that dies
-again and again without the run getting any further is given up (``supervision/revival.py``), and the fleet ends with a message rather than
+again and again without the run getting any further is given up (``process/restarts.py``), and the fleet ends with a message rather than
 wait for it for ever. If this process is killed, the kernel kills all of them.
 """
 
@@ -17,10 +17,10 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.fleet.node.supervision.launcher import Launcher
 from phalanx.fleet.node.supervision.processes import Processes
-from phalanx.fleet.node.supervision.revival import MOST_DEATHS
+from phalanx.process.restarts import MOST_DEATHS
+from phalanx.process.stop_signals import StopOrders, on_stop_signals
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending, last_words
-from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
+from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 
@@ -48,7 +48,7 @@ def run_fleet(
     environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLES["join"]: token}
     operator = {TOKEN_VARIABLES["operate"]: make_token(path, "operate")}
     require_two_tokens(token, operator[TOKEN_VARIABLES["operate"]])
-    orders = StopOrders(tell)
+    orders = StopOrders(tell, STOP_WORDS)
     processes = Processes(Launcher(run, fleet, environment, operator, orders), orders)
     try:
         with on_stop_signals(processes.ask_to_stop):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from phalanx.observe.logs.assemble import Assembler, Record
+from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.flood import PER_LINE
 from phalanx.observe.logs.line import Level
 from phalanx.observe.logs.masking import Mask
@@ -108,7 +109,7 @@ class ChildOutput:
         self._drained.wait(_DRAIN_S)
         with self._lock:
             if how:
-                self._recorder.write(Record(how, level))
+                self._recorder.write(Record(ended_text(how), level))
             self._recorder.close()
             self._leave_place()
         os.close(self._wake)

@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from threading import Thread
 
 import msgspec
 
+from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import PROOF_S, StageLink
@@ -44,7 +44,7 @@ class Door:
 
     listener: socket.socket
     token: str
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    children: list[Child] = field(default_factory=list)
     proof_timeout_s: float = PROOF_S
     """Limit of the proof of a connection."""
 
@@ -56,9 +56,9 @@ class Door:
         proving: list[Thread] = []
         self.listener.settimeout(_LOOK_S)
         while len(found) < count:
-            ended = [process.returncode for process in self.processes if process.poll() is not None]
+            ended = [code for child in self.children if (code := child.exit_code()) is not None]
             if ended:
-                raise EngineError(f"a stage's process ended with exit code {ended[0]} before it connected")
+                raise EngineError(f"a stage's process {describe_exit(ended[0])} before it connected")
             if time.monotonic() > end:
                 raise EngineError(f"{len(found)} of {count} stages have joined within {BEGIN_S:g} s")
             proving = [thread for thread in proving if thread.is_alive()]
@@ -97,29 +97,16 @@ class Door:
     def close(self) -> None:
         """Ends the processes that were started here."""
         self.listener.close()
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        end_all(self.children)
 
 
 def start_stages(count: int, environment: Mapping[str, str]) -> Door:
     """Starts ``count`` processes on this machine, which will connect, with ``environment`` besides this process's own."""
     door = Door(_listen("127.0.0.1", 0), secrets.token_hex(16))
     host, port = door.listener.getsockname()[:2]
-    # The kernel ends them with this process.
-    own = os.environ | {"PHALANX_LAUNCHER": str(os.getpid()), **environment}
     for number in range(1, count + 1):
-        process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=2,  # standard output is for what the service says
-            env=own,
-            start_new_session=True,  # Ctrl-C is for the command that serves
-        )
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(StageTask(host, port, door.token, number)))
-        process.stdin.close()
-        door.processes.append(process)
+        task = msgspec.json.encode(StageTask(host, port, door.token, number))
+        door.children.append(Child.start(_COMMAND, os.environ | environment, task=task))
     return door
 
 

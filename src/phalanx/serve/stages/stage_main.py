@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from phalanx.process.parent import die_with_parent
 from phalanx.serve.stages.link import PROOF_S, StageLink
 from phalanx.wire.messages import WireError
 
@@ -36,8 +37,6 @@ def main() -> None:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=StageTask)
-    from phalanx.train.lifecycle.worker import die_with_parent
-
     die_with_parent()
     try:
         why = join(task, None)

@@ -1,6 +1,6 @@
 """The worker processes of a service on this machine: started, started again when they end, and ended with it.
 
-When to start one again is decided by ``phalanx.traffic.restarts``. Each reads its task, with the token, from standard input, and the kernel
+When to start one again is decided by ``phalanx.process.restarts``. Each reads its task, with the token, from standard input, and the kernel
 ends it if this process dies.
 """
 
@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
+from phalanx.process.child import Child, describe_exit, end_all
+from phalanx.process.restarts import RestartPolicy, Restarts
 from phalanx.serve.workers.worker_main import WorkerTask
-from phalanx.traffic.restarts import RestartRule, Starts, after_end
 
 _COMMAND = (sys.executable, "-P", "-m", "phalanx.serve.workers.worker_main")
+_RESTARTS = RestartPolicy(first_pause_s=0.25, longest_pause_s=30.0, most_deaths=5)
+_STAYED_S = 5.0
+"""A worker that served for so long was no failed start."""
 _LEAVE_S = 3.0
 _SLOW_S = 60.0
 """A start that takes longer is told."""
@@ -31,8 +34,10 @@ class Seat:
     """A worker's place, and the process that has it at present."""
 
     task: WorkerTask
-    starts: Starts = field(default_factory=Starts)
-    process: asyncio.subprocess.Process | None = None
+    restarts: Restarts
+    child: Child | None = None
+    ended: int = 0
+    """Processes that have ended."""
     ready_s: float = 0.0
     """When its present process came so far as to serve; 0: not yet."""
     state: str = "starting"
@@ -59,7 +64,7 @@ class Processes:
         environment: Mapping[str, str],
         ended: Callable[[Happened], None],
         slow: Callable[[Seat, float], None],
-        rule: RestartRule | None = None,
+        policy: RestartPolicy = _RESTARTS,
         *,
         command: Sequence[str] = _COMMAND,
         slow_start_s: float = _SLOW_S,
@@ -70,12 +75,12 @@ class Processes:
             environment: Variables in addition to those of this process.
             ended: Called with each process that ends or cannot be started.
             slow: Called with each worker that does not serve ``slow_start_s`` after its start.
-            rule: When a process is started again.
+            policy: When a process is started again.
             command: The command of a worker, which reads its task from standard input.
             slow_start_s: Seconds after which a start is reported as slow.
         """
-        self.seats = [Seat(task) for task in tasks]
-        self._environment, self._ended, self._rule = environment, ended, rule or RestartRule()
+        self.seats = [Seat(task, Restarts(policy)) for task in tasks]
+        self._environment, self._ended = environment, ended
         self._slow, self._command, self._slow_start_s = slow, tuple(command), slow_start_s
         self._watches: set[asyncio.Task[None]] = set()
         self.closing = False
@@ -102,7 +107,10 @@ class Processes:
     def kill(self, number: int) -> None:
         """Ends a worker that may hang; it is started again."""
         if number < len(self.seats):
-            _kill(self.seats[number])
+            seat = self.seats[number]
+            if seat.state == "ready":
+                seat.state = "waiting"
+            _kill(seat)
 
     def lasting(self) -> bool:
         """Whether any of them serves, or will again."""
@@ -114,13 +122,11 @@ class Processes:
         for seat in self.seats:
             if seat.state != "ready":
                 _kill(seat)
-        running = [seat.process for seat in self.seats if seat.process and seat.process.returncode is None]
+        running = [seat.child for seat in self.seats if seat.child]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                await asyncio.gather(*(process.wait() for process in running))
-        for seat in self.seats:
-            _kill(seat)
-        await asyncio.gather(*(process.wait() for process in running))
+                await asyncio.gather(*(child.wait_in_loop() for child in running))
+        end_all(running)
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
@@ -135,8 +141,9 @@ class Processes:
                 look.cancel()
             if self.closing:
                 return
+            seat.ended += 1
             served_s = time.monotonic() - seat.ready_s if seat.ready_s else 0.0
-            again_s = after_end(self._rule, seat.starts, served_s)
+            again_s = seat.restarts.after_death(was_useful=served_s >= _STAYED_S)
             if code == 0 and seat.ready_s:
                 again_s = 0.0  # It was sent away, which is no failure.
             if seat.state == "left":
@@ -151,28 +158,16 @@ class Processes:
 
     async def _run(self, seat: Seat) -> tuple[int, str]:
         """A worker's process from its start to its end; its exit code, and how it ended, in words."""
-        environment = os.environ | dict(self._environment) | {"PHALANX_LAUNCHER": str(os.getpid())}
+        task = msgspec.json.encode(seat.task)
         try:
-            seat.process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=2,  # standard output is for what the service says
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the command that serves
-            )
+            seat.child = Child.start(self._command, os.environ | self._environment, task=task)
         except OSError as error:
             return 127, f"cannot be started ({error})"
-        assert seat.process.stdin is not None
-        with suppress(ConnectionError):
-            seat.process.stdin.write(msgspec.json.encode(seat.task))
-            await seat.process.stdin.drain()
-            seat.process.stdin.close()
-        code = await seat.process.wait()
-        return code, f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        code = await seat.child.wait_in_loop()
+        seat.child.end()
+        return code, describe_exit(code)
 
 
 def _kill(seat: Seat) -> None:
-    if seat.process is not None and seat.process.returncode is None:
-        # Not ``process.kill``, which asks for the exit code first and so takes it away from asyncio, which then knows none.
-        with suppress(ProcessLookupError):
-            os.kill(seat.process.pid, signal.SIGKILL)
+    if seat.child is not None:
+        seat.child.kill()

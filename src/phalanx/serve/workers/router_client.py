@@ -178,7 +178,7 @@ class RouterClient:
                     peer.pid if peer is not None else 0,
                     len(worker.jobs) if worker is not None else 0,
                     seat.why,
-                    max(0, seat.starts.ended),
+                    seat.ended,
                 )
             )
         return tuple(facts)
@@ -290,7 +290,7 @@ class RouterClient:
     def _end_without_workers(self) -> None:
         """Fail all requests if no worker is left or will start. Link and process of the last one end in either order."""
         if not self._trouble and not self._processes.lasting() and not self._router.peers:
-            failed = max(seat.starts.failed for seat in self._processes.seats)
+            failed = max(seat.restarts.in_vain for seat in self._processes.seats)
             self._trouble = (
                 f"no worker is left: each ended {failed} times without serving for long, or was set aside; "
                 "the server's own output says how"

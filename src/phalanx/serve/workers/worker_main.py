@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.process.parent import die_with_parent
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import PageWay
@@ -50,8 +51,6 @@ def main() -> None:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerTask)
-    from phalanx.train.lifecycle.worker import die_with_parent
-
     die_with_parent()
     try:
         why = work(task)

@@ -32,13 +32,13 @@ from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.place import Place
 from phalanx.parallel.mesh.machines import BOOT_ID, count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.train.assembly.compose import build_model
 from phalanx.train.assembly.take_over import take_over
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
-from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.reporter import Reporter
 from phalanx.train.lifecycle.run_record import first_of_node, leave_own_machine
 from phalanx.train.measure.numerics import Numerics, probe, require_equal

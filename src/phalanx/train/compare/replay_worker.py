@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.train.compare.orders import ReplayOrder, order_file, seen_file
-from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.worker import main
 
 

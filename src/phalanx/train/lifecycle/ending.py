@@ -22,6 +22,11 @@ from phalanx.observe.logs.tail import last_text
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.regular_file import read_small
 
+STOP_WORDS = (
+    "stopping: the step in progress is finished and saved; asked once more, the run ends at once and unsaved steps are lost",
+    "ending at once, without saving",
+)
+
 
 @dataclass(frozen=True)
 class Ending:

@@ -7,7 +7,6 @@ start ``phalanx train`` itself on every rank, which calls ``run_rank`` as well. 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import platform
@@ -22,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import capture_output
+from phalanx.process.parent import die_with_parent
+from phalanx.process.stop_signals import StopRequest
 from phalanx.train.lifecycle.ending import report_failure
-from phalanx.train.lifecycle.interrupt import StopRequest
 
 if TYPE_CHECKING:
     from phalanx.run.directory.paths import RunDirectory
@@ -40,16 +40,6 @@ EXIT_STOPPED = 75
 def group_timeout_s(spec: RunSpec) -> float:
     """Seconds for which a rank without a fleet waits for the others in a collective: longer than any of them may wait for its samples."""
     return max(1800.0, spec.data.timeout_s + 300.0)
-
-
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when the one that started it dies, however it dies."""
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1  # linux/prctl.h
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("PHALANX_LAUNCHER", os.getppid())):  # it died before the call
-        os._exit(EXIT_FAILED)
 
 
 def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None:

@@ -7,7 +7,7 @@ the trainer's own meter (``phalanx.train.step.memory_meter``).
 
 from __future__ import annotations
 
-import subprocess
+import math
 import sys
 import tempfile
 import time
@@ -28,6 +28,8 @@ from phalanx.observe.ledger.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
+from phalanx.process.child import Child, end_all
+from phalanx.process.parent import die_with_parent
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import spec_from_table, to_table
@@ -92,15 +94,15 @@ class _RankResult(msgspec.Struct, frozen=True):
 def _on_ranks(ranks: int, job: TimeCollectives | MeasureSteps) -> list[_RankResult]:
     """Does ``job`` on each of ``ranks`` new processes that form one group; the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        for rank in range(ranks):
-            worker = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)
-            workers.append(worker)
-            assert worker.stdin is not None
-            with worker.stdin as pipe:
-                pipe.write(msgspec.json.encode(_RankJob(rank, ranks, folder, job)))
-        for worker in workers:
-            worker.wait()
+        workers: list[Child] = []
+        try:
+            for rank in range(ranks):
+                task = msgspec.json.encode(_RankJob(rank, ranks, folder, job))
+                workers.append(Child.start([sys.executable, "-m", __name__], task=task))
+            for worker in workers:
+                worker.wait(math.inf)
+        finally:
+            end_all(workers)
         found = [_result_of(Path(folder) / f"rank-{rank}.json") for rank in range(ranks)]
     failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(found) if one.error]
     if failed:
@@ -116,6 +118,7 @@ def _result_of(file: Path) -> _RankResult:
 
 def main() -> None:
     """The process of one rank."""
+    die_with_parent()
     given = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of libraries: nobody who calibrates can act on them

@@ -7,16 +7,16 @@ whose learning rate falls sooner.
 
 from __future__ import annotations
 
+import math
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import tomli_w
 
+from phalanx.process.child import Child
 from phalanx.run.data_folders import found_again
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
@@ -26,7 +26,6 @@ from phalanx.watch.runs.tail import read_tail
 
 _POLL_S = 0.5
 _STOPPED = 75
-_STDERR = 2
 
 
 def free_directory(run_dir: Path) -> Path:
@@ -77,17 +76,19 @@ def train_again(
 
     What it prints goes to stderr. If this process is interrupted, so is the training, which saves: the same command goes on with it.
     """
-    with subprocess.Popen([*command, str(run_file)], stdout=_STDERR) as process:
-        try:
-            asked = False
-            while process.poll() is None:
-                time.sleep(_POLL_S)
-                step = read_tail(into.events).step
-                on_step(step.step if step else 0)
-                if steps is not None and step is not None and step.step >= steps and not asked:
-                    asked = True
-                    process.send_signal(signal.SIGTERM)
-        except BaseException:
-            process.send_signal(signal.SIGTERM)
-            raise
-    return 0 if process.returncode == _STOPPED and steps is not None else process.returncode
+    training, stopped = Child.start([*command, str(run_file)]), False
+    try:
+        while training.wait(_POLL_S) is None:
+            step = read_tail(into.events).step
+            on_step(step.step if step else 0)
+            if steps is not None and step is not None and step.step >= steps and not stopped:
+                stopped = True
+                training.signal(signal.SIGTERM)
+    except BaseException:
+        if not stopped:  # a second request would end it without saving
+            training.signal(signal.SIGTERM)
+        training.wait(math.inf)
+        raise
+    finally:
+        code = training.end()
+    return 0 if code == _STOPPED and steps is not None else code

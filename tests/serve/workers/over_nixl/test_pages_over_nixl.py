@@ -174,7 +174,7 @@ def test_pages_come_through_the_socket_when_the_readers_own_agent_is_killed(
     with serving(source) as server:
         got = asked(server, reader)
     assert (got.pages, got.failure, got.way, got.over_nixl) == (PAGES, "", "socket", 2)
-    assert "its process was ended by signal 9" in got.unreached
+    assert "its process was killed by SIGKILL" in got.unreached
 
 
 def test_an_agent_that_stands_still_is_ended_and_pages_come_through_the_socket(

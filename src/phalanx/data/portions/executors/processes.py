@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 
 from phalanx.data.portions.executors.executor import TaskOutcome, one_thread_each
+from phalanx.process.child import LineChild, describe_exit, end_all
+
+_COMMAND = (sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker")
 
 
 class Processes:
@@ -19,8 +20,8 @@ class Processes:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._idle: list[subprocess.Popen[str]] = []
-        self._running: set[subprocess.Popen[str]] = set()
+        self._idle: list[LineChild] = []
+        self._running: set[LineChild] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -39,16 +40,13 @@ class Processes:
             self._closed = True
             processes = [*self._idle, *self._running]
             self._idle = []
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
+        end_all(processes)
 
     def _feed(
         self, stage: str, url: str, todo: queue.SimpleQueue[int], outcomes: queue.SimpleQueue[TaskOutcome]
     ) -> None:
         """Gives one worker after another tasks until there are none."""
-        process: subprocess.Popen[str] | None = None
+        process: LineChild | None = None
         while True:
             try:
                 task = todo.get_nowait()
@@ -59,55 +57,27 @@ class Processes:
             if process is None:
                 outcomes.put(TaskOutcome(task, lost="the preparation has ended"))
                 continue
-            answer = _ask(process, {"stage": stage, "url": url, "task": task})
-            if answer is None:
+            reply = process.exchange({"stage": stage, "url": url, "task": task})
+            if reply is None:
                 with self._lock:
                     self._running.discard(process)
-                outcomes.put(TaskOutcome(task, lost=_how_it_ended(process.wait())))
+                outcomes.put(TaskOutcome(task, lost=_how_it_ended(process.end())))
                 process = None
             else:
-                outcomes.put(TaskOutcome(task, failed=answer))
+                outcomes.put(TaskOutcome(task, failed=str(reply["failed"])))
         if process is not None:
             with self._lock:
                 self._running.discard(process)
                 self._idle.append(process)
 
-    def _worker(self) -> subprocess.Popen[str] | None:
+    def _worker(self) -> LineChild | None:
         with self._lock:
             if self._closed:
                 return None
-            process = self._idle.pop() if self._idle else _start_worker()
+            process = self._idle.pop() if self._idle else LineChild(_COMMAND, os.environ | one_thread_each())
             self._running.add(process)
             return process
 
 
-def _start_worker() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, **one_thread_each()},
-        start_new_session=True,  # Ctrl-C is for the parent, which ends its workers itself
-    )
-
-
-def _ask(process: subprocess.Popen[str], request: dict[str, object]) -> str | None:
-    """What failed, "" if nothing; ``None`` if the process has died."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        return str(json.loads(line)["failed"]) if line.endswith("\n") else None
-    except (OSError, ValueError):
-        process.kill()
-        return None
-
-
 def _how_it_ended(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "killed by signal 9; out of memory?"
-    return f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return describe_exit(code) + ("; out of memory?" if code == -signal.SIGKILL else "")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-import time
 import traceback
 
 from phalanx.data.portions.executors.executor import outcome_of
 from phalanx.data.portions.tasks import Workplace
-
-_LOOK_S = 0.5
+from phalanx.process.parent import watch_parent
 
 
 def main() -> None:
@@ -20,7 +17,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # What a filter of the user prints must not be taken for an answer.
     os.dup2(2, 1)
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    watch_parent()
     place: Workplace | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -33,12 +30,6 @@ def main() -> None:
             failed = f"task {request['task']} of stage {request['stage']}: {type(error).__name__}: {error}"
         answers.write(json.dumps({"failed": failed}) + "\n")
         answers.flush()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ from phalanx.fleet.control.succession.candidate import EXIT_NOT_ELECTED
 from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
 from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.agent_args import AgentArgs
-from phalanx.fleet.node.supervision.revival import Revival
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import order_for
+from phalanx.process.child import Child, describe_exit
+from phalanx.process.restarts import Restarts
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
 
+_FINE = (0, EXIT_NOT_ELECTED, EXIT_SUPERSEDED)
 _GOODBYE_S = 20.0
 _LOOK_S = 5.0
 """After so many seconds without a coordinator, the agent looks whether the run is over."""
@@ -45,8 +47,8 @@ class Successor:
     """Since when the agent has had no coordinator, by the monotonic clock."""
     _claim: Claim | None = None
     """The newest claim when it last looked."""
-    _process: asyncio.subprocess.Process | None = None
-    _revival: Revival = field(default_factory=Revival)
+    _child: Child | None = None
+    _restarts: Restarts = field(default_factory=Restarts)
     _due_s: float = 0.0
     """A coordinator that has died here is started again then."""
     _complaint: str = ""
@@ -65,13 +67,14 @@ class Successor:
             self.alone_since_s = None
         elif self.alone_since_s is None:
             self.alone_since_s = now_s
-        if self._process is not None:
-            if self._process.returncode is not None:
-                self._has_ended(self._process.returncode, now_s)
+        if self._child is not None:
+            if self._child.exit_code() is not None:
+                code = await asyncio.to_thread(self._child.end, _FINE)
+                self._has_ended(code, now_s)
             return ""
         if self._due_s:
             if now_s >= self._due_s:
-                await self._start()
+                self._start()
             return ""
         alone_since_s = self.alone_since_s
         if alone_since_s is None or now_s - alone_since_s < min(_LOOK_S, self.patience_s or _LOOK_S):
@@ -85,7 +88,7 @@ class Successor:
             self.alone_since_s = alone_since_s = now_s  # whoever has made it leads, or did a moment ago
         waits_s = stands_after_s(claim, self.args.node, self.patience_s)
         if waits_s is not None and now_s - alone_since_s >= waits_s and self._may_lead:
-            await self._start()
+            self._start()
         return ""
 
     def _newest(self) -> Claim | None:
@@ -101,7 +104,7 @@ class Successor:
             self._complaint = str(error)
             return None
 
-    async def _start(self) -> None:
+    def _start(self) -> None:
         args, self._due_s = self.args, 0.0
         shown = ["--certificates", str(self.certificates)] if self.certificates else []
         name = f"coordinator-{args.node}"
@@ -111,54 +114,38 @@ class Successor:
             output = ChildOutput(
                 order_for(path, name, args.attempt, self.observe, args.node), os.environ, self.log
             )
-        except OSError as error:
-            self._cannot_start(error)
-            return
-        try:
-            self._process = await asyncio.create_subprocess_exec(
+            command = [
                 *(sys.executable, "-m", "phalanx.fleet.control.succession.candidate"),
                 *("--run-dir", str(args.run_dir), "--attempt", str(args.attempt)),
                 *("--host", args.host, "--listen", args.listening_on, "--node", args.node, *shown),
                 *("--term", str(self._claim.term if self._claim else 0)),
-                env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid()), **output.environment},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output.descriptor,
-                stderr=output.descriptor,
-                pass_fds=output.inherited,
-            )
+            ]
+            # In the agent's group: a kill of the group kills the node.
+            self._child = Child.start(command, output=output, own_session=False, parent="its agent")
         except OSError as error:
-            output.failed()
-            self._cannot_start(error)
-        else:
-            output.started()
-
-    def _cannot_start(self, error: OSError) -> None:
-        self.log(f"the candidate cannot be started: {error}")
-        self._has_ended(1, time.monotonic())
+            self.log(f"the candidate cannot be started: {error}")
+            self._has_ended(1, time.monotonic())
 
     def _has_ended(self, code: int, now_s: float) -> None:
         """Handles the end of the process. One that was the coordinator and died is started again; else the node waits its turn anew."""
-        self._process = None
+        self._child = None
         self.alone_since_s = None if self.alone_since_s is None else now_s
         if code == EXIT_CANNOT_START:
             self.log("this node cannot lead: the log of its candidate says why")
             self._may_lead = False
-        elif code not in (0, EXIT_NOT_ELECTED, EXIT_SUPERSEDED):
-            pause_s = self._revival.after_death(None)
-            self.log(f"the candidate, or the coordinator that it had become, ended with code {code}")
+        elif code not in _FINE:
+            pause_s = self._restarts.after_death()
+            self.log(f"the candidate, or the coordinator that it had become, {describe_exit(code)}")
             self._due_s = 0.0 if pause_s is None else now_s + pause_s
 
     async def end(self, *, at_once: bool) -> None:
         """Ends the process; unless ``at_once``, a coordinator may tell the other nodes first that the run is over."""
-        process, self._process = self._process, None
-        if process is None or process.returncode is not None:
+        child, self._child = self._child, None
+        if child is None:
             return
         if not at_once:
             try:
-                await asyncio.wait_for(process.wait(), _GOODBYE_S)
+                await asyncio.wait_for(child.wait_in_loop(), _GOODBYE_S)
             except TimeoutError:
                 self.log("the coordinator on this node does not end: killed")
-            else:
-                return
-        process.kill()
-        await process.wait()
+        await asyncio.to_thread(child.end, _FINE)

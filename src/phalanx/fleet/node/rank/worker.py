@@ -69,6 +69,7 @@ from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, choose_interface, device_for, leave
+from phalanx.process.stop_signals import StopRequest
 from phalanx.run.data_folders import addresses
 from phalanx.run.degrees.smaller import divided_over
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
@@ -80,7 +81,6 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.run_record import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 from phalanx.train.measure.numerics import require_first

@@ -16,8 +16,9 @@ from pathlib import Path
 from phalanx.fleet.node.worker_link import LinkError, RunFailed, Unfit, WorkerEnd
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import capture_output
-from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, without_gc
+from phalanx.process.parent import die_with_parent
+from phalanx.process.stop_signals import StopRequest
+from phalanx.train.lifecycle.worker import EXIT_FAILED, known_errors, without_gc
 
 
 def main() -> None:

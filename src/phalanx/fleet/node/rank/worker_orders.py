@@ -21,7 +21,7 @@ from phalanx.fleet.node.worker_link import (
     StopTraining,
     ToWorker,
 )
-from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.process.stop_signals import StopRequest
 
 _AGAIN_S = 0.02
 """Seconds between two attempts at aborting: a rank may be about to open its next connection."""

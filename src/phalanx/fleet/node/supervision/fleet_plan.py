@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.fleet.node.supervision.revival import FIRST_PAUSE_S
-
 
 @dataclass(frozen=True)
 class Lead:
@@ -40,7 +38,7 @@ class Lead:
 class SupervisionTimes:
     """Waits of the supervision of a local fleet's processes, in seconds."""
 
-    first_pause_s: float = FIRST_PAUSE_S
+    first_pause_s: float = 0.2
     """Pause before the first restart of a process that has died."""
     stopped_s: float = 60.0
     """A process that a signal has stopped for so long is killed and replaced."""

@@ -1,4 +1,4 @@
-"""Starts the processes of a fleet on this machine, each in a session of its own: the coordinator and the agents of its nodes."""
+"""Starts the processes of a fleet on this machine: the coordinator and the agents of its nodes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 from phalanx.fleet.control.security import TOKEN_VARIABLES, TokenRole, keyring_after
 from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
-from phalanx.fleet.node.supervision.session import Session
+from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import order_for
+from phalanx.process.child import Child
+from phalanx.process.stop_signals import StopOrders
 from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.train.lifecycle.ending import remove_failure
-from phalanx.train.lifecycle.interrupt import StopOrders
 from phalanx.train.start.open_run import OpenRun
 
 
@@ -34,14 +35,14 @@ class Launcher:
     def __post_init__(self) -> None:
         self._keeper = DirectoryKeeper(self.run.directory)
 
-    def coordinator(self) -> Session:
+    def coordinator(self) -> Child:
         """Starts the coordinator."""
         lead = self.fleet.lead
         where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
         self._keep_directory()
         return self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
 
-    def agent(self, name: str) -> Session:
+    def agent(self, name: str) -> Child:
         """Starts the agent of a node."""
         arguments = ["--node", name]
         if name in self.fleet.spare_names:
@@ -60,7 +61,7 @@ class Launcher:
             for told in self._keeper.look():
                 self.orders.tell(told)
 
-    def _process(self, name: str, module: str, *arguments: str) -> Session:
+    def _process(self, name: str, module: str, *arguments: str) -> Child:
         run = self.run
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
         log, observe = self.log(name), run.spec.observe
@@ -70,12 +71,15 @@ class Launcher:
         self._read_tokens()
         own = self.operator if name == "coordinator" else {}
         remove_failure(log)  # of the process before it in this attempt, which wrote the same log
-        return Session.start(
+        environment = {**inherited, **self.environment, **own}
+        output = ChildOutput(
+            order_for(log, name, run.attempt, observe, node), environment, self.orders.troubles.append
+        )
+        return Child.start(
             [*command, "--attempt", str(run.attempt), *arguments],
-            {**inherited, "PHALANX_LAUNCHER": str(os.getpid()), **self.environment, **own},
-            order_for(log, name, run.attempt, observe, node),
+            environment,
+            output=output,
             keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
-            tell=self.orders.troubles.append,
         )
 
     def _read_tokens(self) -> None:

@@ -23,9 +23,9 @@ from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.fleet.node.supervision.launcher import Launcher
-from phalanx.fleet.node.supervision.revival import Revival
-from phalanx.fleet.node.supervision.session import Session, ending
-from phalanx.train.lifecycle.interrupt import StopOrders
+from phalanx.process.child import Child, describe_exit, end_all
+from phalanx.process.restarts import RestartPolicy, Restarts
+from phalanx.process.stop_signals import StopOrders
 from phalanx.train.start.open_run import OpenRun
 
 _POLL_S = 0.1
@@ -51,12 +51,12 @@ class Processes:
 
     launcher: Launcher
     orders: StopOrders
-    coordinator: Session | None = None
+    coordinator: Child | None = None
     coordinator_due_s: float = 0.0
-    coordinator_revival: Revival = field(init=False)
-    agents: dict[str, Session] = field(default_factory=dict)
+    coordinator_restarts: Restarts = field(init=False)
+    agents: dict[str, Child] = field(default_factory=dict)
     dead: dict[str, _DeadAgent] = field(default_factory=dict)
-    agent_revivals: dict[str, Revival] = field(default_factory=dict)
+    agent_restarts: dict[str, Restarts] = field(default_factory=dict)
     stop_told: tuple[int, int] = (0, 0)
     """Process id of the coordinator that was told to stop, and how many times."""
     over: bool = False
@@ -77,7 +77,7 @@ class Processes:
     """The time when the fleet could last be seen to train, or to be about to."""
 
     def __post_init__(self) -> None:
-        self.coordinator_revival = self._new_revival()
+        self.coordinator_restarts = self._new_restarts()
 
     @property
     def run(self) -> OpenRun:
@@ -89,8 +89,8 @@ class Processes:
         """What was to be started."""
         return self.launcher.fleet
 
-    def _new_revival(self) -> Revival:
-        return Revival(first_pause_s=self.fleet.times.first_pause_s)
+    def _new_restarts(self) -> Restarts:
+        return Restarts(RestartPolicy(self.fleet.times.first_pause_s))
 
     def start(self) -> None:
         """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
@@ -146,7 +146,7 @@ class Processes:
     def _kill_what_was_stopped(self) -> None:
         """Kills a coordinator or agent that somebody has stopped and not continued for long: it does no work, and a new one will."""
         sessions = [one for one in (self.coordinator, *self.agents.values()) if one is not None]
-        now_s, stopped = time.monotonic(), [one for one in sessions if one.stopped()]
+        now_s, stopped = time.monotonic(), [one for one in sessions if one.is_suspended()]
         self.stopped_s = {one.pid: self.stopped_s.get(one.pid, now_s) for one in stopped}
         for session in stopped:
             if now_s - self.stopped_s[session.pid] >= self.fleet.times.stopped_s:
@@ -187,7 +187,7 @@ class Processes:
             self._coordinator_died(seen)
 
     def _coordinator_died(self, seen: FleetFile | None) -> None:
-        pause_s = self.coordinator_revival.after_death(_standing(seen))
+        pause_s = self.coordinator_restarts.after_death(_standing(seen))
         if pause_s is None:
             self.over, self.gave_up = True, "coordinator"
         else:
@@ -258,7 +258,9 @@ class Processes:
             if agent.exit_code() is not None:
                 code = agent.end()
                 # One that ends by itself was most likely told that the run is over: fleet.json will say so in a moment.
-                self._agent_died(name, ending(code), at_least_s=0.0 if code else self.fleet.times.farewell_s)
+                self._agent_died(
+                    name, describe_exit(code), at_least_s=0.0 if code else self.fleet.times.farewell_s
+                )
         if not self.dead:
             return
         seen = self.seen()
@@ -283,7 +285,7 @@ class Processes:
             dead = self.dead.get(member.name)
             if member.role == GIVEN_BACK and dead is not None and dead.by_itself:
                 del self.dead[member.name]
-                self.agent_revivals.pop(member.name, None)
+                self.agent_restarts.pop(member.name, None)
 
     def _grow(self, seen: FleetFile) -> None:
         """Starts as many nodes as an operator wants the fleet to have: those that were given back first, then new ones."""
@@ -298,13 +300,13 @@ class Processes:
 
     def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
         self.agents.pop(name, None)
-        revival = self.agent_revivals.setdefault(name, self._new_revival())
-        pause_s = revival.after_death(_standing(self.seen()))
+        restarts = self.agent_restarts.setdefault(name, self._new_restarts())
+        pause_s = restarts.after_death(_standing(self.seen()))
         now_s = time.monotonic()
         if pause_s is None:
             self.dead[name] = _DeadAgent(how, math.inf, math.inf)
             self.orders.tell(
-                f"{name}: its agent {how}, for the {revival.in_vain}th time without progress: given up"
+                f"{name}: its agent {how}, for the {restarts.in_vain}th time without progress: given up"
             )
         else:
             pause_s = max(pause_s, at_least_s)
@@ -341,15 +343,12 @@ class Processes:
         """Waits a moment for the agents to exit, then kills every process that is left, workers included."""
         seen = self.seen()
         told = self.over and not self.gave_up and seen is not None and seen.over
-        deadline_s = time.monotonic() + (self.fleet.times.farewell_s if told else 0.0)
         for agent in self.agents.values():
             # Also to those that the coordinator did not meet before it ended: they would wait for it.
             agent.signal(signal.SIGTERM)
-        for agent in self.agents.values():
-            agent.wait(deadline_s - time.monotonic())
-        for session in (*self.agents.values(), self.coordinator):
-            if session is not None:
-                session.end()
+        end_all(self.agents.values(), self.fleet.times.farewell_s if told else 0.0)
+        if self.coordinator is not None:
+            self.coordinator.end()
 
 
 def _standing(seen: FleetFile | None) -> tuple[FleetPhase, int, int] | None:

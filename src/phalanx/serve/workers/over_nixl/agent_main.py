@@ -24,6 +24,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.process.parent import die_with_parent
 from phalanx.serve.workers.over_nixl.agent import (
     Begun,
     NixlAgent,
@@ -139,8 +140,6 @@ class _Readings:
 
 def main() -> None:
     """The process."""
-    from phalanx.train.lifecycle.worker import die_with_parent
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))

@@ -10,7 +10,6 @@ import itertools
 import os
 import queue
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
 
+from phalanx.process.child import Child, describe_exit
 from phalanx.serve.workers.over_nixl.agent import (
     Begun,
     NixlAgent,
@@ -66,7 +66,7 @@ class AgentProcess:
         self._asked: dict[int, Future[str]] = {}
         self._readers = 0
         self._link: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         begun: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._keeper = threading.Thread(target=self._keep, args=(begun,), name="nixl", daemon=True)
         self._keeper.start()
@@ -173,10 +173,8 @@ class AgentProcess:
                             pass
                         case Over(number, reason):
                             self._tell(number, reason)
-            process.kill()
-            code = process.wait()
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            self._why = why or f"its process {how}"
+            code = process.end()
+            self._why = why or f"its process {describe_exit(code)}"
             with self._lock:
                 self._agent = self._link = self._process = None
                 left = list(self._asked)
@@ -189,13 +187,8 @@ class AgentProcess:
         if over is not None:
             over.set_result(why)
 
-    def _start(self, far: socket.socket) -> subprocess.Popen[bytes]:
+    def _start(self, far: socket.socket) -> Child:
         link, staging = far.fileno(), self.staging.descriptor
         words = [str(link), str(staging), str(self.staging.nbytes)]
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx.serve.workers.over_nixl.agent_main", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # standard output is for what the service says
-            env=_ENVIRONMENT | os.environ | {"PHALANX_LAUNCHER": str(os.getpid())},
-            pass_fds=(link, staging),
-        )
+        command = [sys.executable, "-P", "-m", "phalanx.serve.workers.over_nixl.agent_main", *words]
+        return Child.start(command, _ENVIRONMENT | os.environ, keep_open=(link, staging))

@@ -1,0 +1,1 @@
+"""Child processes: started, given a log, signaled, waited for, restarted and ended."""

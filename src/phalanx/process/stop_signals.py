@@ -1,0 +1,97 @@
+"""Signals by which a user or a scheduler stops a run: SIGINT, SIGTERM, SIGHUP.
+
+A process without children takes them as a request that it obeys at the next step boundary (``StopRequest``). Children lead sessions of their
+own, so that such a signal reaches the parent alone (``on_stop_signals``). It counts the requests and decides what the children get (``StopOrders``).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals that this process was not started to ignore, as by ``nohup`` or in the background of a script."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@dataclass
+class StopRequest:
+    """The request to a process to save and stop."""
+
+    signals: tuple[signal.Signals, ...] = ()
+    """The signals that make the request; none for a worker whose agent makes it."""
+    made: bool = False
+
+    def end_at_once(self) -> None:
+        """Leave the signals to the system, which ends the process even while it waits for others or reads a large model.
+
+        So a rank starts: before the loop there is nothing to save, and nothing looks at the request.
+        """
+        for number in heeded(self.signals):
+            signal.signal(number, signal.SIG_DFL)
+
+    def listen(self) -> None:
+        """Take the signals as a request to stop, from here on. A second SIGINT acts as usual, at once."""
+        for number in heeded(self.signals):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.made = True
+        for number in heeded((signal.SIGINT,)):
+            signal.signal(number, signal.default_int_handler)
+
+
+@dataclass
+class StopOrders:
+    """The number of requests to a parent to stop its children, and its messages about them."""
+
+    tell: Callable[[str], None]
+    """Shows the user a message."""
+    words: Sequence[str]
+    """Messages about the first request, the second, and so on."""
+    made: int = 0
+    troubles: list[str] = field(default_factory=list)
+    """Messages of other threads, such as that logs cannot be written."""
+    _shown: int = 0
+    _trouble_is_shown: bool = False
+
+    def tell_new(self) -> None:
+        """Show a message for each new request, and the first trouble: a full disk is full for all logs.
+
+        (A signal handler must not print: it may interrupt that.)
+        """
+        if self.troubles and not self._trouble_is_shown:
+            self._trouble_is_shown = True
+            self.tell(self.troubles[0])
+        while self._shown < min(self.made, len(self.words)):
+            self._shown += 1
+            self.tell(self.words[self._shown - 1])
+
+
+@contextmanager
+def on_stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Inside, each Ctrl-C, SIGTERM and SIGHUP calls ``stop`` instead of its earlier handler, except signals that are ignored.
+
+    In other threads than the main one it changes nothing: Python lets only the main thread handle signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop()
+
+    before = [
+        (number, signal.signal(number, on_signal))
+        for number in heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
