@@ -13,7 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -26,6 +26,7 @@ from phalanx.data.reading.places import open_places, tokenizer_folder
 from phalanx.data.reading.sources import index_of_places
 from phalanx.fleet.control.security import make_token
 from phalanx.fleet.node.worker_link import (
+    TO_AGENT,
     Alive,
     InjectFault,
     JoinedEpoch,
@@ -39,15 +40,14 @@ from phalanx.fleet.node.worker_link import (
     StepEnded,
     TrainingFinished,
     Warm,
-    decode_for_agent,
-    frame,
-    length_of,
 )
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import identity
 from phalanx.run.peers.fencing import fencing_token
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import open_run
+from phalanx.wire.connection import FramedConnection
+from phalanx.wire.messages import EndedError
 
 PATIENCE_S = 180.0
 
@@ -92,19 +92,18 @@ class Node:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.pids.append(self.process.pid)
-        self._link = ours
-        threading.Thread(target=self._read, args=(ours,), daemon=True).start()
+        self._link = FramedConnection(ours, "the worker")
+        threading.Thread(target=self._read, args=(self._link,), daemon=True).start()
 
     def tell(self, said: Any) -> None:
-        self._link.sendall(frame(said))
+        self._link.send_message(said)
 
-    def _read(self, link: socket.socket) -> None:
-        with suppress(ConnectionResetError):  # a worker that was killed with words unread
-            self._read_until_it_ends(link.makefile("rb"))
+    def _read(self, link: FramedConnection) -> None:
+        with suppress(EndedError):  # a worker that was killed with words unread
+            self._read_until_it_ends(link)
 
-    def _read_until_it_ends(self, reader: BinaryIO) -> None:
-        while head := reader.read(4):
-            said = decode_for_agent(reader.read(length_of(head)))
+    def _read_until_it_ends(self, link: FramedConnection) -> None:
+        while (said := link.receive_message_or_end(TO_AGENT)) is not None:
             if isinstance(said, SnapshotTaken):
                 threading.Thread(target=self._secure, args=(said,), daemon=True).start()
             if isinstance(said, Alive):

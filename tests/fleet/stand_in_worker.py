@@ -34,6 +34,7 @@ from phalanx.fleet.node import worker_link as wl
 from phalanx.process.parent import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import identity
+from phalanx.wire.messages import WireError
 
 STEP_S = float(os.environ.get("STAND_IN_STEP_S", "0.02"))
 WORD = struct.Struct("<q?32s")
@@ -125,7 +126,7 @@ class StandIn:
         while True:
             try:
                 said = self.link.receive()
-            except wl.LinkError:
+            except WireError:
                 os._exit(1)
             with self.turn:
                 if isinstance(said, wl.JoinEpoch):

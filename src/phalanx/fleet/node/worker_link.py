@@ -1,7 +1,7 @@
 """The messages between an agent and its worker, over a socket pair that the worker inherits.
 
 The link works on one machine, between a process and its child, so there is nothing to authenticate; it carries small typed
-messages, each with its length before it. Snapshots pass through shared memory instead (``phalanx.checkpoint.snapshot.segments``):
+messages (``phalanx.wire.messages``). Snapshots pass through shared memory instead (``phalanx.checkpoint.snapshot.segments``):
 the worker inherits the descriptors of its two segments. Either side reads in a thread of its own or in an event loop; ``send``
 may be called from any thread.
 """
@@ -9,18 +9,12 @@ may be called from any thread.
 from __future__ import annotations
 
 import socket
-import struct
-from threading import Lock
 from typing import Literal
 
 import msgspec
 
-_LENGTH = struct.Struct("<I")
-_LONGEST_BYTES = 16 << 20
-
-
-class LinkError(RuntimeError):
-    """The other side has ended, or sent bytes that are no message."""
+from phalanx.wire.connection import FramedConnection
+from phalanx.wire.messages import MessageDecoder
 
 
 class _LinkMessage(msgspec.Struct, frozen=True, tag=True):
@@ -241,70 +235,20 @@ ToAgent = (
     | RunFailed
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
-
-
-def frame(said: ToWorker | ToAgent) -> bytes:
-    """Encodes a message with its length before it."""
-    body = _encoder.encode(said)
-    if len(body) > _LONGEST_BYTES:
-        raise LinkError(f"a message of {len(body)} bytes: at most {_LONGEST_BYTES}")
-    return _LENGTH.pack(len(body)) + body
-
-
-def length_of(head: bytes) -> int:
-    """Decodes the four bytes before a message: its length. Raises ``LinkError`` if that is too long."""
-    length: int = _LENGTH.unpack(head)[0]
-    if length > _LONGEST_BYTES:
-        raise LinkError(f"a message of {length} bytes was announced: at most {_LONGEST_BYTES}")
-    return length
-
-
-def decode_for_worker(body: bytes) -> ToWorker:
-    """Decodes a message to a worker. Raises ``LinkError`` if it is none."""
-    try:
-        return _to_worker.decode(body)
-    except msgspec.MsgspecError as error:
-        raise LinkError(f"not a message of an agent: {error}") from None
-
-
-def decode_for_agent(body: bytes) -> ToAgent:
-    """Decodes a message to an agent. Raises ``LinkError`` if it is none."""
-    try:
-        return _to_agent.decode(body)
-    except msgspec.MsgspecError as error:
-        raise LinkError(f"not a message of a worker: {error}") from None
+TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
+TO_AGENT: MessageDecoder[ToAgent] = MessageDecoder(ToAgent)
 
 
 class WorkerEnd:
-    """The worker's end of the link."""
+    """The worker's end of the link. Methods raise ``WireError`` if the agent has ended."""
 
     def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        self._sending = Lock()
+        self._connection = FramedConnection(socket.socket(fileno=descriptor), "the agent of this worker")
 
-    def send(self, said: ToAgent) -> None:
-        """Sends a message. Raises ``LinkError`` if the agent has ended."""
-        try:
-            with self._sending:
-                self._socket.sendall(frame(said))
-        except OSError as error:
-            raise LinkError(f"the agent of this worker has ended: {error}") from None
+    def send(self, message: ToAgent) -> None:
+        """Send a message; from any thread."""
+        self._connection.send_message(message)
 
     def receive(self) -> ToWorker:
-        """Waits for the next message. Raises ``LinkError`` if the agent has ended."""
-        return decode_for_worker(self._exactly(length_of(self._exactly(_LENGTH.size))))
-
-    def _exactly(self, nbytes: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < nbytes:
-            try:
-                part = self._socket.recv(nbytes - len(parts))
-            except OSError as error:
-                raise LinkError(f"the agent of this worker has ended: {error}") from None
-            if not part:
-                raise LinkError("the agent of this worker has ended")
-            parts += part
-        return bytes(parts)
+        """Wait for the next message."""
+        return self._connection.receive_message(TO_WORKER)

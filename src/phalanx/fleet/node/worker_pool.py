@@ -17,7 +17,7 @@ from typing import Protocol
 from phalanx.checkpoint.snapshot.segments import SnapshotMemory
 from phalanx.fleet.control.security import TOKEN_VARIABLES
 from phalanx.fleet.node.agent_args import AgentArgs
-from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_for_agent, frame, length_of
+from phalanx.fleet.node.worker_link import TO_AGENT, ToAgent, ToWorker
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.order import LogOrder, order_for
 from phalanx.observe.logs.tail import last_text
@@ -25,9 +25,10 @@ from phalanx.process.child import Child
 from phalanx.process.restarts import RestartPolicy
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec, RuntimeSpec
+from phalanx.wire.messages import EndedError, MessageError, encode
+from phalanx.wire.stream import FrameStream
 
 _RESTARTS = RestartPolicy(first_pause_s=0.2, longest_pause_s=10.0, most_deaths=None)
-_HEAD_BYTES = 4
 _LAST_READ_S = 0.5
 _TAIL_LINES, _TAIL_CHARACTERS = 5, 4096
 RECORDED_COLLECTIVES = "2000"
@@ -40,7 +41,7 @@ class WorkerProcess:
     def __init__(self, child: Child) -> None:
         self._child = child
         self._log: Path | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._frames: FrameStream | None = None
         self._processor_ticks = 0
         self._watch: asyncio.Task[None] | None = None
 
@@ -92,8 +93,8 @@ class WorkerProcess:
             raise
         worker = cls(child)
         worker._log = log.path
-        reader, worker._writer = await asyncio.open_connection(sock=ours)
-        worker._watch = asyncio.create_task(worker._follow(reader, on_message, on_exit))
+        worker._frames = frames = FrameStream(*await asyncio.open_connection(sock=ours))
+        worker._watch = asyncio.create_task(worker._follow(frames, on_message, on_exit))
         return worker
 
     @property
@@ -121,8 +122,8 @@ class WorkerProcess:
 
     def tell(self, message: ToWorker) -> None:
         """Sends a message; it is lost if the worker dies before it reads it."""
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame(message))
+        if self._frames is not None:
+            self._frames.write(encode(message))
 
     def kill(self) -> None:
         """SIGKILL: works on a stopped or hanging process too."""
@@ -135,28 +136,26 @@ class WorkerProcess:
 
     async def _follow(
         self,
-        reader: asyncio.StreamReader,
+        frames: FrameStream,
         on_message: Callable[[ToAgent], None],
         on_exit: Callable[[int, str], None],
     ) -> None:
-        reading = asyncio.create_task(self._read(reader, on_message))
+        reading = asyncio.create_task(self._read(frames, on_message))
         await self._child.wait_in_loop()
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
         reading.cancel()
-        if self._writer is not None:
-            self._writer.close()
+        frames.close()
         # In a thread: what it left may be much, and the disk slow.
         code = await asyncio.to_thread(self._child.end)
         on_exit(code, await asyncio.to_thread(self._last_words))
 
-    async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[ToAgent], None]) -> None:
+    async def _read(self, frames: FrameStream, on_message: Callable[[ToAgent], None]) -> None:
         try:
             while True:
-                body = await reader.readexactly(length_of(await reader.readexactly(_HEAD_BYTES)))
-                on_message(decode_for_agent(body))
-        except LinkError:
-            self.kill()  # not a message: its memory is damaged, or it is of another version
-        except (asyncio.IncompleteReadError, ConnectionError):
+                on_message(TO_AGENT.decode(await frames.receive()))
+        except MessageError:
+            self.kill()  # its memory is damaged, or it is of another version
+        except EndedError:
             return
 
     def _last_words(self) -> str:

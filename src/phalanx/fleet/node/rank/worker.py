@@ -46,7 +46,6 @@ from phalanx.fleet.node.worker_link import (
     FlightRecordSent,
     JoinEpoch,
     LeftEpoch,
-    LinkError,
     RunFailed,
     SendFlightRecord,
     ToAgent,
@@ -85,6 +84,7 @@ from phalanx.train.lifecycle.run_record import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 from phalanx.train.measure.numerics import require_first
 from phalanx.train.start.open_run import check_data
+from phalanx.wire.messages import WireError
 
 if TYPE_CHECKING:
     from phalanx.fleet.faults.saboteur import Saboteur
@@ -181,7 +181,7 @@ class Worker:
     def _listen(self) -> None:
         try:
             self._orders.listen(self._received)
-        except LinkError:
+        except WireError:
             os._exit(EXIT_FAILED)  # the agent is gone
 
     def _received(self) -> ToWorker:
@@ -193,7 +193,7 @@ class Worker:
 
     def _send_flight_record(self, epoch: int) -> None:
         """Sends this rank's record of collectives, if the worker is a rank of ``epoch``."""
-        with suppress(LinkError, ValueError):
+        with suppress(WireError, ValueError):
             if epoch == self._guardian.epoch:
                 self._link.send(FlightRecordSent(epoch, shortened(flight_record(self._began_ns))))
 
@@ -207,7 +207,7 @@ class Worker:
                 waited_s = time.monotonic() - began_s
                 if waited_s > self._spec.data.timeout_s + OVERTIME_S:
                     return
-                with suppress(LinkError):
+                with suppress(WireError):
                     self._link.send(Alive(NO_EPOCH, NO_STEP, "opening the data", waited_s, waited_s))
 
         if any(map(is_remote, addresses(self._spec.data).values())):
@@ -222,7 +222,7 @@ class Worker:
         while True:
             guardian = self._guardian
             since_s = time.monotonic() - guardian.since_s
-            with suppress(LinkError):
+            with suppress(WireError):
                 self._link.send(
                     Alive(guardian.epoch, guardian.step, guardian.phase, since_s, guardian.waiting_s())
                 )

@@ -13,12 +13,13 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.fleet.node.worker_link import LinkError, RunFailed, Unfit, WorkerEnd
+from phalanx.fleet.node.worker_link import RunFailed, Unfit, WorkerEnd
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.parent import die_with_parent
 from phalanx.process.stop_signals import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, known_errors, without_gc
+from phalanx.wire.messages import WireError
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
         Worker(link, args, StopRequest()).serve()
     except Exception as error:
         traceback.print_exc()
-        with suppress(LinkError):
+        with suppress(WireError):
             mine = isinstance(error, known_errors())  # not a defect: this node lacks what the run needs
             link.send(Unfit(str(error)) if mine else RunFailed(-1, str(error)))
         os._exit(EXIT_FAILED)

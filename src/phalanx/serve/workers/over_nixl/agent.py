@@ -6,16 +6,12 @@ page port (``page_wire``).
 
 from __future__ import annotations
 
-import socket
-import struct
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
-_LENGTH = struct.Struct("<I")
-_LONGEST_BYTES = 1 << 20
-_T = TypeVar("_T")
+from phalanx.wire.messages import MessageDecoder
+
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 Address = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -76,42 +72,5 @@ class Over(_Message, frozen=True):
 
 ToWorker = Begun | Unable | Over
 ToAgent = Read | Serving
-_encoder = msgspec.msgpack.Encoder()
-_for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
-
-
-def say(link: socket.socket, message: ToWorker | ToAgent) -> None:
-    """Sends a message. Raises OSError."""
-    body = _encoder.encode(message)
-    link.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def hear_agent(link: socket.socket) -> ToWorker:
-    """The next message for the worker. Raises OSError, also where the other side has ended."""
-    return _decoded(_for_worker, link)
-
-
-def hear_worker(link: socket.socket) -> ToAgent:
-    """The next message for the agent's process. Raises as ``hear_agent``."""
-    return _decoded(_for_agent, link)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[_T], link: socket.socket) -> _T:
-    (length,) = _LENGTH.unpack(_received(link, _LENGTH.size))
-    if length > _LONGEST_BYTES:
-        raise OSError(f"a message of {length:,} bytes is announced")
-    try:
-        return decoder.decode(_received(link, length))
-    except msgspec.MsgspecError as error:
-        raise OSError(f"what nobody understands is said: {error}") from error
-
-
-def _received(link: socket.socket, nbytes: int) -> bytes:
-    body = bytearray()
-    while len(body) < nbytes:
-        part = link.recv(nbytes - len(body))
-        if not part:
-            raise ConnectionResetError("the other side has ended")
-        body += part
-    return bytes(body)
+TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
+TO_AGENT: MessageDecoder[ToAgent] = MessageDecoder(ToAgent)

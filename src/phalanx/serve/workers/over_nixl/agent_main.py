@@ -26,15 +26,16 @@ from typing import TYPE_CHECKING
 
 from phalanx.process.parent import die_with_parent
 from phalanx.serve.workers.over_nixl.agent import (
+    TO_AGENT,
     Begun,
     NixlAgent,
     Over,
     Read,
     Serving,
     Unable,
-    hear_worker,
-    say,
 )
+from phalanx.wire.connection import FramedConnection
+from phalanx.wire.messages import WireError
 
 if TYPE_CHECKING:
     from nixl._api import nixl_agent, nixl_xfer_handle
@@ -55,7 +56,7 @@ class _Transfer:
 class _Readings:
     """An agent, and what it reads just now."""
 
-    def __init__(self, link: socket.socket, staging: mmap.mmap) -> None:
+    def __init__(self, link: FramedConnection, staging: mmap.mmap) -> None:
         # https://github.com/ai-dynamo/nixl/blob/main/src/api/python/_api.py (1.5.1): the names below are those of its ``nixl_agent``.
         from nixl._api import nixl_agent, nixl_agent_config
 
@@ -72,7 +73,7 @@ class _Readings:
         self.going_on: list[_Transfer] = []
         self.readers = 0
         """Conversations of others that may read here."""
-        say(link, Begun(NixlAgent(name, self._agent.get_agent_metadata(), self._address)))
+        self._link.send_message(Begun(NixlAgent(name, self._agent.get_agent_metadata(), self._address)))
 
     def begin(self, asked: Read) -> None:
         """Begins to read."""
@@ -127,7 +128,7 @@ class _Readings:
         name = asked.source.name
         if why and not any(other.asked.source.name == name for other in self.going_on):
             self._part(name)  # its process may be gone; if not, it is connected to anew
-        say(self._link, Over(asked.number, why))
+        self._link.send_message(Over(asked.number, why))
 
     def _part(self, name: str) -> None:
         if name in self._sources:
@@ -142,25 +143,26 @@ def main() -> None:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    link = socket.socket(fileno=int(sys.argv[1]))
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    link = FramedConnection(connection, "the worker")
     staging = mmap.mmap(int(sys.argv[2]), int(sys.argv[3]))
     try:
         readings = _Readings(link, staging)
     except Exception as error:  # also what its libraries lack
-        say(link, Unable(f"{type(error).__name__}: {error}"))
+        link.send_message(Unable(f"{type(error).__name__}: {error}"))
         _leave(1)
     try:
         while True:
             busy = readings.going_on or readings.readers
-            ready, _, _ = select.select([link], [], [], _LOOK_S if busy else _IDLE_LOOK_S)
+            ready, _, _ = select.select([connection], [], [], _LOOK_S if busy else _IDLE_LOOK_S)
             if ready:
-                match hear_worker(link):
+                match link.receive_message(TO_AGENT):
                     case Read() as asked:
                         readings.begin(asked)
                     case Serving(readers):
                         readings.readers = readers
             readings.look()
-    except OSError:  # the worker has ended
+    except WireError:  # the worker has ended
         _leave(0)
 
 

@@ -19,17 +19,18 @@ from importlib.util import find_spec
 
 from phalanx.process.child import Child, describe_exit
 from phalanx.serve.workers.over_nixl.agent import (
+    TO_WORKER,
     Begun,
     NixlAgent,
     Over,
     Read,
     Serving,
     Unable,
-    hear_agent,
-    say,
 )
 from phalanx.serve.workers.over_nixl.errors import NixlError
 from phalanx.serve.workers.over_nixl.staging import Staging, Stretch
+from phalanx.wire.connection import FramedConnection
+from phalanx.wire.messages import WireError
 
 STAGING_BYTES = 256 << 20
 """The memory that a worker shares with its agent: for pieces that are being read, and those that are laid for others."""
@@ -65,7 +66,7 @@ class AgentProcess:
         self._why = "it has not begun"
         self._asked: dict[int, Future[str]] = {}
         self._readers = 0
-        self._link: socket.socket | None = None
+        self._link: FramedConnection | None = None
         self._process: Child | None = None
         begun: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._keeper = threading.Thread(target=self._keep, args=(begun,), name="nixl", daemon=True)
@@ -104,8 +105,8 @@ class AgentProcess:
             assert self._link is not None
             self._asked[asked.number] = over
             try:
-                say(self._link, asked)
-            except OSError as error:
+                self._link.send_message(asked)
+            except WireError as error:
                 del self._asked[asked.number]
                 raise NixlError(f"NIXL's process has ended: {error}") from error
         try:
@@ -124,8 +125,8 @@ class AgentProcess:
 
     def _say_readers(self) -> None:
         if self._link is not None:
-            with suppress(OSError):  # it has ended: the next one is told
-                say(self._link, Serving(self._readers))
+            with suppress(WireError):  # it has ended: the next one gets it
+                self._link.send_message(Serving(self._readers))
 
     def close(self) -> None:
         """Ends the process."""
@@ -156,14 +157,15 @@ class AgentProcess:
         with near:
             with far:
                 process = self._start(far)
+            link = FramedConnection(near, "the NIXL agent")
             with self._lock:
-                self._process, self._link = process, near
+                self._process, self._link = process, link
             if self._closed.is_set():  # closed in between
                 process.kill()
             why = ""
-            with suppress(OSError):
+            with suppress(WireError):
                 while True:
-                    match hear_agent(near):
+                    match link.receive_message(TO_WORKER):
                         case Begun(agent):
                             with self._lock:
                                 self._agent = agent
