@@ -171,6 +171,31 @@ def test_the_processes_of_a_run_are_its_holder_and_what_that_started(tmp_path: P
         child.wait()
 
 
+def test_a_rank_that_torchrun_has_started_beside_the_holder_is_among_the_processes_of_a_run(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path)
+    log = run.directory.log(0, 1)
+    log.parent.mkdir(exist_ok=True)
+    waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+    environ = {name: value for name, value in os.environ.items() if name != "PHALANX_RANK"}
+    with log.open("w") as file:
+        holder = subprocess.Popen(waits, env={**environ, "RANK": "0"})
+        rank = subprocess.Popen(waits, env={**environ, "RANK": "1"}, stderr=file)
+        stranger = subprocess.Popen(waits, env={**environ, "RANK": "1"})
+    run.directory.lock.write_text(f"process {holder.pid} on {os.uname().nodename}\n")
+    try:
+        rank.send_signal(signal.SIGSTOP)
+        os.waitpid(rank.pid, os.WUNTRACED)
+        processes = {process.pid: process for process in processes_of(run.directory)}
+        assert processes.keys() == {holder.pid, rank.pid}
+        assert processes[rank.pid] == ProcessSeen(rank.pid, "T", 1)
+    finally:
+        for process in (holder, rank, stranger):
+            process.kill()
+            process.wait()
+
+
 # --- fleets ----------------------------------------------------------------------------------------------
 
 
