@@ -27,6 +27,7 @@ from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.watch.why.observed import DiskSeen, ProcessSeen
 from phalanx.watch.why.processes import processes_of
+from phalanx.watch.why.reasons import reasons
 from watch.why.test_rules import FLEET, NOTHING_DUE, only, spike
 from watch.why.watched import T0, Watched, fleet_file, member, steps
 
@@ -194,6 +195,18 @@ def test_a_rank_that_torchrun_has_started_beside_the_holder_is_among_the_process
         for process in (holder, rank, stranger):
             process.kill()
             process.wait()
+
+
+def test_a_start_whose_processes_were_killed_before_its_first_event_quotes_its_last_line(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path / "run")
+    run.directory.events.unlink()
+    log_line(run, "reading the tokenizer", at=T0)
+    run.directory.record.write_text('{"attempts": 1}')
+    (reason,) = reasons(run.directory, T0 + 9)
+    assert (reason.code, reason.severity) == ("gone", "critical")
+    assert reason.evidence[1] == "the last line of its logs: rank 1 on vm: reading the tokenizer"
 
 
 # --- fleets ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
-from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.order import FOLDER, LEAD_EXIT
 from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
@@ -27,6 +27,8 @@ from phalanx.watch.runs.tail import Tail, read_tail
 
 SUBMITTED = f"{FOLDER}/run.toml"
 """The frozen run file of a submitted run, below its directory."""
+ENDED = f"{FOLDER}/{LEAD_EXIT}"
+"""The exit code of its leading node, once that has ended."""
 State = Literal["running", "finished", "stopped", "failed", "silent", "waiting"]
 _PATIENCE_S = 120.0
 _LED_S = 20.0
@@ -89,7 +91,7 @@ class RunFacts:
     row: RunRow
     """Its ``state`` means nothing yet."""
     begun: bool
-    """True if a start has told anything."""
+    """True if a start has written an event, or has taken the directory or a node, and ended."""
     ended: Literal["", "finished", "stopped", "failed"]
     """How the newest attempt ended, as far as it said so."""
     waits: bool
@@ -189,7 +191,18 @@ def read_facts(path: Path) -> RunFacts:
     pace_s = max(step.logged_s, step.step_s) if step else 0.0
     led = fleet.get("written_unix_s")
     led_s = float(led) if isinstance(led, int | float) and led == led else 0.0
-    return RunFacts(row, bool(tail.last_s), ended, waits, pace_s, led_s)
+    begun = (
+        bool(tail.last_s) or _has_ended_job(path) or (row.attempts > 0 and not (path / SUBMITTED).exists())
+    )
+    return RunFacts(row, begun, ended, waits, pace_s, led_s)
+
+
+def _has_ended_job(path: Path) -> bool:
+    """Return True if the job of a run's newest submission has ended."""
+    try:
+        return (path / ENDED).stat().st_mtime >= (path / SUBMITTED).stat().st_mtime
+    except OSError:
+        return False
 
 
 def _ended(tail: Tail, fleet: Mapping[str, object]) -> Literal["", "finished", "stopped", "failed"]:
