@@ -90,7 +90,7 @@ class RunFacts:
 
     row: RunRow
     """Its ``state`` means nothing yet."""
-    begun: bool
+    has_begun: bool
     """True if a start has written an event, or has taken the directory or a node, and ended."""
     ended: Literal["", "finished", "stopped", "failed"]
     """How the newest attempt ended, as far as it said so."""
@@ -111,12 +111,12 @@ def _state(facts: RunFacts, held: bool | None, now: float) -> State:
     if facts.ended == "finished":
         return "finished"
     if held is False and now - facts.led_s > _LED_S:
-        return facts.ended or ("failed" if facts.begun else "waiting")
+        return facts.ended or ("failed" if facts.has_begun else "waiting")
     patience_s = max(_PATIENCE_S, _STEPS_OF_PATIENCE * facts.pace_s)
     fresh = now - (facts.row.updated or 0.0) < patience_s
     if not held and facts.ended:
         return facts.ended
-    if facts.waits or (not facts.begun and (held or fresh)):
+    if facts.waits or (not facts.has_begun and (held or fresh)):
         return "waiting"
     return "running" if fresh else "silent"
 
@@ -191,10 +191,10 @@ def read_facts(path: Path) -> RunFacts:
     pace_s = max(step.logged_s, step.step_s) if step else 0.0
     led = fleet.get("written_unix_s")
     led_s = float(led) if isinstance(led, int | float) and led == led else 0.0
-    begun = (
+    has_begun = (
         bool(tail.last_s) or _has_ended_job(path) or (row.attempts > 0 and not (path / SUBMITTED).exists())
     )
-    return RunFacts(row, begun, ended, waits, pace_s, led_s)
+    return RunFacts(row, has_begun, ended, waits, pace_s, led_s)
 
 
 def _has_ended_job(path: Path) -> bool:
