@@ -88,8 +88,8 @@ def _lines_of_tokens(index: DatasetIndex, on_bad: Literal["stop", "skip"]) -> It
         yield f"{_count(train.documents, 'conversation')} to train on, {train.learned / max(1, train.tokens):.1%} of their tokens learned"
         if left_out := train.left_out + held_out.left_out:
             total = left_out + train.documents + held_out.documents
-            why = f"{'bad or ' if on_bad == 'skip' else ''}longer than a record of {index.packed_seq_len:,} tokens"
-            yield f"warning: {left_out:,} of {_count(total, 'conversation')} left out, being {why}: a larger --seq-len or --too-long cut keeps long ones"
+            reason = f"{'bad or ' if on_bad == 'skip' else ''}longer than a record of {index.packed_seq_len:,} tokens"
+            yield f"warning: {left_out:,} of {_count(total, 'conversation')} left out, being {reason}: a larger --seq-len or --too-long cut keeps long ones"
 
 
 def _chat_facts(index: DatasetIndex) -> dict[str, object]:
