@@ -26,6 +26,7 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
+_CANCEL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +93,22 @@ class Mirror:
             outcomes.append(self._outcomes.get())
         return outcomes
 
-    def wait(self) -> None:
-        """Blocks until every copy so far has ended, one way or the other."""
-        self._offered.join()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until every copy so far has ended, one way or the other; return False if ``timeout_s`` passed before."""
+        with self._offered.all_tasks_done:
+            return self._offered.all_tasks_done.wait_for(
+                lambda: not self._offered.unfinished_tasks, timeout_s
+            )
 
     def cancel(self) -> None:
         """Gives up the copies under way, soon. The mirror can then only be closed."""
         self._cancelled.set()
 
     def close(self) -> None:
-        """Waits for the copies under way and stops the thread."""
+        """Wait for the copies under way, if they were cancelled only for so long as a store that answers takes, and stop the thread."""
         if self._thread.is_alive():
             self._offered.put(None)
-            self._thread.join()
+            self._thread.join(_CANCEL_S if self._cancelled.is_set() else None)
 
     def _work(self) -> None:
         if self._rank == 0:

@@ -98,6 +98,7 @@ def train(training: Training) -> RunResult | None:
                     save(training, progress)
                     settle(training)
                 raise
+            training.inputs.stop.step_ended()
             training.inputs.guardian.computed()
             recent_s.append(time.perf_counter() - begin)
             _advance(training, instruments, progress, report)
