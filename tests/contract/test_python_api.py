@@ -10,8 +10,8 @@ from typing import Any
 
 import phalanx
 from contract.conftest import Contract
-from phalanx.cli.plan.spec_command import sections
 from phalanx.observe import events
+from phalanx.run.section_reader import sections
 from phalanx.run.spec import RunSpec
 
 

@@ -290,3 +290,12 @@ def test_the_programs_for_a_gpu_compile_for_hopper_to_operations_that_each_round
     # No fma, nothing approximate, and no flushing of small numbers to zero (ftz).
     expected = ["True add.rn div.rn mul.rn sqrt.rn sub.rn", "True", "True add.rn cvt mul.rn sub.rn"]
     assert ended.stdout.splitlines() == expected, ended.stderr
+
+
+def test_a_notice_is_printed_when_the_compiler_starts_and_not_for_a_library_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        compiler.compiled(host.SOURCE, notice="compiling once")
+    assert capsys.readouterr().err == "compiling once\n"

@@ -45,3 +45,14 @@ def test_a_rank_leaves_ignored_a_signal_that_it_was_started_to_ignore() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.made
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_signal_before_the_first_step_ends_the_rank_and_one_after_it_waits_for_the_step() -> None:
+    stop, ended = StopRequest((signal.SIGTERM,)), []
+    stop.listen(lambda: ended.append(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [1]
+    stop.step_ended()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [1]
+    assert stop.made

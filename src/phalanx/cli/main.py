@@ -20,6 +20,7 @@ from types import FrameType
 
 import click
 
+from phalanx.cli.safe_output import safe_output
 from phalanx.version import __version__
 
 _COMMANDS = {
@@ -136,6 +137,11 @@ def exit_code(words: Sequence[str]) -> int:
 
     Raises ``SystemExit`` as commands do, and whatever else a defect raises.
     """
+    with safe_output():
+        return _exit_code(words)
+
+
+def _exit_code(words: Sequence[str]) -> int:
     try:
         phalanx_command(list(words), standalone_mode=False)
         return 0

@@ -15,8 +15,8 @@ def text_console(
     *, stderr: bool = False, file: TextIO | None = None, soft_wrap: bool = False, highlight: bool = False
 ) -> Console:
     """Return a console without markup and without emoji codes; ``file`` instead of stdout or stderr."""
-    from rich.console import Console
+    from phalanx.cli.safe_console import SafeConsole
 
-    return Console(
+    return SafeConsole(
         stderr=stderr, file=file, soft_wrap=soft_wrap, highlight=highlight, markup=False, emoji=False
     )

@@ -26,6 +26,7 @@ class StopRequest:
     signals: tuple[signal.Signals, ...] = ()
     """The signals that make the request; none for a worker whose agent makes it."""
     made: bool = False
+    _end: Callable[[], None] | None = None
 
     def end_at_once(self) -> None:
         """Leave the signals to the system, which ends the process even while it waits for others or reads a large model.
@@ -35,13 +36,23 @@ class StopRequest:
         for number in heeded(self.signals):
             signal.signal(number, signal.SIG_DFL)
 
-    def listen(self) -> None:
-        """Take the signals as a request to stop, from here on. A second SIGINT acts as usual, at once."""
+    def listen(self, end: Callable[[], None] | None = None) -> None:
+        """Take the signals as a request to stop, from here on. A second SIGINT acts as usual, at once.
+
+        Until ``step_ended`` a signal calls ``end``, which ends the process: the first step compiles, for minutes, and there is nothing to save.
+        """
+        self._end = end
         for number in heeded(self.signals):
             signal.signal(number, self._on_signal)
 
+    def step_ended(self) -> None:
+        """Leave requests to the loop from here on: there is a step to save."""
+        self._end = None
+
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.made = True
+        if self._end is not None:
+            self._end()
         for number in heeded((signal.SIGINT,)):
             signal.signal(number, signal.default_int_handler)
 

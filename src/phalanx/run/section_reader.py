@@ -61,6 +61,23 @@ def _field_types(section: type) -> Mapping[str, FieldType]:
     return {name: _take_apart(hint) for name, hint in get_type_hints(section, include_extras=True).items()}
 
 
+def sections(kind: type, name: str = "", *, optional: bool = False) -> Iterator[tuple[str, type, bool]]:
+    """Yield a section and all sections within it: dotted name, class, and True if it may be absent."""
+    yield name, kind, optional
+    for field, declared in field_types(kind).items():
+        options = get_args(declared.plain) or (declared.plain,)
+        for option in options:
+            if is_dataclass(option) and isinstance(option, type):
+                absent = optional or type(None) in options or is_tables(declared)
+                yield from sections(option, f"{name}.{field}".lstrip("."), optional=absent)
+
+
+def is_tables(declared: FieldType) -> bool:
+    """Return True for a list of tables: one [[section]] for each of any number."""
+    options = get_args(declared.plain)
+    return get_origin(declared.plain) is tuple and is_dataclass(options[0])
+
+
 def _take_apart(hint: Any) -> FieldType:
     if get_origin(hint) is not Annotated:
         return FieldType(hint, None, fleet_owned=False, layout_owned=False)

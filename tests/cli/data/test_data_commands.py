@@ -228,6 +228,13 @@ def test_conversations_are_prepared_and_a_record_shows_what_is_learned(chats: Pa
     assert [piece["text"] for piece in pieces if piece["learned"]] == ["dog<|eot_id|>"]
 
 
+def test_conversations_that_are_left_out_are_a_warning_with_the_remedy(chats: Path) -> None:
+    options = ["--layout", "chat", "--tokenizer", "model", "--seq-len", "48", "--out", "short"]
+    said = run(["data", "prepare", "chats.jsonl", *options], chats).stdout
+    assert "warning: 10 of 20 conversations left out, being longer than a record of 48 tokens" in said
+    assert "a larger --seq-len or --too-long cut" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

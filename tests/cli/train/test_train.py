@@ -24,6 +24,7 @@ from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from phalanx.train.lifecycle.worker import EXIT_FAILED
+from phalanx.train.start.disk_room import checkpoint_bytes
 from phalanx.train.start.open_run import OpenRun
 from run.specs import replace_at
 from tiny_runs import tiny_run
@@ -119,3 +120,12 @@ def test_a_fault_whose_moment_did_not_come_is_told_from_those_that_happened(tmp_
     story = fleet_story(OpenRun(RunDirectory(tmp_path), RunSpec(), 0, -1), ("kill rank 1", "kill rank 2"))
     assert story.faults == ("kill rank 2",)
     assert story.faults_missed == ("kill rank 1",)
+
+
+def test_a_checkpoint_on_disk_is_as_large_as_was_foreseen_before_the_first_step(
+    folder: Path, result: dict[str, object]
+) -> None:
+    directory = RunDirectory(folder / str(result["run_dir"]))
+    files = [path for path in (directory.checkpoints / "step-00000006").iterdir() if path.is_file()]
+    foreseen = checkpoint_bytes(read_resolved(directory))
+    assert foreseen <= sum(path.stat().st_size for path in files) <= foreseen + (64 << 10)

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.local.network import (
     Interface,
+    ListenError,
     interface_for,
+    is_private,
     join_address,
+    listen,
     listening_address,
     local_interfaces,
     split_address,
@@ -48,6 +51,16 @@ def test_the_interface_has_the_address_and_no_loopback_is_given_to_other_machine
 
 def test_the_loopback_interface_of_this_machine_is_listed() -> None:
     assert any(is_loopback(interface.address) for interface in local_interfaces())
+
+
+def test_only_this_machine_reaches_a_server_whose_name_has_loopback_addresses_alone() -> None:
+    assert all(map(is_private, ("127.0.0.1", "::1", "localhost")))
+    assert not any(map(is_private, ("0.0.0.0", "::", "10.0.0.1", "no-such-host.invalid", "")))
+
+
+def test_a_server_cannot_listen_at_an_address_of_another_machine() -> None:
+    with pytest.raises(ListenError, match=r"--host 203\.0\.113\.9: .*give an address of this machine"):
+        listen("203.0.113.9", 0)
 
 
 @given(st.ip_addresses(), st.integers(0, 65535))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.logs.assemble import MOST, Assembler, Record
+from phalanx.observe.logs.assemble import MOST, Assembler, Record, clean
 from phalanx.observe.logs.line import level_of
 
 
@@ -108,3 +108,9 @@ def test_a_progress_bar_leaves_its_last_drawing() -> None:
 )
 def test_the_level_of_a_line_is_told_by_what_it_says(text: str, level: str) -> None:
     assert level_of(text) == level
+
+
+def test_a_line_of_a_million_control_characters_is_shortened_before_they_are_escaped() -> None:
+    text = clean("\0" * 10**6 + "end")
+    assert text.endswith("\\x00end")
+    assert len(text) < 5 * MOST

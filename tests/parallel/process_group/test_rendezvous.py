@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,22 @@ def test_an_ipv6_address_is_bracketed_and_fewer_ranks_here_than_in_all_mean_seve
 def test_a_rank_without_an_address_is_told_what_to_set() -> None:
     with pytest.raises(RendezvousError, match="set MASTER_ADDR"):
         rank_from_environment({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1:1"}, "'127.0.0.1:1' is no host"),
+        ({"MASTER_PORT": "abc"}, "'abc' is no port"),
+        ({"MASTER_PORT": "99999"}, "'99999' is no port"),
+        ({"RANK": "x"}, "RANK is 'x', and must be a number"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is '', and must be a number"),
+    ],
+)
+def test_a_launchers_variable_of_another_form_is_named(given: dict[str, str], named: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
+    with pytest.raises(RendezvousError, match=re.escape(named)):
+        rank_from_environment(environ | given)
 
 
 def test_our_own_launcher_comes_before_an_environment_inherited_from_another() -> None:

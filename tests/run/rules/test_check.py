@@ -18,6 +18,7 @@ from phalanx.run.spec import (
     MlaSpec,
     ModelSpec,
     MoeSpec,
+    ObserveSpec,
     ParallelSpec,
     PrecisionSpec,
     RopeScalingSpec,
@@ -235,6 +236,12 @@ def test_the_slots_that_are_offered_do_divide_the_batch(batch_size: int, slots: 
         offered = [int(number) for number in re.findall(r"\d+", problem.remedy.split(" divide ")[0])]
         assert offered
         assert all(batch_size % number == 0 for number in offered)
+
+
+def test_the_host_of_the_metrics_is_written_without_a_port() -> None:
+    assert only_problem(observe=ObserveSpec(metrics_host="10.0.0.5:9400")).path == "observe.metrics_host"
+    for host in ("::1", "[::1]", "", "0.0.0.0"):
+        assert check(RunSpec(observe=ObserveSpec(metrics_host=host))) == []
 
 
 def test_problems_name_fields_that_exist() -> None:

@@ -17,9 +17,9 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.hardware.local.network import listen
 from phalanx.serve.http.access.admission import Limits
 from phalanx.serve.http.app import Gateway
-from phalanx.serve.http.listening import listen
 from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.server import DrainingServer
 from serve.http.test_limits import Immediate

@@ -92,9 +92,11 @@ def test_without_a_compiler_it_is_native_and_a_note_names_the_cost_and_the_remed
 
 def test_with_a_compiler_that_fails_it_is_native(without_kernels: Path) -> None:
     broken = without_kernels / "gcc"
-    broken.write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
+    calls = without_kernels / "calls"
+    broken.write_text(f"#!/bin/sh\necho called >> {calls}\necho no room >&2\nexit 1\n")
     broken.chmod(0o755)
     assert "no room" in cost(with_numerics(OPEN, FINGERPRINT))
+    assert calls.read_text() == "called\n"
 
 
 def test_kernels_that_are_compiled_already_need_no_compiler(

@@ -98,6 +98,18 @@ def test_chosen_runs_are_compared_on_the_axis_that_was_asked_for(open_page: Open
     expect(held_out.locator(".note")).to_be_hidden()  # two evaluations are drawn as two
 
 
+def test_the_list_of_runs_with_long_names_fits_a_small_screen(tmp_path: Path, browser: Browser) -> None:
+    for number in range(2):
+        RecordedRun(tmp_path / f"{'a-long-name-' * 12}{number}", "a-long-name-" * 6, 20).train(5)
+    with serving(tmp_path) as port:
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(f"http://127.0.0.1:{port}/")
+        expect(page.locator("tbody tr")).to_have_count(2)
+        overflows = "(table) => table.parentElement.scrollWidth > table.parentElement.clientWidth"
+        assert not page.locator("table.rows").evaluate(overflows)
+        page.close()
+
+
 def test_many_runs_of_one_name_are_told_apart_by_their_settings_and_fit_a_phone(
     tmp_path: Path, browser: Browser
 ) -> None:
@@ -166,6 +178,7 @@ def test_a_curve_of_many_steps_says_that_it_is_reduced_and_keeps_its_peak(open_p
     go(page, "long")
     loss = page.locator("figure", has_text="Loss").first
     expect(loss.locator(".note")).to_contain_text("3,000 points drawn as")
+    expect(page.locator("figure .note:visible")).to_have_count(1)
     copied = page.evaluate(
         "async (id) => (await (await fetch(`/api/run/${id}/curves?names=loss&points=100`)).json()).series.loss.hi",
         id_of(page, "long"),

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from observe.recorded import step
+from phalanx.hardware.local.network import ListenError
 from phalanx.observe.events import Event
-from phalanx.watch.page.server import ServerError, address, listen
+from phalanx.watch.page.server import address, listen
 from watch.made_runs import crashed, write_events
 
 
@@ -120,7 +121,7 @@ def test_a_port_that_is_taken_is_named_and_the_usual_one_moves_on() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ServerError, match=f"port {taken.getsockname()[1]}.*--port"):
+        with pytest.raises(ListenError, match=f"port {taken.getsockname()[1]}.*--port"):
             listen("127.0.0.1", taken.getsockname()[1])
     first, second = listen("127.0.0.1", None), listen("127.0.0.1", None)
     assert first.getsockname()[1] != second.getsockname()[1]

@@ -86,6 +86,13 @@ def test_a_run_that_has_not_begun_waits(tmp_path: Path) -> None:
     assert rows(tmp_path, tmp_path / "cache")[0].state == "waiting"
 
 
+def test_a_start_that_ended_before_its_first_event_has_failed(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "a", steps=3)
+    for file in (directory.events, directory.result):
+        file.unlink()
+    assert rows(tmp_path, tmp_path / "cache")[0].state == "failed"
+
+
 def test_a_start_after_an_ending_is_not_over(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "a", steps=3, of=6, ending="stopped")
     with EventLog(directory.events, 1) as log:
@@ -269,6 +276,11 @@ def test_a_submitted_run_that_has_not_begun_is_listed_and_one_that_died_at_its_s
     index = RunIndex([tmp_path / "runs"], tmp_path / "cache")
     (row,) = index.rows()
     assert (row.name, row.state, row.steps, row.problems) == ("mine", "waiting", 70, ())
+    (run / "launch" / "lead-exit").write_text("1\n")
+    assert [row.state for row in index.rows()] == ["failed"]
+    (run / "launch" / "run.toml").write_text('name = "mine"\n[train]\nsteps = 80\n')  # it is submitted again
+    os.utime(run / "launch" / "lead-exit", (0, 0))
+    assert [row.state for row in index.rows()] == ["waiting"]
     (run / "logs").mkdir()
     report_failure(RunFailedError("no such data", "data.path"), RunDirectory(run).log(0, 0), 0, 0)
     (row,) = index.rows()

@@ -17,13 +17,14 @@ def test_each_column_keeps_its_lowest_and_highest_value_and_draws_one_that_was_t
 ) -> None:
     x, y = np.arange(len(values), dtype=np.float64), np.array(values)
     columns = columns_of(x, most)
-    found = reduce_series(x, y, columns)
+    found = reduce_series(y, columns)
     assert len(columns) <= most
     for number, members in enumerate(y[columns.number == number] for number in range(len(columns))):
         finite = members[np.isfinite(members)]
         if len(finite):
             assert (found.lo[number], found.hi[number]) == (finite.min(), finite.max())
             assert found.y[number] in finite
+            assert number < len(columns) - 1 or found.y[number] == finite[-1]
         else:
             assert np.isnan([found.y[number], found.lo[number], found.hi[number]]).all()
 
@@ -42,9 +43,18 @@ def test_a_spike_of_one_step_in_a_hundred_thousand_is_drawn() -> None:
     x = np.arange(100_000, dtype=np.float64)
     y = 2 + 0.01 * np.sin(x)
     y[54_321] = 9.0
-    found = reduce_series(x, y, columns_of(x, 1200))
+    found = reduce_series(y, columns_of(x, 1200))
     assert found.hi.max() == 9.0
     assert found.y.max() == 9.0
+
+
+def test_the_line_of_a_noisy_quantity_follows_its_trend() -> None:
+    x = np.arange(100_000, dtype=np.float64)
+    trend = 2 + 1e-5 * x
+    y = trend + np.random.default_rng(7).normal(0, 0.3, len(x))
+    found = reduce_series(y, columns_of(x, 1200))
+    assert (found.hi - found.lo).min() > 0.8
+    assert np.abs(found.y - trend[:: len(x) // 1200][: len(found.y)]).max() < 0.3
 
 
 def test_numbers_for_text_keep_seven_digits_and_say_nothing_of_what_is_not_finite() -> None:

@@ -27,6 +27,7 @@ from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.watch.why.observed import DiskSeen, ProcessSeen
 from phalanx.watch.why.processes import processes_of
+from phalanx.watch.why.reasons import reasons
 from watch.why.test_rules import FLEET, NOTHING_DUE, only, spike
 from watch.why.watched import T0, Watched, fleet_file, member, steps
 
@@ -169,6 +170,43 @@ def test_the_processes_of_a_run_are_its_holder_and_what_that_started(tmp_path: P
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_rank_that_torchrun_has_started_beside_the_holder_is_among_the_processes_of_a_run(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path)
+    log = run.directory.log(0, 1)
+    log.parent.mkdir(exist_ok=True)
+    waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+    environ = {name: value for name, value in os.environ.items() if name != "PHALANX_RANK"}
+    with log.open("w") as file:
+        holder = subprocess.Popen(waits, env={**environ, "RANK": "0"})
+        rank = subprocess.Popen(waits, env={**environ, "RANK": "1"}, stderr=file)
+        stranger = subprocess.Popen(waits, env={**environ, "RANK": "1"})
+    run.directory.lock.write_text(f"process {holder.pid} on {os.uname().nodename}\n")
+    try:
+        rank.send_signal(signal.SIGSTOP)
+        os.waitpid(rank.pid, os.WUNTRACED)
+        processes = {process.pid: process for process in processes_of(run.directory)}
+        assert processes.keys() == {holder.pid, rank.pid}
+        assert processes[rank.pid] == ProcessSeen(rank.pid, "T", 1)
+    finally:
+        for process in (holder, rank, stranger):
+            process.kill()
+            process.wait()
+
+
+def test_a_start_whose_processes_were_killed_before_its_first_event_quotes_its_last_line(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path / "run")
+    run.directory.events.unlink()
+    log_line(run, "reading the tokenizer", at=T0)
+    run.directory.record.write_text('{"attempts": 1}')
+    (reason,) = reasons(run.directory, T0 + 9)
+    assert (reason.code, reason.severity) == ("gone", "critical")
+    assert reason.evidence[1] == "the last line of its logs: rank 1 on vm: reading the tokenizer"
 
 
 # --- fleets ----------------------------------------------------------------------------------------------

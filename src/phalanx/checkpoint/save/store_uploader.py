@@ -130,7 +130,9 @@ class StoreUploader:
         self._retention = rules.kept
         self._limit = limit(rules.mib_s, self._given_up)
         self._share, self._passing = CopyShare(), CopyShare()
-        self._settling = self._cancelled = self._swept = False
+        self._cancelled = self._swept = False
+        self._last_pass: int | None = None
+        """The pass that ``settle`` waits for."""
         self._requested = self._answered = 0
         """Passes over all steps that ``settle`` and ``expect`` have requested, and that have ended."""
         self._expected = _NO_STEP
@@ -144,6 +146,11 @@ class StoreUploader:
         # A daemon: a process that ends does not wait for a slow network.
         self._thread = threading.Thread(target=self._work, name="store-upload", daemon=True)
         self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The store's URL."""
+        return self._store.url
 
     # --- the owner -----------------------------------------------------------------------------
 
@@ -161,14 +168,22 @@ class StoreUploader:
             self._changed.notify_all()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until this process has done its part for the steps that are on disk now; return False if ``timeout_s`` passed before."""
+        """Wait until this process has done its part for the steps that are on disk now; return False if ``timeout_s`` passed before.
+
+        The next call then waits for the same.
+        """
         with self._changed:
-            if not self._settling or self._answered >= self._requested:
-                self._settling = True
+            if self._last_pass is None:
                 self._requested += 1
-            requested = self._requested
-            self._changed.notify_all()
-            return self._changed.wait_for(lambda: self._answered >= requested or self._cancelled, timeout_s)
+                self._last_pass = self._requested
+                self._changed.notify_all()
+            last_pass = self._last_pass
+            is_over = self._changed.wait_for(
+                lambda: self._answered >= last_pass or self._cancelled, timeout_s
+            )
+            if is_over:
+                self._last_pass = None
+            return is_over
 
     def missing(self) -> tuple[int, ...]:
         """Return the steps that the store still lacks; none for a process that does not commit, which does not know them."""
@@ -301,7 +316,7 @@ class StoreUploader:
                 return  # also if another has committed a copy: it has the same bits, or would have been set aside
             except AbandonedError:
                 times = self._times
-                patience_s = times.others_at_the_end_s if self._settling else times.others_s
+                patience_s = times.others_at_the_end_s if self._last_pass else times.others_s
                 if self._given_up():
                     raise
                 if time.monotonic() - began_s >= patience_s:
@@ -372,6 +387,11 @@ class RankCopies:
     def expect(self, step: int) -> None:
         """Copy ``step``, whose save has ended on this rank; returns at once."""
         self._uploader.expect(step)
+
+    @property
+    def url(self) -> str:
+        """The store's URL."""
+        return self._uploader.url
 
     def collect(self) -> list[CopyEvent]:
         """Return the events since the last call. A failure never ends training: the next look tries again."""

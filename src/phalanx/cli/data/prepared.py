@@ -85,10 +85,11 @@ def _lines_of_tokens(index: DatasetIndex, on_bad: Literal["stop", "skip"]) -> It
         few = "; documents are too few to fill them better" if share > _MUCH_PADDING else ""
         yield f"packed whole into records of {index.packed_seq_len:,} tokens, {share:.3%} of them padding{few}"
     if index.recipe.chat is not None:
-        yield (
-            f"{_count(train.documents, 'conversation')} to train on, {train.learned / max(1, train.tokens):.1%} of their tokens learned; "
-            f"left out, being {'bad or ' if on_bad == 'skip' else ''}longer than a record: {train.left_out + held_out.left_out:,}"
-        )
+        yield f"{_count(train.documents, 'conversation')} to train on, {train.learned / max(1, train.tokens):.1%} of their tokens learned"
+        if left_out := train.left_out + held_out.left_out:
+            total = left_out + train.documents + held_out.documents
+            reason = f"{'bad or ' if on_bad == 'skip' else ''}longer than a record of {index.packed_seq_len:,} tokens"
+            yield f"warning: {left_out:,} of {_count(total, 'conversation')} left out, being {reason}: a larger --seq-len or --too-long cut keeps long ones"
 
 
 def _chat_facts(index: DatasetIndex) -> dict[str, object]:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.cli.address_options import HostAndPort, HostName
 from phalanx.cli.errors import explained
-from phalanx.hardware.local.network import family_of, join_address, split_address
+from phalanx.hardware.local.network import family_of, split_address
 
 if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
@@ -35,7 +36,7 @@ _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
 @click.option(
     "--coordinator",
     default="",
-    metavar="HOST:PORT",
+    type=HostAndPort(),
     help="Address of the coordinator: HOST is the node that leads. By default, for a run directory, that in its fleet.json.",
 )
 @click.option(
@@ -51,7 +52,11 @@ _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
     help="Start the coordinator on this node, or not; by default on the first node of a Slurm step, else if HOST is its own.",
 )
 @click.option("--node", help="This node's name in the fleet; by default its Slurm name or host name.")
-@click.option("--host", help="Address at which the other nodes reach this machine; detected by default.")
+@click.option(
+    "--host",
+    type=HostName(for_others=True),
+    help="Address at which the other nodes reach this machine; detected by default.",
+)
 @click.option(
     "--domain",
     multiple=True,
@@ -95,11 +100,8 @@ def command(
     if not re.fullmatch(r"[^*\s/][^\s/]{0,127}", name):
         why = "no spaces or slashes, no star first, at most 128 characters"
         raise click.BadParameter(f"{name!r} is no name of a node: {why}", param_hint="--node")
-    if coordinator and not coordinator.rpartition(":")[2].isdigit():
-        raise click.BadParameter(f'"{coordinator}" is not HOST:PORT', param_hint="--coordinator")
     from phalanx.launch.foreign import slurm_domains
 
-    coordinator = join_address(*split_address(coordinator)) if coordinator else ""
     domain = domain or slurm_domains(os.environ)
     part = NodePart(run, coordinator, overrides, lead, name, host or "", domain, spare, certificates)
     code, led = take_part(part, as_json)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.cli.address_options import HostName
 from phalanx.cli.errors import explained
 from phalanx.cli.fleet.ask import ask_and_print, operation_options
 from phalanx.cli.fleet.resize_command import grow, shrink
@@ -117,7 +118,11 @@ def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_j
 @command.command("serve")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="On which it listens and agents find it."
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    type=HostName(for_others=True),
+    help="On which it listens and agents find it.",
 )
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free one."

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from phalanx.cli.address_options import HostAndPort, HostName
+
 
 @click.command("pod")
 @click.argument("run_file", type=click.Path(path_type=Path))
@@ -17,9 +19,12 @@ import click
     help="The pod's index in its job, which a replacement keeps: its node is node-INDEX, and 0 leads.",
 )
 @click.option(
-    "--coordinator", required=True, metavar="HOST:PORT", help="The stable DNS name of the pod that leads."
+    "--coordinator",
+    required=True,
+    type=HostAndPort(),
+    help="The stable DNS name of the pod that leads.",
 )
-@click.option("--host", required=True, help="This pod's own address.")
+@click.option("--host", required=True, type=HostName(for_others=True), help="This pod's own address.")
 @click.option("--submission", required=True, help="A word that tells this start of the run from others.")
 @click.option(
     "--alive", type=click.Path(path_type=Path), help="A file to touch for as long as this process lives."

@@ -14,7 +14,7 @@ import click
 import tomli_w
 
 from phalanx.run.fields import field_docs
-from phalanx.run.section_reader import FieldType, field_types
+from phalanx.run.section_reader import FieldType, field_types, is_tables, sections
 from phalanx.run.spec import RunSpec
 
 
@@ -38,28 +38,11 @@ def command(section: str | None, markdown: bool) -> None:
         raise click.ClickException(f"there is no section {section!r}; there are: {known}")
 
 
-def sections(kind: type, name: str = "", *, optional: bool = False) -> Iterator[tuple[str, type, bool]]:
-    """A section and all sections within it: dotted name, class, and whether it may be absent."""
-    yield name, kind, optional
-    for field, declared in field_types(kind).items():
-        options = typing.get_args(declared.plain) or (declared.plain,)
-        for option in options:
-            if dataclasses.is_dataclass(option) and isinstance(option, type):
-                absent = optional or type(None) in options or _is_tables(declared)
-                yield from sections(option, f"{name}.{field}".lstrip("."), optional=absent)
-
-
-def _is_tables(declared: FieldType) -> bool:
-    """True for a list of tables: one [[section]] for each of any number."""
-    options = typing.get_args(declared.plain)
-    return typing.get_origin(declared.plain) is tuple and dataclasses.is_dataclass(options[0])
-
-
 def _heading(name: str) -> str:
     """The section's line in a run file."""
     section, _, field = name.rpartition(".")
     within = next((kind for one, kind, _ in sections(RunSpec) if one == section), RunSpec)
-    return f"[[{name}]]" if _is_tables(field_types(within)[field]) else f"[{name}]"
+    return f"[[{name}]]" if is_tables(field_types(within)[field]) else f"[{name}]"
 
 
 def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
@@ -74,7 +57,7 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
             field.name,
             _type_name(declared[field.name]),
             "absent"
-            if field.default is None or _is_tables(declared[field.name])
+            if field.default is None or is_tables(declared[field.name])
             else _toml_value(field.default),
             owner,
             docs.get(field.name, ""),
@@ -85,7 +68,7 @@ def _type_name(declared: FieldType) -> str:
     plain, options = declared.plain, typing.get_args(declared.plain)
     if typing.get_origin(plain) is typing.Literal:
         name = " or ".join(map(json.dumps, options))
-    elif _is_tables(declared):
+    elif is_tables(declared):
         name = "list of tables, or absent"
     elif type(None) in options:
         name = f"{'table' if is_dataclass(options[0]) else options[0].__name__}, or absent"

@@ -11,7 +11,7 @@ import msgspec
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.text.diff_text import number_text
-from phalanx.cli.watch.text.numbers import ABOVE_PEAK, printable, share, utilization
+from phalanx.cli.watch.text.numbers import ABOVE_PEAK, share, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.compare import Comparison, compare
 
@@ -38,7 +38,7 @@ def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
         click.echo(msgspec.json.encode(found.to_json()).decode())
         return
     for line in _lines(found):
-        click.echo(printable(line))
+        click.echo(line)
 
 
 def _lines(found: Comparison) -> Iterator[str]:

@@ -13,7 +13,7 @@ import msgspec
 from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.text_console import text_console
-from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, printable, share, utilization
+from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, share, utilization
 from phalanx.watch.runs.index import RunIndex
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.runs.select import (
@@ -138,7 +138,7 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
     now = time.time()
     for row in rows:
         cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
-        table.add_row(*map(printable, cells))
+        table.add_row(*cells)
     console.print(table)
     if "mfu" in shown and any(row.mfu is not None and row.mfu > 1 for row in rows):
         console.print(ABOVE_PEAK)

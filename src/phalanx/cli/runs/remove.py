@@ -9,7 +9,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.text.numbers import printable, size
+from phalanx.cli.watch.text.numbers import size
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.remove import Removal, removal, remove
 
@@ -48,7 +48,7 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
     refused = [one for one in found if one.obstacles and not force]
     for one in refused:
         for obstacle in one.obstacles:
-            click.echo(f"{one.row.path}: {printable(obstacle)}", err=True)
+            click.echo(f"{one.row.path}: {obstacle}", err=True)
     if refused:
         raise click.ClickException("nothing was removed; --force removes it all the same")
     total = sum(one.size_bytes for one in found)
@@ -59,17 +59,17 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
     with explained(RunDirectoryError):
         for one in found:
             remove(Path(one.row.path))
-            click.echo(f"removed {printable(one.row.path)}")
+            click.echo(f"removed {one.row.path}")
 
 
 def _tell(one: Removal) -> None:
     row = one.row
     click.echo(
-        f"{printable(row.path)}: {row.state}, step {row.step:,} of {row.steps:,}, {one.files:,} files, {size(one.size_bytes)}"
+        f"{row.path}: {row.state}, step {row.step:,} of {row.steps:,}, {one.files:,} files, {size(one.size_bytes)}"
     )
     listed = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in one.largest[:_MOST])
-    click.echo(f"  {printable(listed)}" + (", ..." if len(one.largest) > _MOST else ""))
+    click.echo(f"  {listed}" + (", ..." if len(one.largest) > _MOST else ""))
     if row.weights_sha256:
         click.echo(f"  the weights {row.weights_sha256[:12]}, if no copy is elsewhere")
     if row.tags or row.note:
-        click.echo(f"  labels: {printable(' '.join(row.tags))} {printable(row.note[:200])}".rstrip())
+        click.echo(f"  labels: {' '.join(row.tags)} {row.note[:200]}".rstrip())

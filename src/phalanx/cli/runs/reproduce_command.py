@@ -12,7 +12,6 @@ import msgspec
 
 from phalanx.cli.errors import TroubleError, trouble
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.text.numbers import printable
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
@@ -71,13 +70,13 @@ def command(
         found = read_recorded(run_dir)
         spec = read_resolved(RunDirectory(run_dir))
         if environment is not None:
-            python = make_environment(found, environment, lambda text: click.echo(printable(text), err=True))
+            python = make_environment(found, environment, lambda text: click.echo(text, err=True))
             click.echo(f"{python} -m phalanx reproduce {run_dir}")
             return
         differ = _differences(found, spec)
     if not as_json:
         for line in _lines(found, differ):
-            click.echo(printable(line))
+            click.echo(line)
     harmful = any(one.weight != "no" for one in differ)
     asked = not yes and not dry_run and sys.stdin.isatty()
     if dry_run or (not yes and not (asked and click.confirm("run it again?"))):
@@ -185,7 +184,7 @@ def _again(
         return 0 if same else 1
     if not same:
         for line in comparison_lines(compared, run_dir, place):
-            click.echo(printable(line))
+            click.echo(line)
     click.echo(verdict)
     return 0 if same else 1
 

@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, moment, printable, share, size, utilization
+from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, moment, share, size, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.recorded import Recorded, read_recorded
 
@@ -43,7 +43,7 @@ def show_command(run_dir: Path, price: float, as_json: bool) -> None:
         click.echo(msgspec.json.encode(found.to_json()).decode())
         return
     for line in _lines(found):
-        click.echo(printable(line))
+        click.echo(line)
 
 
 def _lines(found: Recorded) -> Iterator[str]:

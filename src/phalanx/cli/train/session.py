@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import click
 
+from phalanx.cli.safe_output import unfiltered
 from phalanx.cli.text_console import text_console
 from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
@@ -52,7 +53,7 @@ class FleetStory:
 
 def console_for(as_json: bool) -> Console:
     """The console for people: on stderr if stdout is to carry JSON. That it fails does not end a run."""
-    return text_console(file=cast("TextIO", DisplayStream(sys.stderr if as_json else sys.stdout)))
+    return text_console(file=cast("TextIO", DisplayStream(unfiltered(sys.stderr if as_json else sys.stdout))))
 
 
 def progress_on(console: Console) -> Callable[[str, int, int], None]:

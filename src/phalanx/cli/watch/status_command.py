@@ -19,6 +19,7 @@ from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in,
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.regular_file import read_small
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -123,7 +124,7 @@ def _given(run_dir: Path) -> str:
     verdicts: dict[str, list[str]] = {}
     for path in (run_dir / FOLDER / "given", *sorted((run_dir / FOLDER).glob("given-*"))):
         try:
-            lines = path.read_text().strip().splitlines()
+            lines = read_small(path).decode(errors="replace").strip().splitlines()
         except OSError:
             continue
         whose = "the nodes that it got" if path.name == "given" else f"with those of {path.name[6:]}"

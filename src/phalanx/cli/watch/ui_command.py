@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.cli.address_options import HostName
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 
@@ -16,6 +17,7 @@ from phalanx.cli.run_folder import demand_folder
     "--host",
     default="127.0.0.1",
     show_default=True,
+    type=HostName(),
     help="Address to listen at. Any but a loopback address demands a token, which is printed.",
 )
 @click.option(
@@ -61,7 +63,8 @@ def command(
 
     Behind SSH: ssh -L 7425:127.0.0.1:7425 MACHINE, and open the address that is printed there.
     """
-    from phalanx.watch.page.server import ServerError, serve
+    from phalanx.hardware.local.network import ListenError
+    from phalanx.watch.page.server import serve
 
     folders = folders or (Path("runs"),)
     for folder in folders:
@@ -75,5 +78,5 @@ def command(
             size = export_run(folders[0], export)
         click.echo(f"{export}: {size / 1e6:.1f} MB; it opens in any browser, without a server")
         return
-    with explained(ServerError):
+    with explained(ListenError):
         serve(folders, host, port, demand_token=token, open_page=open_page, tell=click.echo)

@@ -89,14 +89,14 @@ def _print(found: list[Reason], directory: RunDirectory, as_json: bool) -> None:
 
 def _print_reason(one: Reason, now: float) -> None:
     head = click.style(one.severity, fg=_COLORS[one.severity], bold=True)
-    click.echo(f"{head}  {click.style(_plain(one.title), bold=True)}  [{one.code}]")
+    click.echo(f"{head}  {click.style(' '.join(one.title.split()), bold=True)}  [{one.code}]")
     since = ""
     if one.since is not None:
         since = f"{moment(one.since)}, {format_duration(max(0.0, now - one.since))} ago"
     rows = [("where", one.where), ("since", since), *(("because", line) for line in one.evidence)]
     for name, text in [*rows, ("doing", one.doing), ("next", one.next)]:
         if text:
-            _print_row(name, _plain(text))
+            _print_row(name, text)
 
 
 def _print_row(name: str, text: str) -> None:
@@ -105,8 +105,3 @@ def _print_row(name: str, text: str) -> None:
     click.echo(f"  {click.style(f'{name:<8}', dim=True)}{first}")
     for line in rest:
         click.echo(f"  {'':<8}{line}")
-
-
-def _plain(text: str) -> str:
-    """The text in one line, without what a terminal would obey: some of it was written by strangers."""
-    return "".join(char if char.isprintable() else " " for char in text)

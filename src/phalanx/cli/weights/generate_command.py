@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
+from phalanx.cli.safe_output import data_output
 from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.dtype_option import DtypeName
 from phalanx.cli.weights.memory_option import Bytes
@@ -158,8 +158,7 @@ def command(
             click.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))
             return
         if not chat:
-            click.echo(prompt, nl=False)
+            click.echo(prompt, data_output(), nl=False)
         for piece in pieces:
-            click.echo(piece, nl=False)
-            sys.stdout.flush()
+            click.echo(piece, data_output(), nl=False)
         click.echo()

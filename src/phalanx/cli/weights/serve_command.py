@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from phalanx.cli.address_options import HostName
 from phalanx.cli.weights.device_option import DeviceName
 from phalanx.cli.weights.dtype_option import DtypeName
 from phalanx.cli.weights.memory_option import Bytes
@@ -31,7 +32,11 @@ _PAGES_BYTES = 1 << 30
 @click.option("--step", type=int, help="A step other than the newest.")
 @click.option("--name", help="What clients call the model. Without it, the name of PLACE.")
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address; any but a loopback one needs --key-file."
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    type=HostName(),
+    help="Address; any but a loopback one needs --key-file.",
 )
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port (0: any).")
 @click.option("--dtype", default="float32", show_default=True, type=DtypeName())

@@ -15,12 +15,14 @@ each process that loads it.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +33,8 @@ OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""
 _COMPILATION_S = 600
 """Time for a compilation, which takes seconds of a processor that others may use too."""
+_ROOM_BYTES = 64 << 20
+"""More free bytes than a compilation takes: a compiler that fails beside them lacks something else."""
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -66,11 +70,17 @@ def _compiler() -> str | None:
 
 
 def compiled(
-    source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
+    source: Path,
+    options: Sequence[str] = OPTIONS,
+    *,
+    beside: Sequence[Path] = (),
+    linked: Sequence[str] = (),
+    notice: str = "",
 ) -> Path:
     """Return the library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet.
 
-    ``linked`` are options that name libraries. Raises ``NoHostKernelsError``.
+    ``linked`` are options that name libraries. ``notice`` is a line for standard error, printed when the compiler starts. Raises
+    ``NoHostKernelsError``, without another attempt in this process once the compiler has failed.
     """
     name = library_name(source, options, beside=beside, linked=linked)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "kernels"
@@ -80,14 +90,24 @@ def compiled(
     if compiler is None:
         raise NoHostKernelsError("there is no C compiler (cc, gcc or clang)")
     command = (compiler, *options, *map(str, (source, *beside)), *linked, "-lm")
-    try:
-        return _compile_into(cache, name, command)
-    except (OSError, subprocess.SubprocessError) as error:  # of a compiler also if the disk is full
-        problem = _reason(error)
-    try:
-        return _compile_into(temporary_home() / "kernels", name, command)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NoHostKernelsError("; ".join(dict.fromkeys((problem, _reason(error))))) from error
+    place = _compiled_in((cache, temporary_home() / "kernels"), name, command, notice)
+    if isinstance(place, str):
+        raise NoHostKernelsError(place)
+    return _compile_into(place, name, command, "")
+
+
+@functools.cache
+def _compiled_in(folders: Sequence[Path], name: str, command: Sequence[str], notice: str) -> Path | str:
+    """Compile in the first of ``folders`` that takes the library; return that folder, or why there is none."""
+    problems: list[str] = []
+    for folder in folders:
+        try:
+            return _compile_into(folder, name, command, notice).parent
+        except (OSError, subprocess.SubprocessError) as error:
+            problems.append(_reason(error))
+            if isinstance(error, subprocess.SubprocessError) and shutil.disk_usage(folder).free > _ROOM_BYTES:
+                break  # the compiler fails elsewhere too
+    return "; ".join(dict.fromkeys(problems))
 
 
 def _reason(error: Exception) -> str:
@@ -96,7 +116,7 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _compile_into(folder: Path, name: str, command: Sequence[str]) -> Path:
+def _compile_into(folder: Path, name: str, command: Sequence[str], notice: str) -> Path:
     """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so. Return the library's path."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
@@ -105,6 +125,8 @@ def _compile_into(folder: Path, name: str, command: Sequence[str]) -> Path:
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / name
+                if notice:
+                    print(notice, file=sys.stderr, flush=True)
                 subprocess.run(
                     (*command, "-o", str(made)),
                     check=True, capture_output=True, text=True, timeout=_COMPILATION_S,

@@ -1,8 +1,9 @@
-"""This machine's network interfaces, and addresses as text: "host:port", with an IPv6 address in brackets (RFC 3986)."""
+"""This machine's network interfaces and listening sockets, and addresses as text: "host:port", with an IPv6 address in brackets (RFC 3986)."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import socket
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,8 @@ from phalanx.run.peers.loopback import is_loopback
 
 _DEFAULT_ROUTE = "192.0.2.1", "2001:db8::1"
 """Addresses of documentation (RFC 5737, RFC 3849), which only a default route leads to."""
+_WAITING = 1024
+"""Connections that the kernel keeps for a server that has not accepted them yet."""
 
 
 class Interface(NamedTuple):
@@ -39,6 +42,11 @@ def resolved(host: str) -> list[str]:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
     return []
+
+
+def is_private(host: str) -> bool:
+    """Return True if only processes of this machine reach a server that listens at ``host``, an address or a name."""
+    return is_loopback(host) or (bool(addresses := resolved(host)) and all(map(is_loopback, addresses)))
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -83,6 +91,33 @@ def interface_for(addresses: Iterable[str], interfaces: Sequence[Interface], *, 
             if interface.address == address:
                 return interface.name
     return ""
+
+
+class ListenError(RuntimeError):
+    """A server cannot listen; the message names the option to change."""
+
+    def __init__(self, message: str, *, is_taken: bool = False) -> None:
+        super().__init__(message)
+        self.is_taken = is_taken
+        """True if another program has the port."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at ``host`` (--host of a command) and ``port`` (--port; 0: any). Raises ListenError."""
+    sock = socket.socket(family_of(host), socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_WAITING)
+    except OSError as error:
+        sock.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ListenError(f"--host {host}: {error.strerror}; give an address of this machine") from error
+        raise ListenError(
+            f"cannot listen at {host}, port {port}: {error.strerror}; give another --port, or 0 for any",
+            is_taken=error.errno == errno.EADDRINUSE,
+        ) from error
+    return sock
 
 
 class _InterfaceAddress(ctypes.Structure):

@@ -25,6 +25,8 @@ _BESIDE = tuple(
     )
 )
 
+_NOTICE = "compiling the portable kernels, once for this user and machine (about ten seconds)"
+
 
 def library_file() -> Path:
     """Return the path of the library, compiled if need be. Raises ``NoHostKernelsError``."""
@@ -36,4 +38,4 @@ def library_file() -> Path:
     release = f'-DPYTORCH_RELEASE="{importlib.metadata.version("torch")}"'
     options = (*OPTIONS, f"-I{torch / 'include'}", release)
     linked = (f"-L{torch / 'lib'}", "-l:libtorch_cpu.so", "-lstdc++")
-    return compiled(_SOURCE, options, beside=_BESIDE, linked=linked)
+    return compiled(_SOURCE, options, beside=_BESIDE, linked=linked, notice=_NOTICE)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.hardware.local.network import join_address
-from phalanx.launch.engines.order import FOLDER, LaunchOrder
+from phalanx.launch.engines.order import FOLDER, LEAD_EXIT, LaunchOrder
 from phalanx.launch.engines.ports import port_of
 from phalanx.launch.engines.private_variables import exports_of
 from phalanx.launch.engines.tools import EngineError
@@ -175,11 +175,12 @@ def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -
     """
     folder = order.folder
     # The session says its number itself: signals go to a session, and there is none before setsid has made it.
+    notes = "" if head != host else f"""trap 'echo "$code" > "${{0%/*}}/{LEAD_EXIT}"' EXIT; """
     waits = (
         'echo "phalanx-pid $$" >&3; exec 3>&-; '
         f'for _ in $(seq {_GO_HALF_SECONDS}); do [ "$(cat "$0" 2>/dev/null)" = {word} ] && break; sleep 0.5; done; '
         f'[ "$(cat "$0" 2>/dev/null)" = {word} ] || {{ echo "error: not all hosts could be started" >&2; exit 1; }}; '
-        f"{_restart_loop(order.restart_pauses_s)}"
+        f"{notes}{_restart_loop(order.restart_pauses_s)}"
     )
     log = shlex.quote(str(folder / f"{host.name}.log"))
     command = shlex.join(["setsid", "bash", "-c", waits, str(folder / "go"), *_words(order, host, head)])

@@ -17,6 +17,8 @@ from phalanx.run.spec import LaunchSpec
 
 FOLDER = "launch"
 """The folder's name in a run directory."""
+LEAD_EXIT = "lead-exit"
+"""The file there with the exit code of the node that leads, once it has ended."""
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([dhms])")
 _SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _SLURM_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")

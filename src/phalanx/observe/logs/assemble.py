@@ -199,14 +199,14 @@ class Assembler:
 
 
 def clean(line: str) -> str:
-    """A line without colors, with other control characters escaped, as it was last drawn."""
+    """A line without colors, shortened, with other control characters escaped, as it was last drawn."""
     if line.isprintable():
         return line
     line = line.rstrip("\r")
     if "\r" in line:
         line = line.rpartition("\r")[2]
-    line = _COLOR.sub("", line)
-    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
+    line = shortened(_COLOR.sub("", line))
+    return "".join(c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in line)
 
 
 def shortened(text: str) -> str:

@@ -36,6 +36,7 @@ class Endpoint:
         """``node`` is empty for the coordinator; ``host`` is this machine, as others reach it."""
         self._directory, self._observe, self._attempt = directory, observe, attempt
         self._node, self._host, self._log = node, host, log
+        self._bound = observe.metrics_host.strip("[]")
         self.run = directory.path.resolve().name
         self.labels = Labels(run=self.run, node=node)
         self._open: tuple[Exporter, MetricsServer] | None = None
@@ -60,9 +61,8 @@ class Endpoint:
                 exporter.close()
                 return
             self._open = (exporter, server)
-            bound = self._observe.metrics_host
-            anywhere = bound in ("0.0.0.0", "::", "")
-            address = f"{_in_url(self._host if anywhere else bound)}:{server.port}"
+            anywhere = self._bound in ("0.0.0.0", "::", "")
+            address = f"{_in_url(self._host if anywhere else self._bound)}:{server.port}"
             self._log(f"metrics at http://{address}/metrics")
             self._announce(Target(address, self.run, self._node, self._attempt))
 
@@ -92,12 +92,10 @@ class Endpoint:
         trouble = ""
         for port in chain((port for port in own if port < 1 << 16), (0,)):
             try:
-                return MetricsServer(pages, self._observe.metrics_host, port)
+                return MetricsServer(pages, self._bound, port)
             except OSError as error:
                 trouble = trouble or str(error)
-        self._log(
-            f"no metrics: cannot listen on {self._observe.metrics_host}: {trouble}; see observe.metrics_host"
-        )
+        self._log(f"no metrics: cannot listen on {self._bound}: {trouble}; see observe.metrics_host")
         return None
 
 

@@ -30,8 +30,9 @@ from phalanx.hardware.local.network import (
     resolved,
 )
 from phalanx.parallel.mesh.torch_compat import forget_groups
+from phalanx.run.peers.addresses import AddressError, read_host, read_port
 
-_DEFAULT_PORT = 29_500  # torchrun's
+_DEFAULT_PORT = "29500"  # torchrun's
 _STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
@@ -71,28 +72,41 @@ def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
             "phalanx",
         )
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        host = environ.get("MASTER_ADDR", "")
-        address = _tcp(host, environ.get("MASTER_PORT", ""), "torchrun")
+        host, address = _tcp(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""), "torchrun")
         # torchrun serves the store itself and says so; connecting by env:// respects that.
         point = "env://" if "TORCHELASTIC_RUN_ID" in environ else address
-        rank, ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        several = int(environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks
-        local_rank = int(environ.get("LOCAL_RANK", rank))
+        rank, ranks = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        several = _number(environ, "LOCAL_WORLD_SIZE", ranks) < ranks
+        local_rank = _number(environ, "LOCAL_RANK", rank)
         return RankEnvironment(rank, ranks, local_rank, point, "torchrun", host, several)
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
-        ranks = int(environ.get("SLURM_NTASKS", "1"))
+        ranks = _number(environ, "SLURM_NTASKS", 1)
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
-        host = environ.get("MASTER_ADDR") or first_host(nodes)
-        point = _tcp(host, environ.get("MASTER_PORT", "") or _port_of_step(environ), "srun")
-        rank, local_rank = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_LOCALID", "0"))
+        port = environ.get("MASTER_PORT", "") or _port_of_step(environ)
+        host, point = _tcp(environ.get("MASTER_ADDR") or first_host(nodes), port, "srun")
+        rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0)
         return RankEnvironment(rank, ranks, local_rank, point, "srun", host, first_host(nodes) != nodes)
     return None
 
 
-def _tcp(host: str, port: str, launcher: str) -> str:
+def _tcp(host: str, port: str, launcher: str) -> tuple[str, str]:
+    """Return the machine of rank 0 and the URL at which the ranks meet."""
     if not host:
         raise RendezvousError(f"{launcher} gave this process a rank but no address: set MASTER_ADDR")
-    return f"tcp://{join_address(host.strip('[]'), port or _DEFAULT_PORT)}"
+    try:
+        bare = read_host(host)
+        return bare, f"tcp://{join_address(bare, read_port(port or _DEFAULT_PORT))}"
+    except AddressError as error:
+        raise RendezvousError(f"{launcher} gave this process MASTER_ADDR and MASTER_PORT: {error}") from error
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = environ.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.isdecimal():
+        raise RendezvousError(f"{name} is {value!r}, and must be a number: the launcher of ranks sets it")
+    return int(value)
 
 
 def _port_of_step(environ: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from phalanx.run.degrees.smaller import problems_on, smaller_degree_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import latent_attention, whole_model
+from phalanx.run.peers.addresses import AddressError, read_host
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.rules import expected_weights, independent_rows, mixture_rules, portable
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
@@ -33,6 +34,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint),
         *_interval(spec.checkpoint, spec.fleet),
+        *_metrics_host(spec.observe.metrics_host),
         *fleet,
         *smaller_degree_problems(spec),
         *problems_on(spec, spec.parallel.ranks),
@@ -67,6 +69,15 @@ def _run_dir(run_dir: str) -> Iterator[Problem]:
             f"{run_dir} is a URL, and a run directory is a folder",
             "give a folder, which may be empty, and name the store in checkpoint.store: the run goes on from the newest checkpoint there",
             ("checkpoint.store",),
+        )
+
+
+def _metrics_host(host: str) -> Iterator[Problem]:
+    try:
+        read_host(host or "::")
+    except AddressError as error:
+        yield Problem(
+            "observe.metrics_host", str(error), "the port is observe.metrics_port", ("observe.metrics_port",)
         )
 
 

@@ -17,8 +17,9 @@ import uvicorn
 from phalanx.observe.serving import Serving, ServingNote
 from phalanx.serve.http.app import Gateway, application, misread, too_many
 from phalanx.serve.http.connections import Connection, ConnectionLimiter, LimitedConfig, descriptors
-from phalanx.serve.http.listening import WAITING
 
+_WAITING = 1024
+"""Connections that the kernel keeps for a server that has not accepted them yet."""
 _AT_ONCE = 16
 """Connections that asyncio accepts before it calls a protocol, which may end another one: beyond the limit so many and a few times as many are open."""
 
@@ -52,7 +53,7 @@ class DrainingServer(uvicorn.Server):
         """Starts to take connections; asyncio gives the kernel the number that it accepts at once, which are too few to keep."""
         await super().startup(sockets)
         for sock in sockets or ():
-            sock.listen(WAITING)
+            sock.listen(_WAITING)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """The first signal drains, the second ends."""

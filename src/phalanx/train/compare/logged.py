@@ -16,6 +16,7 @@ import msgspec
 
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Evaluated, RunStarted, Step, decode
+from phalanx.observe.lines.tail import FileTail
 from phalanx.run.directory.paths import RunDirectory
 
 _OF_STEP = ("lr", "tokens", "loss", "grad_norm", "balance")
@@ -70,23 +71,31 @@ _DECODER = msgspec.json.Decoder(_StepLine | _EvaluatedLine)
 
 def read_logged(directory: RunDirectory) -> Logged:
     """Reads the events of a run. Raises ``EventLogError`` if it has none, or they cannot be read."""
-    logged, ranks = Logged(), 0
-    try:
-        with directory.events.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    ranks = _read_line(line, logged, ranks)
-    except FileNotFoundError as error:
+    if not directory.events.exists():
         raise EventLogError(
             f"there is no event file {directory.events}; is it the directory of a run that has started?"
-        ) from error
+        )
+    logged, ranks = Logged(), 0
+    tail, has_more = FileTail(directory.events, instead_of_long=b"?"), True
+    try:
+        while has_more:
+            batch = tail.next_batch()
+            if batch.restarted:
+                logged, ranks = Logged(), 0
+            for _, line in batch.lines:
+                ranks = _read_line(line, logged, ranks)
+            has_more = batch.more
     except OSError as error:
         raise EventLogError(f"cannot read {directory.events}: {error.strerror}") from error
+    # The last line may be being written.
+    torn_lines = logged.torn_lines
+    _read_line(tail.rest, logged, ranks)
+    logged.torn_lines = torn_lines
     return logged
 
 
 def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
-    """Notes what a line says, and returns the number of ranks from there on."""
+    """Note the numbers of a line; return the number of ranks from there on."""
     try:
         body: object = _DECODER.decode(line)
     except (
@@ -96,7 +105,7 @@ def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
         try:
             body = decode(line).body
         except (ValueError, RecursionError):
-            logged.torn_lines += line.endswith(b"\n")  # the last line may be being written
+            logged.torn_lines += 1
             return ranks
     match body:
         case RunStarted():

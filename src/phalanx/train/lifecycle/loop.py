@@ -39,6 +39,7 @@ from phalanx.train.lifecycle.saving import collect, due, extra_of, save, save_du
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.profile.recording import Recording
 from phalanx.train.start.checks import start_notes
+from phalanx.train.start.disk_room import disk_notes
 from phalanx.train.step.evaluate import EvaluationStoppedError, HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.rank_times import RankTimes
@@ -97,6 +98,7 @@ def train(training: Training) -> RunResult | None:
                     save(training, progress)
                     settle(training)
                 raise
+            training.inputs.stop.step_ended()
             training.inputs.guardian.computed()
             recent_s.append(time.perf_counter() - begin)
             _advance(training, instruments, progress, report)
@@ -226,6 +228,8 @@ def _begin(training: Training) -> TrainProgress:
                 f"this machine computes {', '.join(changed)} with other bits than that of the start before: from here on, the bits of "
                 "the weights are those of this history of machines"
             )
+    for note in disk_notes(training.inputs.spec, training.inputs.directory) if reporter.speaks else ():
+        reporter.warn(note)
     if restored is None or restored.taken_over:
         for note in start_notes(training.inputs.spec, training.data.index):
             reporter.warn(note)

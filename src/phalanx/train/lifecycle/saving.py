@@ -20,6 +20,8 @@ from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.guardian import EpochSupersededError
 from phalanx.train.lifecycle.progress import TrainProgress
 
+_LOOK_S = 0.2
+
 
 def due(step: int, every: int) -> bool:
     """True if something that is done every so many steps, 0 for never, is done after this one."""
@@ -113,8 +115,18 @@ def settle(training: Training) -> bool:
 
 
 def settle_copies(training: Training) -> None:
-    """Waits until all copies to the store have ended, one way or the other."""
-    if training.copies:
-        with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-            training.copies.settle()
-            collect(training)
+    """Wait until all copies to the store have ended, one way or the other; after a request to stop, for half of launch.grace_s at most."""
+    copies, stop = training.copies, training.inputs.stop
+    if copies is None:
+        return
+    patience_s, requested_s = training.inputs.spec.launch.grace_s / 2, None
+    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+        while not copies.settle(_LOOK_S):
+            requested_s = requested_s or (time.monotonic() if stop.made else None)
+            if requested_s is not None and time.monotonic() - requested_s > patience_s:
+                training.reporter.warn(
+                    f"copies to {copies.url} were given up {patience_s:g} s after the request to stop (half of launch.grace_s): the checkpoints are on disk"
+                )
+                copies.cancel()
+                break
+        collect(training)

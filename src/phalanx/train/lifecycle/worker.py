@@ -12,10 +12,12 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +31,13 @@ if TYPE_CHECKING:
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.run.directory.result import RunResult
     from phalanx.run.spec import RunSpec
-    from phalanx.train.assembly.assemble import EpochInputs
+    from phalanx.train.assembly.assemble import EpochInputs, Training
     from phalanx.train.lifecycle.reporter import Reporter
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
 """The run was asked to stop and can be started again (``EX_TEMPFAIL`` of sysexits.h)."""
+_LAST_EVENT_S = 2.0
 
 
 def group_timeout_s(spec: RunSpec) -> float:
@@ -99,7 +102,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
             # next epoch, reference cycles would keep this epoch's model in memory.
             freeze_gc()
         inputs.guardian.assembled(training.built, training.saver)
-        inputs.stop.listen()
+        inputs.stop.listen(partial(_end_before_a_step, training))
         result = train(training)
         ended = True
         if first:
@@ -114,6 +117,22 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
             training.saver.close()
             if training.copies:
                 training.copies.cancel()
+
+
+def _end_before_a_step(training: Training) -> None:
+    """End this rank after a request to stop that came before its first step ended: there is nothing to save."""
+    from phalanx.observe.events import Stopped
+    from phalanx.train.lifecycle.loop import what_is_kept
+
+    step = training.restored.step if training.restored is not None else 0
+    stopped = Stopped(
+        step, f"asked to stop; {what_is_kept(step, step, saved=False)}", training.inputs.ledger.seconds()
+    )
+    # On a thread, since the signal may have interrupted the writing of an event.
+    writer = threading.Thread(target=training.reporter.emit, args=(stopped,), daemon=True)
+    writer.start()
+    writer.join(_LAST_EVENT_S)
+    os._exit(EXIT_STOPPED)
 
 
 @contextmanager

@@ -158,15 +158,15 @@ def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
     while since and high - low > near_bytes:
         middle = (low + high) // 2
         file.seek(middle)
-        file.readline()
-        line = decode(file.readline())
+        file.readline(_MOST_LINE)
+        line = decode(file.readline(_MOST_LINE))
         if line is not None and line.t < since - 1.0:
             low = middle
         else:
             high = middle
     if low:
         file.seek(low)
-        file.readline()
+        file.readline(_MOST_LINE)
         low = file.tell()
     return low
 

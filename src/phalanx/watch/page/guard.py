@@ -20,7 +20,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phalanx.run.peers.loopback import host_name, is_loopback, loopback_names
+from phalanx.hardware.local.network import is_private
+from phalanx.run.peers.loopback import host_name, loopback_names
 
 CONTENT_POLICY = "; ".join(
     (
@@ -60,7 +61,7 @@ class Access:
 
 def access_for(host: str, token: str) -> Access:
     """On a loopback address only its own names are answered, with or without a token; elsewhere there must be one."""
-    if is_loopback(host):
+    if is_private(host):
         return Access(token, loopback_names(host))
     if not token:
         raise ValueError(f"{host} can be reached from other machines: a token is needed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import uvicorn
 
-from phalanx.run.peers.loopback import is_loopback
+from phalanx.hardware.local import network
+from phalanx.hardware.local.network import ListenError, is_private
 from phalanx.watch.page.app import application
 from phalanx.watch.page.guard import access_for, new_token
 from phalanx.watch.page.views.runs import Runs
@@ -26,10 +26,6 @@ _BEHIND_RUNS = 5
 _MOST_CONNECTIONS = 1024
 
 
-class ServerError(RuntimeError):
-    """The page cannot be served; the message says what to do."""
-
-
 def serve(
     folders: Sequence[Path],
     host: str,
@@ -39,8 +35,8 @@ def serve(
     open_page: bool | None,
     tell: Callable[[str], None],
 ) -> None:
-    """Serves the page until Ctrl-C; ``tell`` is given its address. Raises ``ServerError``."""
-    token = new_token() if demand_token or not is_loopback(host) else ""
+    """Serves the page until Ctrl-C; ``tell`` is given its address. Raises ``ListenError``."""
+    token = new_token() if demand_token or not is_private(host) else ""
     sock = listen(host, port)
     url = address(host, sock.getsockname()[1], token)
     runs = Runs(folders, stored=StoredSeries(default_folder()))
@@ -78,27 +74,15 @@ def uvicorn_of(runs: Runs, host: str, token: str) -> uvicorn.Server:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A socket that listens at ``port``; at the usual one or one after it if that is ``None``. Raises ``ServerError``."""
-    wanted = range(USUAL_PORT, USUAL_PORT + _TRIES) if port is None else [port]
-    try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    except OSError as error:
-        raise ServerError(f"--host {host}: {error.strerror}; give an address of this machine") from error
-    for one in wanted:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+    """A socket that listens at ``port``; at the usual one or one after it if that is ``None``. Raises ``ListenError``."""
+    first, last = (USUAL_PORT, USUAL_PORT + _TRIES - 1) if port is None else (port, port)
+    for candidate in range(first, last):
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, one))
-            sock.listen(256)
-        except OSError as error:
-            sock.close()
-            if error.errno == errno.EADDRINUSE and one != wanted[-1]:
-                continue
-            raise ServerError(
-                f"cannot listen at {host}, port {one}: {error.strerror}; give another --port, or 0 for any"
-            ) from error
-        return sock
-    raise AssertionError
+            return network.listen(host, candidate)
+        except ListenError as error:
+            if not error.is_taken:
+                raise
+    return network.listen(host, last)
 
 
 def address(host: str, port: int, token: str) -> str:

@@ -22,7 +22,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import RUN_FILE
 from phalanx.version import __version__
 from phalanx.watch.runs.lock import KernelLocks
-from phalanx.watch.runs.row import SUBMITTED, RunFacts, RunRow, read_facts, row_of
+from phalanx.watch.runs.row import ENDED, SUBMITTED, RunFacts, RunRow, read_facts, row_of
 
 __all__ = ["RunIndex", "RunRow"]
 REMOVED = ".removed-"
@@ -31,7 +31,7 @@ _BUSY_S = 0.2
 _DAY_S = 86_400
 _MOST_NAMED = 500
 """More runs are not looked for by name: SQLite bounds the values of a query."""
-_SHAPE = f"{__version__}/1"
+_SHAPE = f"{__version__}/2"
 """The version of what the cache holds: rows of another one are not read."""
 _MADE = "CREATE TABLE IF NOT EXISTS runs (path TEXT PRIMARY KEY, shape TEXT, signature TEXT, facts BLOB) WITHOUT ROWID"
 
@@ -92,7 +92,7 @@ def _signature(path: Path) -> str:
     directory = RunDirectory(path)
     files = (
         *(directory.run_file, directory.record, directory.events, directory.result, directory.checkpoints),
-        *(path / "fleet.json", directory.labels, directory.logs, path / SUBMITTED),
+        *(path / "fleet.json", directory.labels, directory.logs, path / SUBMITTED, path / ENDED),
     )
     return " ".join(map(_stamp, files))
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
-from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.order import FOLDER, LEAD_EXIT
 from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
@@ -27,6 +27,8 @@ from phalanx.watch.runs.tail import Tail, read_tail
 
 SUBMITTED = f"{FOLDER}/run.toml"
 """The frozen run file of a submitted run, below its directory."""
+ENDED = f"{FOLDER}/{LEAD_EXIT}"
+"""The exit code of its leading node, once that has ended."""
 State = Literal["running", "finished", "stopped", "failed", "silent", "waiting"]
 _PATIENCE_S = 120.0
 _LED_S = 20.0
@@ -88,8 +90,8 @@ class RunFacts:
 
     row: RunRow
     """Its ``state`` means nothing yet."""
-    begun: bool
-    """True if a start has told anything."""
+    has_begun: bool
+    """True if a start has written an event, or has taken the directory or a node, and ended."""
     ended: Literal["", "finished", "stopped", "failed"]
     """How the newest attempt ended, as far as it said so."""
     waits: bool
@@ -109,12 +111,12 @@ def _state(facts: RunFacts, held: bool | None, now: float) -> State:
     if facts.ended == "finished":
         return "finished"
     if held is False and now - facts.led_s > _LED_S:
-        return facts.ended or ("failed" if facts.begun else "waiting")
+        return facts.ended or ("failed" if facts.has_begun else "waiting")
     patience_s = max(_PATIENCE_S, _STEPS_OF_PATIENCE * facts.pace_s)
     fresh = now - (facts.row.updated or 0.0) < patience_s
     if not held and facts.ended:
         return facts.ended
-    if facts.waits or (not facts.begun and (held or fresh)):
+    if facts.waits or (not facts.has_begun and (held or fresh)):
         return "waiting"
     return "running" if fresh else "silent"
 
@@ -189,7 +191,18 @@ def read_facts(path: Path) -> RunFacts:
     pace_s = max(step.logged_s, step.step_s) if step else 0.0
     led = fleet.get("written_unix_s")
     led_s = float(led) if isinstance(led, int | float) and led == led else 0.0
-    return RunFacts(row, bool(tail.last_s), ended, waits, pace_s, led_s)
+    has_begun = (
+        bool(tail.last_s) or _has_ended_job(path) or (row.attempts > 0 and not (path / SUBMITTED).exists())
+    )
+    return RunFacts(row, has_begun, ended, waits, pace_s, led_s)
+
+
+def _has_ended_job(path: Path) -> bool:
+    """Return True if the job of a run's newest submission has ended."""
+    try:
+        return (path / ENDED).stat().st_mtime >= (path / SUBMITTED).stat().st_mtime
+    except OSError:
+        return False
 
 
 def _ended(tail: Tail, fleet: Mapping[str, object]) -> Literal["", "finished", "stopped", "failed"]:

@@ -12,9 +12,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.regular_file import read_small
+from phalanx.run.section_reader import field_types, sections
+from phalanx.run.spec import RunSpec
 from phalanx.watch.runs.row import RunRow
 
 COLUMNS = tuple(field.name for field in fields(RunRow))
@@ -29,6 +32,7 @@ HEADINGS: Mapping[str, str] = {
 """Headings of columns in tables, where they are other than the names; both are accepted."""
 _NAMES = {heading: name for name, heading in HEADINGS.items()}
 _CONDITION = re.compile(r"\s*([A-Za-z_][\w./ ]*?)\s*(<=|>=|!=|<|>|=|~)\s*(.*?)\s*", re.DOTALL)
+_KINDS: Mapping[str, Any] = get_type_hints(RunRow)
 _NUMERIC: Mapping[str, Callable[[float, float], bool]] = {
     "<": lambda a, b: a < b,
     "<=": lambda a, b: a <= b,
@@ -74,20 +78,53 @@ def read_condition(text: str) -> Condition:
     match = _CONDITION.fullmatch(text)
     if match is None or not match[3]:
         raise SelectionError(f"{text!r} is no condition: write NAME<VALUE, with one of < <= > >= = != ~")
-    return Condition(checked_name(match[1]), match[2], match[3])
+    condition = Condition(checked_name(match[1]), match[2], match[3])
+    _require_sense(condition)
+    return condition
+
+
+def _require_sense(condition: Condition) -> None:
+    """Raise SelectionError for a condition that no run can fit, with whatever files."""
+    name, operator, value = condition.name, condition.operator, condition.value
+    kind = _KINDS.get(name)
+    if operator.rstrip("=") in ("<", ">"):
+        if not _is_number(value):
+            raise SelectionError(
+                f"{name}{operator}{value}: {operator} compares numbers, and {value!r} is none"
+            )
+        if kind is not None and not {int, float} & {kind, *get_args(kind)}:
+            raise SelectionError(f"{name}{operator}{value}: {name} is no number: use = != or ~")
+    elif name == "state" and operator == "=" and value.lower() not in get_args(kind):
+        raise SelectionError(f"there is no state {value!r}; there are {', '.join(get_args(kind))}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def checked_name(name: str) -> str:
     """Return the name of a column that ``name`` or its heading names, or of a field of the run file. Raises ``SelectionError``."""
     if name in _NAMES:
         return _NAMES[name]
-    if "." in name or name in COLUMNS:
+    names = _run_fields() if "." in name else COLUMNS
+    if name in names:
         return name
-    near = difflib.get_close_matches(name, COLUMNS, 1)
+    near = difflib.get_close_matches(name, names, 1)
     meant = f" (did you mean {near[0]}?)" if near else ""
+    if "." in name:
+        raise SelectionError(f"a run file has no field {name!r}{meant}; phalanx spec lists all fields")
     raise SelectionError(
         f"there is no column {name!r}{meant}; there are {', '.join(COLUMNS)}, and fields of the run file such as optimizer.lr"
     )
+
+
+def _run_fields() -> list[str]:
+    """Return the dotted path of every field of a run file that is in a section."""
+    return [f"{name}.{field}" for name, kind, _ in sections(RunSpec) if name for field in field_types(kind)]
 
 
 def value_of(row: RunRow, name: str) -> object:

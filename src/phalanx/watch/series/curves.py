@@ -93,7 +93,7 @@ def curves(
             if columns is None:
                 series[name] = Curve(values, values, values)
             else:
-                reduced = reduce_series(shown, values, columns)
+                reduced = reduce_series(values, columns)
                 series[name] = Curve(reduced.y, reduced.lo, reduced.hi)
         marks = _marks(run, along, first, last)
     return Curves(

@@ -1,21 +1,17 @@
 """Reduces a long series to as many points as a picture has columns, without hiding its peaks.
 
-Each column of the picture keeps the lowest and the highest value in it, so that a spike of one step in a hundred thousand is still
-drawn, and one point for the line, chosen by largest triangles among the column's extremes and ends ("MinMaxLTTB: Leveraging MinMax-Preselection
-to Scale LTTB", arXiv:2305.00332; LTTB: Steinarsson, "Downsampling Time Series for Visual Representation", 2013). Averages would show
-a run that never was. Numbers that are not finite count as missing.
+Each column of the picture keeps the lowest and the highest value in it, for the band, and one value for the line: its median, so that the
+trend of a noisy quantity is seen. Where an extreme stands out of the bands beside it, the line has that extreme: a spike of one step in a hundred
+thousand is still drawn. Averages would show a run that never was. Numbers that are not finite count as missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.watch.series.table import Floats, Integers
-
-Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -51,62 +47,36 @@ class Reduced:
     hi: Floats
 
 
-def reduce_series(x: Floats, y: Floats, columns: Columns) -> Reduced:
-    """The reduced values of ``y`` at ``x``."""
+def reduce_series(y: Floats, columns: Columns) -> Reduced:
+    """Return the reduced values of ``y``."""
     y = np.where(np.isfinite(y), y, np.nan)
     lo = np.fmin.reduceat(y, columns.first)
     hi = np.fmax.reduceat(y, columns.first)
-    return Reduced(_line(x, y, lo, hi, columns), lo, hi)
+    return Reduced(_line(y, lo, hi, columns), lo, hi)
 
 
-def _line(x: Floats, y: Floats, lo: Floats, hi: Floats, columns: Columns) -> Floats:
-    """The candidate of each column that spans the largest triangle with the point chosen before and the mean of the next column."""
-    ends = np.append(columns.first[1:], len(x)) - 1
-    candidates = np.stack(
-        (columns.first, _first_equal(y, lo, columns), _first_equal(y, hi, columns), ends), axis=1
-    )
-    cx, cy = x[candidates], y[candidates]
-    finite = np.isfinite(cy)
-    mean_x = (x[columns.first] + x[ends]) / 2
-    mean_y = np.where(np.isfinite(lo), (lo + hi) / 2, 0.0)
-    chosen = np.full(len(columns), np.nan)
-    before: Point | None = None
-    rows = zip(cx.tolist(), cy.tolist(), finite.tolist(), strict=True)
-    nexts = list(zip(mean_x[1:].tolist(), mean_y[1:].tolist(), strict=True))
-    for number, (xs, ys, good) in enumerate(rows):
-        points = [(a, b) for a, b, ok in zip(xs, ys, good, strict=True) if ok]
-        if not points:
-            continue
-        if before is None:
-            best = points[0]
-        elif number == len(nexts):
-            best = points[-1]
-        else:
-            best = _largest(before, points, nexts[number])
-        chosen[number], before = best[1], best
-    return chosen
+def _line(y: Floats, lo: Floats, hi: Floats, columns: Columns) -> Floats:
+    """Return each column's median, or the extreme that stands out by more than the height of the bands beside it."""
+    # NaN is sorted behind all numbers of its column.
+    ascending = y[np.lexsort((y, columns.number))]
+    counts = np.add.reduceat(np.isfinite(y).astype(np.int64), columns.first)
+    line = ascending[columns.first + np.maximum(counts - 1, 0) // 2]
+    # The line ends with the newest value, which is also shown as a number.
+    newest = y[columns.first[-1] :]
+    line[-1] = next((value for value in newest[::-1] if np.isfinite(value)), np.nan)
+    lowest, highest = _beside(lo, np.fmin), _beside(hi, np.fmax)
+    up, down = hi - highest, lowest - lo
+    with np.errstate(invalid="ignore"):
+        stands_out = np.fmax(up, down) > highest - lowest
+        stands_out[-1] = False
+        return np.where(stands_out, np.where(up > down, hi, lo), line)
 
 
-def _largest(a: Point, points: Sequence[Point], c: Point) -> Point:
-    """The point that spans the largest triangle with ``a`` and ``c``, the first of equal ones; an area that overflows to NaN never wins."""
-    best, most = points[0], -1.0
-    ax, ay = a
-    wide, high = ax - c[0], c[1] - ay
-    for point in points:
-        area = abs(wide * (point[1] - ay) - (ax - point[0]) * high)  # twice its area
-        if area > most:
-            best, most = point, area
-    return best
-
-
-def _first_equal(y: Floats, wanted: Floats, columns: Columns) -> Integers:
-    """Index of each column's first point whose value is ``wanted`` of the column; its first point where that is NaN."""
-    equal = np.flatnonzero(y == wanted[columns.number])
-    of = columns.number[equal]
-    found = columns.first.copy()
-    # Written backward, so that the first of a column is written last.
-    found[of[::-1]] = equal[::-1]
-    return found
+def _beside(values: Floats, extreme: np.ufunc) -> Floats:
+    """Return the extreme of the values before and after each; that of a lone value is its own."""
+    padded = np.pad(values, 1, mode="reflect") if len(values) > 1 else np.repeat(values, 3)
+    beside: Floats = extreme(padded[:-2], padded[2:])
+    return beside
 
 
 def rounded(values: Floats, digits: int = 7) -> list[float | None]:

@@ -14,7 +14,7 @@ from phalanx.observe.logs.first_failure import what_happened, who
 from phalanx.observe.rank_stream import RankStream, RankStreamError
 from phalanx.observe.record.machines import machine_differences, newest_machines
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.watch.logs.read import first_failure
+from phalanx.watch.logs.read import first_failure, read_lines
 from phalanx.watch.ranks.seats import layout_of_attempt, nodes_of_ranks
 from phalanx.watch.ranks.slowest import RankLateness, newest_windows, slowest, values_of
 from phalanx.watch.why.observed import FirstFailureSeen, SlowRankSeen
@@ -72,6 +72,14 @@ def unlike_machines(directory: RunDirectory) -> list[str]:
     with suppress(OSError):
         return [one.sentence for one in machine_differences(newest_machines(directory))]
     return []
+
+
+def last_line(directory: RunDirectory) -> str:
+    """The newest line of the logs of all processes, shortened; empty if there is none."""
+    with suppress(OSError, ValueError):
+        for line in read_lines(directory, last=1):
+            return f"{who(line)}: {shorten(what_happened(line.text), _CUT, placeholder=' ...')}"
+    return ""
 
 
 def failed_first(directory: RunDirectory) -> FirstFailureSeen | None:

@@ -100,6 +100,10 @@ class Observed:
     """Samples of the stream before ``events``, among them the first start."""
     held: bool | None = None
     """True if a process holds the run directory, False if none does, ``None`` if that cannot be told from this machine."""
+    starts: int = 0
+    """Starts that have taken the run directory."""
+    last_line: str = ""
+    """The newest line of the logs of a run without events that no process holds."""
     finished: bool = False
     """There is a result."""
     fleet: FleetFile | None = None

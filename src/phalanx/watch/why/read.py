@@ -38,7 +38,7 @@ from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx.watch.runs.lock import KernelLocks
-from phalanx.watch.why.neighbors import failed_first, slow_ranks, unlike_machines
+from phalanx.watch.why.neighbors import failed_first, last_line, slow_ranks, unlike_machines
 from phalanx.watch.why.observed import DiskSeen, FailureSeen, Observed
 from phalanx.watch.why.processes import processes_of
 
@@ -66,6 +66,8 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         events=tuple(events),
         past=tuple(past),
         held=is_held,
+        starts=starts if isinstance(starts := record.get("attempts"), int) else 0,
+        last_line="" if events or is_held is not False else last_line(directory),
         finished=directory.result.exists(),
         fleet=_fleet(directory),
         failures=tuple(failures),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def share(value: float) -> str:
@@ -20,11 +17,6 @@ def utilization(value: float) -> str:
 
 
 ABOVE_PEAK = "mfu!: above the measured peak, so other work slowed that measurement when the run began"
-
-
-def printable(text: str) -> str:
-    """A text for a terminal: what would move its cursor or color it is shown as a question mark."""
-    return _CONTROL.sub("?", text).encode(errors="replace").decode()
 
 
 def age(seconds: float) -> str:

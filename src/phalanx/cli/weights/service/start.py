@@ -113,18 +113,16 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
 
 def start(asked: Start, said: Said) -> None:
     """Serves until a signal. Raises UsageError for an address that is open to others without keys, ClickException for what cannot be served."""
-    from phalanx.run.peers.loopback import is_loopback
+    from phalanx.hardware.local.network import ListenError, is_private, listen
 
-    if asked.key_file is None and not is_loopback(asked.host):
+    if asked.key_file is None and not is_private(asked.host):
         raise click.UsageError(
             f"--host {asked.host} is open to others: give --key-file (made by phalanx serve --new-key FILE)"
         )
     path = asked.served.path
     if not path.exists():
         demand_folder(path)
-    from phalanx.serve.http.listening import ServerError, listen
-
-    with explained(ServerError):
+    with explained(ListenError):
         # Before PyTorch is imported: a port that is taken is told at once.
         sock = listen(asked.host, asked.port)
     with closing(sock):

@@ -68,7 +68,7 @@ export function smoothed(values, weight) {
 
 export class Chart {
   /**
-   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean, binary?: boolean, below?: boolean,
+   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean, binary?: boolean, below?: boolean, noted?: boolean,
    *   onZoom?: (first: number | null, last: number | null) => void, say?: (text: string) => void}} options
    */
   constructor(options) {
@@ -321,8 +321,8 @@ export class Chart {
       return values.length ? `${line.label}: last ${shown(values[values.length - 1])}, least ${shown(least(values))}, greatest ${shown(-least(values.map((value) => -value)))}` : `${line.label}: nothing yet`;
     });
     this.canvas.setAttribute("aria-label", `${this.options.title} over ${title}${last >= 0 ? ` up to ${format(this.curves.x[last])}` : ""}. ${parts.join("; ")}`);
-    // A handful of evaluations among many steps is drawn as it is: nothing of it was left out.
-    this.note.hidden = !this.curves.reduced || this.mostValues() < FEW_DOTS;
+    // The charts of one view are reduced alike, and one of them says so. A handful of evaluations is drawn as it is: nothing of it was left out.
+    this.note.hidden = this.options.noted === false || !this.curves.reduced || this.mostValues() < FEW_DOTS;
     if (!this.note.hidden) say(this.note, `${whole(this.curves.total ?? null)} points drawn as ${whole(this.curves.x.length)}; ${this.hasBand() ? "the band keeps the least and the greatest of each" : "peaks are kept"}. Drag to see all.`);
   }
 

@@ -93,7 +93,7 @@ export function compareView(host, page) {
     charts = names.map((name, place) => {
       const metric = /** @type {Metric} */ (METRICS.find((one) => one.name === name));
       const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], dashed: index >= COLORS.length, format: metric.format, tick: metric.tick, sparse: true, exact: metric.name.startsWith("eval") }));
-      const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, marks: false, below: true, onZoom: zoom, say: page.say });
+      const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, noted: !place, marks: false, below: true, onZoom: zoom, say: page.say });
       chart.element.classList.toggle("wide", place === 0);
       chart.element.dataset.metric = name;
       if (place === 0) chart.log = logY;

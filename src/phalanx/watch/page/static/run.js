@@ -56,7 +56,7 @@ export function runView(host, page) {
     zoom(null, null);
   });
   const charts = CHARTS.map(([title, lines, { zero, wide }]) => {
-    const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, say: page.say, onZoom: zoom });
+    const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, noted: Boolean(wide), say: page.say, onZoom: zoom });
     chart.element.classList.toggle("wide", Boolean(wide));
     chart.weight = weight;
     chart.hiddenKinds = hidden;

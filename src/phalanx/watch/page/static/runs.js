@@ -171,6 +171,7 @@ export function runsView(host, page) {
     const alike = rows.some((other) => other.id !== row.id && other.name === row.name);
     say(under, [alike ? folderName(row.path) : "", row.note].filter(Boolean).join(" · "));
     cell("name").title = row.path;
+    cell("layout").title = layoutText(row);
     const [steps, progress] = cell("step").children;
     say(steps, row.steps ? `${whole(row.step)} / ${whole(row.steps)}` : whole(row.step));
     style(progress.firstElementChild, { width: `${row.steps ? Math.min(100, (100 * row.step) / row.steps) : 0}%` });

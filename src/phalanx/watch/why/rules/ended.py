@@ -61,10 +61,12 @@ def _logged(seen: Observed) -> FirstFailureSeen | None:
 
 def gone(seen: Observed) -> Iterator[Reason]:
     """The processes of the run are gone and have not said why; or, from another machine, nothing is heard of them."""
-    if seen.over or not seen.events or (seen.job is not None and seen.job.is_waiting) or any(failed(seen)):
+    if seen.over or (seen.job is not None and seen.job.is_waiting) or any(failed(seen)):
         return
     silent_s = max(0.0, seen.now - seen.last_t)
-    if seen.held is False:
+    if not seen.events:
+        yield from _gone_at_start(seen)
+    elif seen.held is False:
         yield Reason(
             code="gone",
             severity="critical",
@@ -92,6 +94,25 @@ def gone(seen: Observed) -> Iterator[Reason]:
             doing="not known",
             next=f"look on that machine (its name stands in {seen.run}/lock); if it is gone: phalanx train {seen.run}",
         )
+
+
+def _gone_at_start(seen: Observed) -> Iterator[Reason]:
+    """The processes of a start are gone, and it has written no event."""
+    if seen.held is not False or not seen.starts or seen.job is not None:
+        return
+    yield Reason(
+        code="gone",
+        severity="critical",
+        title="The run's processes are gone, and it has not begun",
+        where="the whole run",
+        since=None,
+        evidence=(
+            "no process holds the run directory (its file lock), and there is no event",
+            f"the last line of its logs: {seen.last_line or 'there is none'}",
+        ),
+        doing=seen.after_end,
+        next=f"phalanx train {seen.run} (see the kernel's log, dmesg, if a process was killed)",
+    )
 
 
 def never_began(seen: Observed) -> Iterator[Reason]:

@@ -1,0 +1,47 @@
+"""Addresses of machines as users write them: a host, or a host and a port. Resolves no name."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+_NAME = re.compile(r"[\w-](?:[\w.-]{0,251}[\w.-])?")
+_MOST_PORT = 65535
+
+
+class AddressError(ValueError):
+    """The text is no address; the message is the form to write."""
+
+
+def read_host(text: str) -> str:
+    """Return a host's name or IP address, without the brackets of an IPv6 address. Raises AddressError."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if _is_ip_address(bare) or (bare == text and _NAME.fullmatch(text)):
+        return bare
+    raise AddressError(f"{text!r} is no host: write a name or an IP address, without a port")
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT". Raises AddressError."""
+    host, _, port = text.rpartition(":")
+    try:
+        if read_port(port) > 0:
+            return read_host(host), int(port)
+    except AddressError:
+        pass
+    raise AddressError(f"{text!r} is not HOST:PORT, as 10.0.0.5:29400 or [fd00::5]:29400")
+
+
+def read_port(text: str) -> int:
+    """Return a TCP port. Raises AddressError."""
+    if text.isdecimal() and text.isascii() and int(text) <= _MOST_PORT:
+        return int(text)
+    raise AddressError(f"{text!r} is no port: write a number up to {_MOST_PORT}")
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""Numbers of a run's event file, whatever is in it."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from observe.recorded import step
+from phalanx.observe.event_log import EventLog, EventLogError
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.train.compare.logged import read_logged
+
+
+def test_a_line_without_an_end_takes_no_memory_and_hides_no_step(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    with EventLog(directory.events, 0) as log:
+        log.append(step(1, 9, 3.0))
+    os.truncate(directory.events, 256 << 20)
+    with directory.events.open("ab") as file:
+        file.write(b"\n")
+    with EventLog(directory.events, 0) as log:
+        log.append(step(2, 9, 2.0))
+    tracemalloc.start()
+    try:
+        logged = read_logged(directory)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+    assert logged.torn_lines == 1
+    assert sorted(logged.ranks) == [1, 2]
+
+
+def test_a_step_that_is_being_written_is_no_torn_line(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    with EventLog(directory.events, 0) as log:
+        log.append(step(1, 9, 3.0))
+    with directory.events.open("ab") as file:
+        file.write(b'{"t": 1')
+    assert read_logged(directory).torn_lines == 0
+
+
+def test_a_pipe_in_the_place_of_the_events_is_an_error(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    os.mkfifo(directory.events)
+    with pytest.raises(EventLogError, match="cannot read"):
+        read_logged(directory)
