@@ -19,7 +19,8 @@ from parity.llama3_folder import begins_texts, byte_level_bpe
 from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, TokenizerError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import files_of
-from phalanx.data.preparing.prepare import PreparedInfo, prepare, split_of
+from phalanx.data.preparing.prepare import PreparedInfo, prepare
+from phalanx.data.preparing.splits import split_of
 from phalanx.data.reading.dataset import RunData, verify_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.stored.shards import TokenShards, verify

@@ -15,7 +15,6 @@ import fcntl
 import glob
 import hashlib
 import lzma
-import math
 import os
 import secrets
 import shutil
@@ -28,13 +27,13 @@ from typing import Literal
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.kept import save_template
 from phalanx.data.chat.untrained import UntrainedChat, texts_of, untrained_chat
-from phalanx.data.dedup.exact import normal_form
 from phalanx.data.dedup.split_overlap import SplitOverlap
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import Files
 from phalanx.data.preparing.interruptible import interruptible
 from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
+from phalanx.data.preparing.splits import SplitRule, held_out_end
 from phalanx.data.stored.index import (
     HELD_OUT,
     TRAIN,
@@ -117,7 +116,9 @@ def prepare(
         raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
     if packed_seq_len and packed_seq_len < 2:
         raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
-    source = _Source(documents, held_out_fraction, hold_out_by, on_progress, divisible=chat is None)
+    source = _Source(
+        documents, SplitRule(held_out_fraction, hold_out_by), on_progress, divisible=chat is None
+    )
     given = _given_tokenizer(tokenizer)
     encoder, untrained = None, None
     if chat is not None:
@@ -179,35 +180,13 @@ def _chat_end(encoder: ChatEncoder | None, untrained: UntrainedChat | None) -> i
     return untrained.end
 
 
-def split_of(decisive: str, held_out_fraction: float) -> str:
-    """The split, "train" or "held_out", of a document: a hash of ``decisive``, its name or text, decides."""
-    place = int.from_bytes(hashlib.sha256(decisive.encode()).digest()[:8], "little") / 2**64
-    return HELD_OUT if place < held_out_fraction else TRAIN
-
-
-def decisive_part(name: str, text: str, hold_out_by: str) -> str:
-    """The part of a document that decides its split: its name, or its text in normal form, which all copies have."""
-    return name if hold_out_by == "name" else normal_form(text)
-
-
-def cut_end(text: str, characters: int) -> tuple[str, str]:
-    """``text`` in two, the second of about ``characters``: it begins after a line's end or a space if one is near."""
-    at = len(text) - characters
-    for separator in ("\n", " "):
-        found = text.rfind(separator, max(at - characters, 0), at)
-        if found >= 0:
-            return text[: found + 1], text[found + 1 :]
-    return text[:at], text[at:]
-
-
 class _Source:
     """The documents with text in them, which must be the same each time that they are gone through."""
 
     def __init__(
         self,
         documents: Iterable[Document],
-        held_out_fraction: float,
-        hold_out_by: str,
+        rule: SplitRule,
         on_progress: OnProgress | None,
         *,
         divisible: bool,
@@ -217,39 +196,25 @@ class _Source:
             raise CorpusError(
                 "documents are gone through several times: give a list or Files, not a generator"
             )
-        self._documents = documents
-        self._fraction, self._hold_out_by = held_out_fraction, hold_out_by
-        self._on_progress = on_progress
-        self._cut: tuple[int, int] | None = None
-        """Number of the document whose end is held out, and the characters of that end; ``None`` if names decide alone."""
-        self._moved: tuple[int, str] | None = None
-        """Number of the document that is in another split than its name says, so that none is empty, and the split."""
+        self._documents, self._on_progress = documents, on_progress
         self.total = 0
         self.sha256 = ""
-        splits, characters, most, largest = set(), 0, 0, 0
-        for number, (split, _, text, _) in enumerate(self.read("read")):
-            splits.add(split)
-            characters += len(text)
-            if len(text) > most:
-                most, largest = len(text), number
-        wanted = {TRAIN, HELD_OUT} if held_out_fraction > 0 else {TRAIN}
-        if wanted <= splits:
-            return
-        if not divisible:
-            if self.total < 2:
-                raise CorpusError(
-                    f"there are {self.total} conversations, and some are to be held out; give more"
-                )
-            self._moved = self.total - 1, next(iter(wanted - splits))
-            return
-        if most < 2:
-            raise CorpusError(
-                f"there is too little text in {self.total} documents{self._files()} to train on some and hold some out; give more"
-            )
-        self._cut = largest, min(math.ceil(held_out_fraction * characters), most // 2)
+        numbered = self._numbered("read")
+        files = [file.path for file in documents.files] if isinstance(documents, Files) else []
+        end = held_out_end(((0, *item) for item in numbered), rule, files, divisible=divisible)
+        for _ in numbered:
+            pass  # of which the digest is taken
+        self._rule = replace(rule, end=end)
 
-    def read(self, stage: str) -> Iterator[tuple[str, str, str, bytes]]:
-        """(split, name, text, text in UTF-8) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+    def read(self, stage: str) -> Iterator[tuple[str, Document]]:
+        """(split, document) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+        for number, document in self._numbered(stage):
+            yield from self._rule.divide(document, 0, number)
+
+    def train_texts(self) -> Iterator[str]:
+        return (document.text for split, document in self.read("train tokenizer") if split == TRAIN)
+
+    def _numbered(self, stage: str) -> Iterator[tuple[int, Document]]:
         digest = hashlib.sha256()
         done = 0
         for document in self._documents:
@@ -258,31 +223,13 @@ class _Source:
             name, text = _utf8(document.name, document.name), _utf8(document.text, document.name)
             digest.update(len(name).to_bytes(8, "little") + name + len(text).to_bytes(8, "little"))
             digest.update(text)
-            if self._cut is not None and self._cut[0] == done:
-                begin, end = cut_end(document.text, self._cut[1])
-                yield TRAIN, document.name, begin, begin.encode()
-                yield HELD_OUT, document.name, end, end.encode()
-            else:
-                moved = self._moved is not None and self._moved[0] == done
-                decisive = decisive_part(document.name, document.text, self._hold_out_by)
-                split = self._moved[1] if self._moved and moved else split_of(decisive, self._fraction)
-                yield split, document.name, document.text, text
+            yield done, document
             done += 1
             if self._on_progress is not None:
                 self._on_progress(stage, done, self.total)
         if self.sha256 not in ("", digest.hexdigest()):
             raise CorpusError("the documents changed while they were being prepared; prepare them again")
         self.total, self.sha256 = done, digest.hexdigest()
-
-    def _files(self) -> str:
-        """The files of the documents, for a message; empty if they are of none."""
-        if not isinstance(self._documents, Files):
-            return ""
-        paths = [str(file.path) for file in self._documents.files]
-        return f" of {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
-
-    def train_texts(self) -> Iterator[str]:
-        return (text for split, _, text, _ in self.read("train tokenizer") if split == TRAIN)
 
 
 def _write(
@@ -358,9 +305,10 @@ def _encode(
             else ChatSplitEncoder(writer, chat, dtype, recipe.packed_seq_len)
             for split, writer in ((TRAIN, train), (HELD_OUT, held_out))
         }
-        for split, name, text, utf8 in source.read("encode"):
-            encoders[split].add(name, text, len(utf8))
-            overlap.add(split, text)
+        for split, document in source.read("encode"):
+            utf8 = document.text.encode()
+            encoders[split].add(document.name, document.text, len(utf8))
+            overlap.add(split, document.text)
             if split == HELD_OUT and chat is None:
                 xz_bytes += len(xz.compress(utf8))
         splits = {name: encoder.close() for name, encoder in encoders.items()}

@@ -7,7 +7,6 @@ read until one of each split has been met, which are a few dozen of many, and al
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,14 +16,13 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError
-from phalanx.data.formats.document import BadDocument
-from phalanx.data.portions.planning.plan import HeldOutEnd, PreparationPlan, make_plan
+from phalanx.data.formats.document import BadDocument, Document
+from phalanx.data.portions.planning.plan import PreparationPlan, make_plan
 from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecipe, RawSource, read_options
 from phalanx.data.portions.work.read_portion import read_portion
 from phalanx.data.preparing.files import files_of
-from phalanx.data.preparing.prepare import decisive_part, split_of
-from phalanx.data.stored.index import HELD_OUT
+from phalanx.data.preparing.splits import held_out_end
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.open_store import is_remote, is_url
 
@@ -101,7 +99,10 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
     files.sort(key=lambda file: (file.name, file.url))
     plan, tokenizer = make_plan(recipe, Path(), files)
     if recipe.output.held_out:
-        plan = replace(plan, held_out_end=_held_out_end(plan))
+        urls = [file.url for file in plan.files]
+        divisible = recipe.output.layout == "text"
+        end = held_out_end(_documents(plan), plan.split_rule, urls, divisible=divisible)
+        plan = replace(plan, held_out_end=end)
     return NamedFilesPlan(plan, tokenizer, left_out, aside, arrays, linked)
 
 
@@ -109,35 +110,9 @@ def _path_of(named: str) -> str:
     return unquote(urlsplit(named).path) if is_url(named) else named
 
 
-def _held_out_end(plan: PreparationPlan) -> HeldOutEnd | None:
-    """Whose end is held out, if names leave a split without a document; ``None`` if they do not."""
-    share, chats = plan.recipe.output.held_out, plan.recipe.output.layout == "chat"
-    splits: set[str] = set()
-    characters, most, count = 0, 0, 0
-    largest = last = (0, 0)
-    for portion, ordinal, split, length in _documents(plan):
-        splits.add(split)
-        if len(splits) == 2:
-            return None
-        characters, count, last = characters + length, count + 1, (portion, ordinal)
-        if length > most:
-            most, largest = length, last
-    if chats:
-        if count < 2:
-            raise CorpusError(f"there are {count} conversations, and some are to be held out; give more")
-        return HeldOutEnd(*last, 0, to_train_on=splits == {HELD_OUT})
-    if most < 2:
-        raise CorpusError(
-            f"there is too little text in {count} documents to train on some and hold some out; give more"
-        )
-    return HeldOutEnd(*largest, min(math.ceil(share * characters), most // 2))
-
-
-def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, str, int]]:
-    """(portion, number among its documents with text, split, characters) of each document."""
-    output = plan.recipe.output
+def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, Document]]:
+    """(portion, number among its documents with text, document) of each document."""
     for portion in range(len(plan.portions)):
-        kept = (one for _, one in read_portion(plan, portion) if one is not None and one.text)
-        for ordinal, document in enumerate(kept):
-            decisive = decisive_part(document.name, document.text, output.hold_out_by)
-            yield portion, ordinal, split_of(decisive, output.held_out), len(document.text)
+        texts = (document for _, document in read_portion(plan, portion) if document and document.text)
+        for number, document in enumerate(texts):
+            yield portion, number, document

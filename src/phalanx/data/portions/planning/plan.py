@@ -36,6 +36,7 @@ from phalanx.data.portions.planning.recipe import (
 )
 from phalanx.data.portions.scratch import scratch_folder
 from phalanx.data.preparing.prepare import PREPARATION_FOLDER
+from phalanx.data.preparing.splits import HeldOutEnd, SplitRule
 from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
 from phalanx.run.problems import Problem
@@ -65,19 +66,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class HeldOutEnd:
-    """A document whose end is held out, where a split of so few whole documents would be empty (``phalanx.data.portions.planning.named_files``)."""
-
-    portion: int
-    document: int
-    """Its number among the documents with text of the portion."""
-    characters: int
-    """How many of its last characters are held out; 0 moves it whole to the split that is empty."""
-    to_train_on: bool = False
-    """With 0 characters: the split that it is moved to is the one to train on."""
-
-
-@dataclass(frozen=True)
 class PreparationPlan:
     """What is to be done, in which portions."""
 
@@ -93,6 +81,11 @@ class PreparationPlan:
     """Versions of whatever decides bytes of the output."""
     held_out_end: HeldOutEnd | None = None
     """``None``: names alone decide which split a document is in."""
+
+    @property
+    def split_rule(self) -> SplitRule:
+        """The rule that assigns documents to splits."""
+        return SplitRule(self.recipe.output.held_out, self.recipe.output.hold_out_by, self.held_out_end)
 
     @cached_property
     def pieces_object(self) -> bytes:

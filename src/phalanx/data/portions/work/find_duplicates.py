@@ -144,7 +144,8 @@ def without_duplicates(
                 reason = "dropped: near duplicate" if losers[ordinal] else "dropped: duplicate"
                 counts[reason] = counts.get(reason, 0) + 1
             else:
-                yield KeptDocument(*json.loads(line))
+                piece, name, text = json.loads(line)
+                yield KeptDocument(name, text, piece)
 
 
 def _losers(place: Workplace, number: int) -> dict[int, bool]:

@@ -13,12 +13,11 @@ from phalanx.data.steps.step import Dropped, through_steps
 
 
 @dataclass(frozen=True)
-class KeptDocument:
-    """A document, and the number of the piece of its portion that it was read from."""
+class KeptDocument(Document):
+    """A document of a portion."""
 
     piece: int
-    name: str
-    text: str
+    """Number of the piece of the portion that it was read from."""
 
 
 def stepped_documents(
@@ -34,7 +33,7 @@ def stepped_documents(
             found = Dropped("empty")
         if isinstance(found, Document):
             _require_characters(found)
-            yield KeptDocument(piece, found.name, found.text)
+            yield KeptDocument(found.name, found.text, piece)
         else:
             counts[f"dropped: {found.reason}"] = counts.get(f"dropped: {found.reason}", 0) + 1
 
