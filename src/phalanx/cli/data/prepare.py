@@ -14,7 +14,7 @@ from phalanx.cli.data.progress import PrepareProgress
 from phalanx.cli.data.recipe import PrepareCommand
 from phalanx.cli.data.workers import ChosenWorkers, worker_options
 from phalanx.cli.errors import explained
-from phalanx.data.errors import DataError, TokenizerError
+from phalanx.data.errors import DataError
 from phalanx.data.portions.planning.recipe import OutputRecipe
 from phalanx.store.open_store import is_remote
 
@@ -246,19 +246,12 @@ def _require_options_of_layout(
 def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatLayout:
     """The layout with a template in a file, or that beside the tokenizer. Raises ``TokenizerError`` if there is none."""
     from phalanx.data.chat.encode import ChatLayout
-    from phalanx.data.chat.template import ChatTemplateError, read_chat_template
+    from phalanx.data.chat.template import template_beside
+    from phalanx.data.chat.untrained import read_bare_template
 
     if output.tokenizer == "bpe":
-        from phalanx.data.chat.untrained import read_bare_template
-
-        try:
-            return ChatLayout(read_bare_template(Path(output.chat_template)), output.too_long, on_bad)
-        except ChatTemplateError as error:
-            raise TokenizerError(str(error)) from error
-    tokenizer = Path(output.tokenizer)
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    template = Path(output.chat_template) if output.chat_template else None
-    try:
-        return ChatLayout(read_chat_template(folder, template), output.too_long, on_bad)
-    except ChatTemplateError as error:
-        raise TokenizerError(f"{error}: name one with --chat-template") from error
+        template = read_bare_template(Path(output.chat_template))
+    else:
+        file = Path(output.chat_template) if output.chat_template else None
+        template = template_beside(Path(output.tokenizer), file)
+    return ChatLayout(template, output.too_long, on_bad)

@@ -24,34 +24,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from phalanx.data.chat.encode import ChatEncoder, ChatLayout
-from phalanx.data.chat.kept import save_template
-from phalanx.data.chat.untrained import UntrainedChat, texts_of, untrained_chat
-from phalanx.data.dedup.split_overlap import SplitOverlap
+from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
+from phalanx.data.chat.untrained import texts_of, untrained_chat
+from phalanx.data.dedup.split_overlap import count_shared
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import Files
 from phalanx.data.preparing.interruptible import interruptible
-from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
+from phalanx.data.preparing.split_writer import Encoding, SplitWriter, description, named_tokenizer
 from phalanx.data.preparing.splits import SplitRule, held_out_end
 from phalanx.data.stored.index import (
     HELD_OUT,
+    SPLITS,
     TRAIN,
     ChatRecipe,
     DatasetIndex,
     Recipe,
-    dtype_for,
     read_index,
 )
-from phalanx.data.stored.shard_writer import ShardWriter, commit
+from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.stored.shards import TokenShards
-from phalanx.data.tokenizers.tokenizer import (
-    BytesTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    tokenizer_from_file,
-    train_bpe,
-)
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 DEFAULT_BPE_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 1 << 28
@@ -119,65 +112,43 @@ def prepare(
     source = _Source(
         documents, SplitRule(held_out_fraction, hold_out_by), on_progress, divisible=chat is None
     )
-    given = _given_tokenizer(tokenizer)
-    encoder, untrained = None, None
+    given, untrained = named_tokenizer(tokenizer), None
+    if given is not None and vocab_size not in (None, given.vocab_size):
+        raise DatasetError(
+            f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
+        )
     if chat is not None:
         if not packed_seq_len:
             raise DatasetError("chats are packed into records: give packed_seq_len")
         if given is None:
             untrained = untrained_chat(chat.template)
             chat = replace(chat, template=untrained.template)
-        else:
-            encoder = ChatEncoder(given, chat, packed_seq_len)
-    if given is not None and vocab_size not in (None, given.vocab_size):
-        raise DatasetError(
-            f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
-        )
-    if given is None and vocab_size is None:
-        vocab_size = DEFAULT_BPE_VOCAB_SIZE
-    start = given.document_start if given is not None else ()
+
+    def encoding_in(tokenizer: Tokenizer) -> Encoding:
+        encoder = ChatEncoder(tokenizer, chat, packed_seq_len) if chat is not None else None
+        return Encoding(tokenizer, packed_seq_len, chat=encoder)
+
+    def train() -> Encoding:
+        texts, special_tokens = source.train_texts(), untrained.special_tokens if untrained else ()
+        if untrained is not None:
+            texts = (text for line in texts for text in texts_of(line))
+        size = vocab_size or DEFAULT_BPE_VOCAB_SIZE
+        return encoding_in(train_bpe(texts, vocab_size=size, special_tokens=special_tokens))
+
+    encoding = encoding_in(given) if given is not None else None
+    end = untrained.end if untrained is not None else encoding.document_end if encoding is not None else 0
     recipe = Recipe(
         source.sha256,
-        _describe(given),
-        vocab_size,
+        description(given),
+        vocab_size if given is not None else vocab_size or DEFAULT_BPE_VOCAB_SIZE,
         held_out_fraction,
         shard_tokens,
-        () if chat is not None else start,
+        given.document_start if given is not None and chat is None else (),
         packed_seq_len,
-        None
-        if chat is None
-        else ChatRecipe(chat.template.sha256, _chat_end(encoder, untrained), chat.too_long),
+        None if chat is None else ChatRecipe(chat.template.sha256, end, chat.too_long),
         hold_out_by,
     )
-    found = _find(out, recipe)
-    if found is not None:
-        return found
-    if chat is not None and untrained is not None:
-
-        def train() -> tuple[Tokenizer, ChatEncoder | None]:
-            texts = (text for line in source.train_texts() for text in texts_of(line))
-            tokenizer = train_bpe(
-                texts,
-                vocab_size=vocab_size or DEFAULT_BPE_VOCAB_SIZE,
-                special_tokens=untrained.special_tokens,
-            )
-            return tokenizer, ChatEncoder(tokenizer, chat, packed_seq_len)
-
-    else:
-
-        def train() -> tuple[Tokenizer, ChatEncoder | None]:
-            size = vocab_size or DEFAULT_BPE_VOCAB_SIZE
-            return given or train_bpe(source.train_texts(), vocab_size=size), encoder
-
-    return _write(source, out, recipe, train)
-
-
-def _chat_end(encoder: ChatEncoder | None, untrained: UntrainedChat | None) -> int:
-    """The token that ends a conversation."""
-    if encoder is not None:
-        return encoder.end
-    assert untrained is not None, "without a tokenizer one is to be trained"
-    return untrained.end
+    return _find(out, recipe) or _write(source, out, recipe, lambda: encoding or train())
 
 
 class _Source:
@@ -232,20 +203,12 @@ class _Source:
         self.total, self.sha256 = done, digest.hexdigest()
 
 
-def _write(
-    source: _Source,
-    out: Path,
-    recipe: Recipe,
-    tokenize: Callable[[], tuple[Tokenizer, ChatEncoder | None]],
-) -> PreparedInfo:
+def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedInfo:
     try:
         with _partial_folder(out) as partial:
-            tokenizer, chat = interruptible(tokenize)
-            tokenizer.save(partial)
-            if chat is not None:
-                save_template(partial, chat.layout.template)
-            index, overlap = _encode(source, partial, recipe, tokenizer, chat)
-            return _commit(partial, out, index, overlap.held_out_in_training())
+            encoding = interruptible(encode)
+            encoding.save(partial)
+            return _commit(partial, out, *_encode(source, partial, recipe, encoding))
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise NoRoomError(
@@ -289,43 +252,39 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
         os.close(fd)
 
 
-def _encode(
-    source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer, chat: ChatEncoder | None
-) -> tuple[DatasetIndex, SplitOverlap]:
-    dtype = dtype_for(tokenizer.vocab_size, with_loss_bit=chat is not None)
-    xz = lzma.LZMACompressor(preset=9)
-    xz_bytes, overlap = 0, SplitOverlap()
-    with (
-        ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
-        ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
-    ):
-        encoders: dict[str, SplitEncoder | ChatSplitEncoder] = {
-            split: SplitEncoder(writer, tokenizer, recipe.packed_seq_len)
-            if chat is None
-            else ChatSplitEncoder(writer, chat, dtype, recipe.packed_seq_len)
-            for split, writer in ((TRAIN, train), (HELD_OUT, held_out))
-        }
+def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) -> tuple[DatasetIndex, int]:
+    """Write the shards; returns the index, and how many held-out documents are in the training split too."""
+    xz = None if encoding.chat is not None else lzma.LZMACompressor(preset=9)
+    xz_bytes = 0
+    skips = encoding.chat is not None and encoding.chat.layout.on_bad == "skip"
+    on_bad = _leave_out if skips else _refuse
+    with ExitStack() as stack:
+        writers: dict[str, SplitWriter[Document]] = {}
+        for name in SPLITS:
+            shards = ShardWriter(
+                ShardFolder(partial, name), dtype=encoding.dtype, shard_tokens=recipe.shard_tokens
+            )
+            writers[name] = SplitWriter(stack.enter_context(shards), encoding, on_bad)
         for split, document in source.read("encode"):
-            utf8 = document.text.encode()
-            encoders[split].add(document.name, document.text, len(utf8))
-            overlap.add(split, document.text)
-            if split == HELD_OUT and chat is None:
-                xz_bytes += len(xz.compress(utf8))
-        splits = {name: encoder.close() for name, encoder in encoders.items()}
-    xz_bytes += len(xz.flush())
+            writers[split].add(document)
+            if split == HELD_OUT and xz is not None:
+                xz_bytes += len(xz.compress(document.text.encode()))
+        splits = {name: writer.close() for name, writer in writers.items()}
     held_out_bytes = splits[HELD_OUT].text_bytes
-    index = DatasetIndex(
-        dtype=dtype,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_kind=tokenizer.kind,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        train=splits[TRAIN],
-        held_out=splits[HELD_OUT],
-        held_out_xz_bits_per_byte=8 * xz_bytes / held_out_bytes if held_out_bytes and chat is None else None,
-        recipe=recipe,
-        document_mask=bool(recipe.packed_seq_len),
-    )
-    return index, overlap
+    ratio = 8 * (xz_bytes + len(xz.flush())) / held_out_bytes if xz is not None and held_out_bytes else None
+    shared = count_shared(writers[HELD_OUT].text_hashes, [writers[TRAIN].text_hashes])
+    return encoding.index(recipe, splits, ratio), shared
+
+
+def _refuse(document: Document, error: BadConversationError) -> None:
+    """Raise ``CorpusError`` for a conversation that cannot be trained on."""
+    raise CorpusError(
+        f"{document.name}: {error}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
+    ) from error
+
+
+def _leave_out(_document: Document, _error: BadConversationError) -> None:
+    pass
 
 
 def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedInfo:
@@ -376,19 +335,6 @@ def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
 def _differences(found: Recipe, wanted: Recipe) -> str:
     pairs = ((name, getattr(found, name), getattr(wanted, name)) for name in Recipe.__dataclass_fields__)
     return ", ".join(f"{name} {there!r}, not {here!r}" for name, there, here in pairs if there != here)
-
-
-def _given_tokenizer(choice: str | Path) -> Tokenizer | None:
-    """The tokenizer that need not be trained, or None."""
-    if choice == "bpe":
-        return None
-    return BytesTokenizer() if choice == "bytes" else tokenizer_from_file(Path(choice))
-
-
-def _describe(given: Tokenizer | None) -> str:
-    if given is None or isinstance(given, BytesTokenizer):
-        return "bpe" if given is None else "bytes"
-    return f"file:{given.fingerprint}"
 
 
 def _utf8(text: str, name: str) -> bytes:

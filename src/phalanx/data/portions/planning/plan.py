@@ -17,10 +17,9 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
-from phalanx.data.chat.kept import save_template
-from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
+from phalanx.data.chat.template import template_beside
 from phalanx.data.dedup.near import require_rensa
-from phalanx.data.errors import CorpusError, PreparationError, TokenizerError
+from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import ReadOptions, Span
 from phalanx.data.formats.read import require_text, spans
@@ -36,9 +35,10 @@ from phalanx.data.portions.planning.recipe import (
 )
 from phalanx.data.portions.scratch import scratch_folder
 from phalanx.data.preparing.prepare import PREPARATION_FOLDER
+from phalanx.data.preparing.split_writer import Encoding, description, named_tokenizer
 from phalanx.data.preparing.splits import HeldOutEnd, SplitRule
 from phalanx.data.steps.choose import resolved
-from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.run.problems import Problem
 from phalanx.run.section_reader import JsonObject
 from phalanx.store.errors import ExistsError, MissingObjectError
@@ -142,17 +142,9 @@ def make_plan(
     ``CorpusError``, ``TokenizerError`` and ``StoreError``.
     """
     recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
-    wanted = recipe.output.tokenizer
-    tokenizer: Tokenizer | None = None
-    if wanted == "bytes":
-        tokenizer = BytesTokenizer()
-    elif wanted != "bpe":
-        tokenizer = tokenizer_from_file(folder / wanted)
+    tokenizer = named_tokenizer(recipe.output.tokenizer, folder)
     if recipe.output.layout == "chat" and tokenizer is not None:
         recipe = _with_template(recipe, folder, tokenizer)
-    named = {"bpe": "bpe", "bytes": "bytes"}.get(
-        wanted
-    ) or f"file:{tokenizer.fingerprint if tokenizer else ''}"
     if files is None:
         files = list_raw_files(recipe.source, folder)
     portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
@@ -168,21 +160,18 @@ def make_plan(
     if not pieces:
         raise CorpusError("the sources of the recipe hold no text: every file is empty")
     portions = tuple(_portions(pieces, portion_bytes))
-    planned = PreparationPlan(
-        recipe, named, portion_bytes, tuple(files), tuple(formats), portions, software_of(recipe)
+    software = software_of(recipe)
+    plan = PreparationPlan(
+        recipe, description(tokenizer), portion_bytes, tuple(files), tuple(formats), portions, software
     )
-    return planned, tokenizer
+    return plan, tokenizer
 
 
 def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer) -> PreparationRecipe:
     """The recipe with the text of its chat template. Raises ``TokenizerError`` if there is none that can be used."""
     output = recipe.output
-    beside = folder / output.tokenizer
     given = folder / output.chat_template if output.chat_template else None
-    try:
-        template = read_chat_template(beside if beside.is_dir() else beside.parent, given)
-    except ChatTemplateError as error:
-        raise TokenizerError(f"{error}: name one in output.chat_template") from error
+    template = template_beside(folder / output.tokenizer, given)
     ChatEncoder(tokenizer, ChatLayout(template), output.seq_len)
     return replace(
         recipe,
@@ -309,16 +298,11 @@ def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
 
 
 def put_tokenizer(
-    store: Store,
-    tokenizer: Tokenizer,
-    below: str = f"{PREPARATION}/tokenizer/",
-    template: ChatTemplate | None = None,
+    store: Store, saved: Tokenizer | Encoding, below: str = f"{PREPARATION}/tokenizer/"
 ) -> list[str]:
-    """Write the tokenizer's files, and the chat template to go with it; returns their keys."""
+    """Write the files of a tokenizer, or of an encoding with its chat template; returns their keys."""
     with scratch_folder("phalanx-tokenizer-") as scratch:
-        tokenizer.save(scratch)
-        if template is not None:
-            save_template(scratch, template)
+        saved.save(scratch)
         files = sorted(scratch.iterdir())
         for file in files:
             store.put(f"{below}{file.name}", file.read_bytes())
