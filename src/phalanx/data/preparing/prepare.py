@@ -18,9 +18,9 @@ import lzma
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -57,27 +57,18 @@ OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class PreparedInfo:
+class PreparedDataset:
     """A prepared dataset."""
 
-    directory: Path
+    place: str
+    """Its folder or URL."""
     index: DatasetIndex
     reused: bool
     """True if it was there already."""
     held_out_in_training: int | None = None
-    """Held-out documents whose text is in the training split too; ``None`` of a dataset that was there."""
-
-    @property
-    def fingerprint(self) -> str:
-        return self.index.fingerprint
-
-    @property
-    def vocab_size(self) -> int:
-        return self.index.vocab_size
-
-    @property
-    def held_out_xz_bits_per_byte(self) -> float | None:
-        return self.index.held_out_xz_bits_per_byte
+    """Held-out documents whose text is in the training split too; ``None`` if that was not counted, as of a dataset that was there."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Documents read, kept and dropped, by reason, of a dataset that was prepared in portions."""
 
 
 def prepare(
@@ -92,7 +83,7 @@ def prepare(
     packed_seq_len: int = 0,
     chat: ChatLayout | None = None,
     on_progress: OnProgress | None = None,
-) -> PreparedInfo:
+) -> PreparedDataset:
     """Write the dataset of ``documents`` to ``out``, or find it there.
 
     ``documents`` must give the same when gone through again: a list or ``Files``, not a generator. ``tokenizer``
@@ -203,7 +194,7 @@ class _Source:
         self.total, self.sha256 = done, digest.hexdigest()
 
 
-def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedInfo:
+def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedDataset:
     try:
         with _partial_folder(out) as partial:
             encoding = interruptible(encode)
@@ -287,7 +278,7 @@ def _leave_out(_document: Document, _error: BadConversationError) -> None:
     pass
 
 
-def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedInfo:
+def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedDataset:
     try:
         commit(partial, out, index)
     except OSError as error:
@@ -298,10 +289,10 @@ def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training:
         if found is None:
             raise
         return found
-    return PreparedInfo(out, index, False, held_out_in_training)
+    return PreparedDataset(str(out), index, False, held_out_in_training)
 
 
-def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
+def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
     """The dataset in ``out`` if it is of this recipe, None if there is nothing; raises if there is something else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -329,7 +320,7 @@ def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
         raise DatasetExistsError(
             f"{out} holds this dataset, damaged ({error}); mend it, or remove the directory and prepare again"
         ) from error
-    return PreparedInfo(out, index, reused=True)
+    return PreparedDataset(str(out), index, reused=True)
 
 
 def _differences(found: Recipe, wanted: Recipe) -> str:

@@ -16,12 +16,12 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError
-from phalanx.data.formats.document import BadDocument, Document
+from phalanx.data.formats.document import Document, ReadOptions
 from phalanx.data.portions.planning.plan import PreparationPlan, make_plan
 from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecipe, RawSource, read_options
 from phalanx.data.portions.work.read_portion import read_portion
-from phalanx.data.preparing.files import files_of
+from phalanx.data.preparing.files import Files, files_of
 from phalanx.data.preparing.splits import held_out_end
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.open_store import is_remote, is_url
@@ -34,14 +34,8 @@ class NamedFilesPlan:
     plan: PreparationPlan
     tokenizer: Tokenizer | None
     """The one that was given; ``None`` if it is to be trained."""
-    left_out: tuple[BadDocument, ...] = ()
-    """Files that cannot be read."""
-    aside: tuple[Path, ...] = ()
-    """Files that describe data beside them."""
-    arrays: tuple[Path, ...] = ()
-    """Files read as text that are rows in one JSON array."""
-    linked: tuple[Path, ...] = ()
-    """Links to folders, which are not followed."""
+    corpus: Files
+    """The files that have paths, which are read by their portions."""
 
 
 def recipe_of_files(
@@ -68,10 +62,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
     """The plan of a recipe that ``recipe_of_files`` made of the same names. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``."""
     local = {number: _path_of(one) for number, one in enumerate(named) if not is_remote(one)}
     files: list[RawFile] = []
-    left_out: tuple[BadDocument, ...] = ()
-    aside: tuple[Path, ...] = ()
-    arrays: tuple[Path, ...] = ()
-    linked: tuple[Path, ...] = ()
+    corpus = Files((), ReadOptions())
     if local:
         # What is said of one is said of all, so that whichever of them named a file makes no difference.
         first = next(iter(local))
@@ -82,8 +73,6 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
             on_bad=source.on_bad,
             json_as_text=source.as_text,
         )
-        left_out, aside, arrays = corpus.left_out, corpus.aside, tuple(corpus.arrays())
-        linked = corpus.linked
         files = [
             RawFile(str(file.path.resolve()), file.name, file.bytes, str(file.modified_ns), first)
             for file in corpus.files
@@ -103,7 +92,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
         divisible = recipe.output.layout == "text"
         end = held_out_end(_documents(plan), plan.split_rule, urls, divisible=divisible)
         plan = replace(plan, held_out_end=end)
-    return NamedFilesPlan(plan, tokenizer, left_out, aside, arrays, linked)
+    return NamedFilesPlan(plan, tokenizer, corpus)
 
 
 def _path_of(named: str) -> str:
