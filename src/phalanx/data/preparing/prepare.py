@@ -11,15 +11,10 @@ next one to the same place removes.
 """
 
 import errno
-import fcntl
-import glob
 import hashlib
 import lzma
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -45,6 +40,7 @@ from phalanx.data.stored.index import (
 from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from phalanx.run.directory.held_folder import held_folder
 
 DEFAULT_BPE_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 1 << 28
@@ -196,7 +192,8 @@ class _Source:
 
 def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedDataset:
     try:
-        with _partial_folder(out) as partial:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with held_folder(f".{out.name}.partial-", out.parent) as partial:
             encoding = interruptible(encode)
             encoding.save(partial)
             return _commit(partial, out, *_encode(source, partial, recipe, encoding))
@@ -207,40 +204,6 @@ def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Enco
                 "what was half written is removed"
             ) from error
         raise DatasetError(f"cannot write {out}: {error}") from error
-
-
-@contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside ``out``, locked while it is written and removed at the end, unless it has been renamed.
-
-    A folder of an earlier preparation that nobody holds the lock of was left by a process that was killed: it goes too.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-    with ExitStack() as held:
-        # Of two that begin at once, neither takes the other's folder, not yet locked, for a left one.
-        with _locked(out.parent):
-            for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
-                with suppress(OSError), _locked(left, wait=False):
-                    shutil.rmtree(left, ignore_errors=True)
-            held.callback(shutil.rmtree, partial, ignore_errors=True)
-            partial.mkdir()
-            held.enter_context(_locked(partial))
-        yield partial
-
-
-@contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of ``folder``, which ends with the process, however that ends.
-
-    Raises ``BlockingIOError`` if another holds it and ``wait`` is false, ``FileNotFoundError`` if it is gone.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) -> tuple[DatasetIndex, int]:
