@@ -77,7 +77,7 @@ def prepare_here(text: NamedText, out: str, output: OutputRecipe, *, as_json: bo
     chats = output.layout == "chat"
     with explained(DataError):
         options = ReadOptions(text.text_field, chats)
-        documents = documents_of(text.names, options, on_bad=text.on_bad, json_as_text=text.as_text)
+        documents = documents_of(text.names, options, on_bad=text.on_bad, json_as_text=text.as_text, out=out)
         files = documents if isinstance(documents, Files) else None
         try:
             with PrepareProgress(files, quiet=as_json) as progress:

@@ -41,7 +41,7 @@ OnStage = Callable[[str, int, int], None]
 def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
     """Plan a recipe whose file lies in ``folder``, and write the plan to ``out``, or find the same there. Raises as ``make_plan`` and ``commit_plan``."""
     _require_place(out)
-    return put_plan(out, *make_plan(recipe, folder))
+    return put_plan(out, *make_plan(recipe, folder, out=out))
 
 
 def place_named_files(
@@ -49,7 +49,7 @@ def place_named_files(
 ) -> tuple[Workplace, NamedFilesPlan]:
     """Likewise of files that are named, with what of them is left out. Raises as ``plan_named_files`` and ``commit_plan``."""
     _require_place(out)
-    found = plan_named_files(named, recipe)
+    found = plan_named_files(named, recipe, out)
     return put_plan(out, found.plan, found.tokenizer), found
 
 

@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError, FormatError
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
 from phalanx.data.formats.read import documents, require_text, spans
 from phalanx.data.formats.recognize import Format, Kind, recognize
+from phalanx.store.open_store import is_remote, is_url
 
 OnBad = Literal["stop", "skip"]
 MOST_NAMED = 20
@@ -136,16 +138,18 @@ def files_of(
     *,
     on_bad: OnBad = "stop",
     json_as_text: bool = False,
+    out: str | Path = "",
 ) -> Files:
     """The corpus of the files that ``patterns`` name: files, folders (all files below, hidden ones left out), globs.
 
     A document is named by its path below the folder, or below the part of a glob before the first wildcard. Of a folder
-    that ``datasets`` saved, its Arrow files are taken. ``json_as_text`` reads JSON lines as text, braces included.
+    that ``datasets`` saved, its Arrow files are taken. ``json_as_text`` reads JSON lines as text, braces included. Nothing below ``out``, where the dataset is
+    written, is read.
 
     Raises ``CorpusError`` for a pattern without any file, for files that two patterns name, and, unless bad ones are to be
     skipped, for files that cannot be read.
     """
-    found, linked = _found(patterns)
+    found, linked = _found(patterns, below(out))
     kept: list[CorpusFile] = []
     bad: list[BadDocument] = []
     remedies: list[str] = []
@@ -161,6 +165,19 @@ def files_of(
         raise CorpusError(_cannot_be_read(bad, remedies, len(found), on_bad))
     kept, aside = _without_descriptions(kept, {Path(pattern) for pattern in patterns})
     return Files(kept, options, on_bad, left_out=bad, aside=aside, linked=linked)
+
+
+def below(out: str | Path) -> str:
+    """The beginning of the resolved paths, or of the URLs, of all that lies in the folder or store ``out``; empty if that is."""
+    place = str(out)
+    if not place or is_remote(place):
+        return place and f"{place.rstrip('/')}/"
+    return f"{Path(local_path(place)).expanduser().resolve()}/"
+
+
+def local_path(place: str) -> str:
+    """The path that a path or ``file://`` URL names."""
+    return unquote(urlsplit(place).path) if is_url(place) else place
 
 
 def _corpus_file(name: str, path: Path, options: ReadOptions, *, json_as_text: bool) -> CorpusFile:
@@ -223,7 +240,7 @@ def _require_unchanged(file: CorpusFile) -> None:
         raise CorpusError(f"{file.path} changed while it was being prepared; prepare again when it is whole")
 
 
-def _found(patterns: Sequence[str | Path]) -> tuple[list[tuple[str, Path]], list[Path]]:
+def _found(patterns: Sequence[str | Path], own: str) -> tuple[list[tuple[str, Path]], list[Path]]:
     """Name and path, as it was given, of all files, in order of name and of where they really lie; and links to folders."""
     linked: list[Path] = []
     names: dict[Path, tuple[str, Path]] = {}
@@ -237,6 +254,8 @@ def _found(patterns: Sequence[str | Path]) -> tuple[list[tuple[str, Path]], list
             )
         for name, path in found:
             real = path.resolve()
+            if own and str(real).startswith(own):
+                continue
             if real in names and by[real] != pattern:
                 twice.append((path, by[real], pattern))
             names.setdefault(real, (name, path))

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError
 from phalanx.data.formats.document import Document, ReadOptions
@@ -21,7 +20,7 @@ from phalanx.data.portions.planning.plan import PreparationPlan, make_plan
 from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecipe, RawSource, read_options
 from phalanx.data.portions.work.read_portion import read_portion
-from phalanx.data.preparing.files import Files, files_of
+from phalanx.data.preparing.files import Files, files_of, local_path
 from phalanx.data.preparing.splits import held_out_end
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.open_store import is_remote, is_url
@@ -58,9 +57,9 @@ def recipe_of_files(
     )
 
 
-def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFilesPlan:
-    """The plan of a recipe that ``recipe_of_files`` made of the same names. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``."""
-    local = {number: _path_of(one) for number, one in enumerate(named) if not is_remote(one)}
+def plan_named_files(named: Sequence[str], recipe: PreparationRecipe, out: str = "") -> NamedFilesPlan:
+    """The plan of a recipe that ``recipe_of_files`` made of the same names, for a dataset at ``out``. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``."""
+    local = {number: local_path(one) for number, one in enumerate(named) if not is_remote(one)}
     files: list[RawFile] = []
     corpus = Files((), ReadOptions())
     if local:
@@ -72,6 +71,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
             read_options(recipe, first),
             on_bad=source.on_bad,
             json_as_text=source.as_text,
+            out=out,
         )
         files = [
             RawFile(str(file.path.resolve()), file.name, file.bytes, str(file.modified_ns), first)
@@ -80,7 +80,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
         ]
     for number in range(len(named)):
         if number not in local:
-            there = list_raw_files([recipe.source[number]], Path())
+            there = list_raw_files([recipe.source[number]], Path(), out)
             files += [replace(file, source=number) for file in there]
     twice = next((url for url, count in Counter(file.url for file in files).items() if count > 1), None)
     if twice is not None:
@@ -93,10 +93,6 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
         end = held_out_end(_documents(plan), plan.split_rule, urls, divisible=divisible)
         plan = replace(plan, held_out_end=end)
     return NamedFilesPlan(plan, tokenizer, corpus)
-
-
-def _path_of(named: str) -> str:
-    return unquote(urlsplit(named).path) if is_url(named) else named
 
 
 def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, Document]]:

@@ -134,11 +134,11 @@ class PreparationPlan:
 
 
 def make_plan(
-    recipe: PreparationRecipe, folder: Path, files: Sequence[RawFile] | None = None
+    recipe: PreparationRecipe, folder: Path, files: Sequence[RawFile] | None = None, *, out: str = ""
 ) -> tuple[PreparationPlan, Tokenizer | None]:
     """The plan of a recipe whose file lies in ``folder``, and the tokenizer that it names, if that is there already.
 
-    Lists the sources, unless their ``files`` are given in the order that they are to have, and looks into each file's beginning. Raises
+    Lists the sources but for what lies below ``out``, unless their ``files`` are given in the order that they are to have, and looks into each file's beginning. Raises
     ``CorpusError``, ``TokenizerError`` and ``StoreError``.
     """
     recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
@@ -146,7 +146,7 @@ def make_plan(
     if recipe.output.layout == "chat" and tokenizer is not None:
         recipe = _with_template(recipe, folder, tokenizer)
     if files is None:
-        files = list_raw_files(recipe.source, folder)
+        files = list_raw_files(recipe.source, folder, out)
     portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
     formats: list[Format] = []
     pieces: list[Piece] = []
