@@ -99,6 +99,7 @@ class Files:
             for span in spans(file.path, file.format, _SPAN_BYTES, self.options):
                 for document in documents(file.path, file.name, file.format, span, self.options, on_bytes):
                     if isinstance(document, BadDocument):
+                        _require_unchanged(file)
                         self._bad(document, report)
                     elif document.text:
                         report.documents[kind] += 1
@@ -106,6 +107,7 @@ class Files:
                     else:
                         report.without_text += 1
                 before += span.file_bytes
+            _require_unchanged(file)
             before = span_before + file.bytes
             report.without_text += empty
             on_bytes(0)
@@ -155,7 +157,7 @@ def files_of(
     remedies: list[str] = []
     for name, path in found:
         try:
-            file = _corpus_file(name, path, options, json_as_text=json_as_text)
+            file = _corpus_file(name, path, options, on_bad, json_as_text=json_as_text)
         except FormatError as error:
             bad.append(BadDocument(error.path, "", error.reason))
             remedies.append(error.remedy)
@@ -180,12 +182,14 @@ def local_path(place: str) -> str:
     return unquote(urlsplit(place).path) if is_url(place) else place
 
 
-def _corpus_file(name: str, path: Path, options: ReadOptions, *, json_as_text: bool) -> CorpusFile:
+def _corpus_file(
+    name: str, path: Path, options: ReadOptions, on_bad: OnBad, *, json_as_text: bool
+) -> CorpusFile:
     try:
         name.encode()
     except UnicodeEncodeError:
         raise FormatError(Path(ascii(str(path))), "has a name that is not UTF-8", "rename it") from None
-    form = recognize(path)
+    form = recognize(path, may_be_damaged=on_bad == "skip")
     if json_as_text and form.kind is Kind.JSONL:
         form = Format(Kind.TEXT, form.compression)
     state = path.stat()

@@ -27,6 +27,7 @@ from phalanx.data.formats.recognize import Format, Kind, recognize
 from phalanx.data.portions.planning.raw_files import LocalBytes, RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import (
     PreparationRecipe,
+    RawSource,
     differences,
     read_options,
     recipe_of,
@@ -153,8 +154,8 @@ def make_plan(
     with scratch_folder("phalanx-plan-") as scratch:
         for number, file in enumerate(files):
             options = read_options(recipe, file.source)
-            as_text = recipe.source[file.source].as_text
-            form, found = _looked_into(file, portion_bytes, options, scratch, as_text=as_text)
+            source = recipe.source[file.source]
+            form, found = _looked_into(file, portion_bytes, options, scratch, source)
             formats.append(form)
             pieces += [Piece(number, span) for span in found]
     if not pieces:
@@ -199,15 +200,15 @@ def default_portion_bytes(total_bytes: int) -> int:
 
 
 def _looked_into(
-    file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, *, as_text: bool
+    file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, source: RawSource
 ) -> tuple[Format, list[Span]]:
     local = LocalBytes(file, scratch)
     try:
         local.bring(0, _HEAD_BYTES)
         if file.nbytes > _HEAD_BYTES:
             local.bring(max(_HEAD_BYTES, file.nbytes - _TAIL_BYTES), file.nbytes)
-        form = recognize(local.path)
-        if as_text and form.kind is Kind.JSONL:
+        form = recognize(local.path, may_be_damaged=source.on_bad == "skip")
+        if source.as_text and form.kind is Kind.JSONL:
             form = replace(form, kind=Kind.TEXT)
         if form.kind is Kind.PARQUET and local.is_copy:
             bring_parquet_footer(local, file.nbytes)

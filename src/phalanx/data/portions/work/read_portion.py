@@ -32,6 +32,7 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
             if isinstance(found, Document):
                 yield at, found
             elif stops:
+                require_unchanged(file)
                 where = f"{found.place} of {file.url}" if found.place else file.url
                 raise PreparationError(
                     f'portion {number}: {where} {found.reason}; mend it and plan again, or write source.on_bad = "skip" and plan again'
