@@ -17,7 +17,7 @@ from phalanx.data.chat.encode import BadConversationError, ChatEncoder
 from phalanx.data.chat.kept import save_template
 from phalanx.data.dedup.exact import hash_of, normal_form
 from phalanx.data.formats.document import Document
-from phalanx.data.preparing.packing import PackerByLength
+from phalanx.data.preparing.packing import Packer
 from phalanx.data.stored.index import (
     HELD_OUT,
     TRAIN,
@@ -114,7 +114,7 @@ class SplitWriter(Generic[_D]):
         self._shards, self._encoding = shards, encoding
         self._on_bad, self._on_encoded = on_bad, on_encoded
         self._packer = (
-            PackerByLength(encoding.seq_len, encoding.document_end, encoding.length_classes)
+            Packer(encoding.seq_len, encoding.document_end, encoding.length_classes)
             if encoding.seq_len
             else None
         )
