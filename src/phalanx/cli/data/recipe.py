@@ -16,10 +16,10 @@ from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
     carry_out,
     place_plan,
-    planned,
     sealed_index,
     work_share,
 )
+from phalanx.data.portions.planning.plan import make_plan
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
@@ -104,7 +104,11 @@ def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
     """
     with explained(DataError, StoreError):
         wanted = read_recipe(recipe)
-        plan = planned(wanted, recipe.parent) if out is None else place_plan(wanted, recipe.parent, out).plan
+        plan = (
+            make_plan(wanted, recipe.parent)[0]
+            if out is None
+            else place_plan(wanted, recipe.parent, out).plan
+        )
     by_format: dict[str, int] = {}
     for form in plan.formats:
         by_format[str(form)] = by_format.get(str(form), 0) + 1

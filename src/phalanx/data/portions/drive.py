@@ -181,8 +181,3 @@ def sealed_index(place: Workplace) -> DatasetIndex | None:
     if index.recipe.source_sha256 != place.plan.sha256:
         raise PreparationError(f"{place.url} holds another dataset; choose another --out, or remove it")
     return index
-
-
-def planned(recipe: PreparationRecipe, folder: Path) -> PreparationPlan:
-    """The plan of a recipe, which is written nowhere."""
-    return make_plan(recipe, folder)[0]

@@ -21,7 +21,7 @@ from phalanx.data.dedup.near import all_but_the_first, band_dtype, band_rows, si
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import PREPARATION, PreparationPlan
 from phalanx.data.portions.tasks import Stage, TaskManifest, Workplace
-from phalanx.data.portions.work.kept import KeptDocument, stepped_documents
+from phalanx.data.portions.work.read_portion import KeptDocument, stepped_documents
 
 READ, EXACT, NEAR, CLUSTER = "read", "exact", "near", "cluster"
 _CHUNK_CHARACTERS = 1 << 26

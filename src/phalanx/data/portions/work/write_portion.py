@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -20,8 +20,8 @@ from phalanx.data.chat.encode import BadConversationError
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import PREPARATION
 from phalanx.data.portions.tasks import TaskManifest, Workplace
-from phalanx.data.portions.to_train_on import split_documents
-from phalanx.data.portions.work.kept import KeptDocument
+from phalanx.data.portions.work.find_duplicates import without_duplicates
+from phalanx.data.portions.work.read_portion import KeptDocument, stepped_documents
 from phalanx.data.preparing.split_writer import SplitWriter
 from phalanx.data.stored.block_sums import BlockSummer
 from phalanx.data.stored.index import HELD_OUT, SPLITS, TRAIN, ShardFile, Split, digest_of_shards
@@ -50,6 +50,16 @@ def write_portion(place: Workplace, number: int) -> None:
     manifest.counts["tokens to train on"] = splits[TRAIN].tokens
     manifest.counts["tokens held out"] = splits[HELD_OUT].tokens
     place.commit(manifest)
+
+
+def split_documents(
+    place: Workplace, number: int, manifest: TaskManifest | None = None
+) -> Iterator[tuple[str, KeptDocument]]:
+    """(split, document) of what is kept of a portion, in order. Documents read and dropped are counted in ``manifest``, by reason."""
+    plan, rule = place.plan, place.plan.split_rule
+    kept = stepped_documents if plan.recipe.dedup is None else without_duplicates
+    for ordinal, document in enumerate(kept(place, number, manifest)):
+        yield from rule.divide(document, number, ordinal)
 
 
 class _PortionSplit:
