@@ -39,14 +39,14 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
         file = plan.files[piece.file]
         stops = plan.recipe.source[file.source].on_bad == "stop"
         require_unchanged(file)
-        for found in _documents(plan, piece):
-            if isinstance(found, Document):
-                yield at, found
+        for document in _documents(plan, piece):
+            if isinstance(document, Document):
+                yield at, document
             elif stops:
                 require_unchanged(file)
-                where = f"{found.place} of {file.url}" if found.place else file.url
+                where = f"{document.place} of {file.url}" if document.place else file.url
                 raise PreparationError(
-                    f'portion {number}: {where} {found.reason}; mend it and plan again, or write source.on_bad = "skip" and plan again'
+                    f'portion {number}: {where} {document.reason}; mend it and plan again, or write source.on_bad = "skip" and plan again'
                 )
             else:
                 yield at, None
@@ -115,14 +115,14 @@ def stepped_documents(
     counts["documents read"] = 0
     for piece, document in read_portion(place.plan, number):
         counts["documents read"] += 1
-        found = Dropped("bad") if document is None else through_steps(document, place.plan.recipe.step)
-        if isinstance(found, Document) and not found.text:
-            found = Dropped("empty")
-        if isinstance(found, Document):
-            _require_characters(found)
-            yield KeptDocument(found.name, found.text, piece)
+        outcome = Dropped("bad") if document is None else through_steps(document, place.plan.recipe.step)
+        if isinstance(outcome, Document) and not outcome.text:
+            outcome = Dropped("empty")
+        if isinstance(outcome, Document):
+            _require_characters(outcome)
+            yield KeptDocument(outcome.name, outcome.text, piece)
         else:
-            counts[f"dropped: {found.reason}"] = counts.get(f"dropped: {found.reason}", 0) + 1
+            counts[f"dropped: {outcome.reason}"] = counts.get(f"dropped: {outcome.reason}", 0) + 1
 
 
 def _require_characters(document: Document) -> None:
