@@ -179,7 +179,7 @@ class Child:
 def write_records(folder: Path, tokens: int) -> None:
     """A packed dataset of documents with lengths like those of the web, of random bytes."""
     from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
-    from phalanx.data.stored.shard_writer import ShardWriter, commit
+    from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 
     partial = folder.with_name("partial")
@@ -189,7 +189,7 @@ def write_records(folder: Path, tokens: int) -> None:
     random = np.random.default_rng(0)
     splits = {}
     for name, size in ((TRAIN, tokens), (HELD_OUT, 0)):
-        with ShardWriter(partial, name, dtype="uint16", shard_tokens=tokens) as writer:
+        with ShardWriter(ShardFolder(partial, name), dtype="uint16", shard_tokens=tokens) as writer:
             for start in range(0, size, 1 << 22):
                 part = random.integers(0, END, min(1 << 22, size - start), dtype=np.uint16)
                 part[random.integers(0, len(part), len(part) // 820)] = END

@@ -46,7 +46,7 @@ from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.block_sums import sums_file
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, read_index
-from phalanx.data.stored.shard_writer import ShardWriter, commit
+from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.spec import DataSpec, RunSpec, TrainSpec
 from phalanx.store.open_store import open_store
@@ -369,7 +369,7 @@ def write_dataset(directory: Path, tokens: int, shards: int) -> Path:
     generator = np.random.default_rng(0)
     splits = {}
     for name, size, shard_tokens in ((TRAIN, tokens, tokens // shards), (HELD_OUT, 4 * SEQ_LEN, tokens)):
-        with ShardWriter(partial, name, dtype="uint16", shard_tokens=shard_tokens) as writer:
+        with ShardWriter(ShardFolder(partial, name), dtype="uint16", shard_tokens=shard_tokens) as writer:
             for start in range(0, size, 1 << 24):
                 writer.append(generator.integers(0, 257, min(1 << 24, size - start), dtype=np.uint16))
             written = writer.close()

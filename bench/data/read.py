@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from bench.running import record, run_bench
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
-from phalanx.data.stored.shard_writer import ShardWriter, commit
+from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec, TrainSpec
 
@@ -79,7 +79,7 @@ def write_dataset(directory: Path, tokens: int) -> None:
     generator = np.random.default_rng(0)
     splits = {}
     for name, size in ((TRAIN, tokens), (HELD_OUT, 0)):
-        with ShardWriter(partial, name, dtype="uint16", shard_tokens=tokens) as writer:
+        with ShardWriter(ShardFolder(partial, name), dtype="uint16", shard_tokens=tokens) as writer:
             for start in range(0, size, 1 << 24):
                 writer.append(generator.integers(0, 257, min(1 << 24, size - start), dtype=np.uint16))
             written = writer.close()

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for
-from phalanx.data.stored.shard_writer import ShardWriter, commit
+from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 
@@ -33,7 +33,7 @@ def write_dataset(
     dtype = dtype_for(vocab_size)
     splits = {}
     for name, tokens in ((TRAIN, train), (HELD_OUT, np.empty(0, np.int64) if held_out is None else held_out)):
-        with ShardWriter(partial, name, dtype=dtype, shard_tokens=shard_tokens) as writer:
+        with ShardWriter(ShardFolder(partial, name), dtype=dtype, shard_tokens=shard_tokens) as writer:
             for piece in np.array_split(tokens, 3):
                 writer.append(piece)
             written = writer.close()

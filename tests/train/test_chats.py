@@ -20,7 +20,8 @@ from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import read_chat_template
 from phalanx.data.errors import DatasetError
 from phalanx.data.formats.document import Document
-from phalanx.data.preparing.prepare import prepare, split_of
+from phalanx.data.preparing.prepare import prepare
+from phalanx.data.preparing.splits import split_of
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.reading.places import open_places
 from phalanx.data.reading.sources import read_data_index

@@ -45,6 +45,24 @@ def test_a_recipe_is_planned_prepared_shown_traced_and_verified(tmp_path: Path, 
     assert "as they were written" in said("verify", out)
 
 
+@pytest.mark.parametrize("kind", ["in this process", "by workers", "by a recipe"])
+def test_a_dataset_within_the_folder_that_is_read_is_not_read_itself(
+    tmp_path: Path, recipe: Path, kind: str
+) -> None:
+    raw = tmp_path / "raw"
+    words = {
+        "in this process": [str(raw), "--tokenizer", "bytes"],
+        "by workers": [str(raw), "--tokenizer", "bytes", "--workers", "1"],
+        "by a recipe": [str(recipe), "--workers", "1"],
+    }[kind]
+    runs = [
+        json.loads(said("prepare", *words, "--out", str(raw / "out"), "--json").splitlines()[-1])
+        for _ in range(2)
+    ]
+    assert [run["reused"] for run in runs] == [False, True]
+    assert runs[0]["fingerprint"] == runs[1]["fingerprint"]
+
+
 def test_a_plan_that_is_written_is_worked_on_by_jobs(tmp_path: Path, recipe: Path) -> None:
     out = str(tmp_path / "out")
     assert "next: phalanx data work" in said("plan", str(recipe), "--out", out)

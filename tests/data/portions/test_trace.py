@@ -16,12 +16,14 @@ from phalanx.data.stored.index import SPLITS
 from phalanx.data.stored.shards import TokenShards
 
 
-@pytest.mark.parametrize("packed", [0, 100])
+@pytest.mark.parametrize(("packed", "classes"), [(0, []), (100, []), (100, [40, 90])])
 def test_the_tokens_of_a_record_are_those_of_the_documents_that_it_is_traced_to(
-    tmp_path: Path, packed: int
+    tmp_path: Path, packed: int, classes: list[int]
 ) -> None:
     raw_folder(tmp_path)
-    done = prepared(recipe_file(tmp_path, output=f"seq_len = {packed}"), tmp_path / "out")
+    done = prepared(
+        recipe_file(tmp_path, output=f"seq_len = {packed}\nlength_classes = {classes}"), tmp_path / "out"
+    )
     place = Workplace(str(tmp_path / "out"))
     portions = range(len(place.plan.portions))
     texts = {d.name: d.text for number in portions for _, d in read_portion(place.plan, number) if d}

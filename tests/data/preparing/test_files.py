@@ -327,3 +327,38 @@ def test_a_bit_that_flipped_in_a_parquet_page_with_a_checksum_is_damage(tmp_path
     path.write_bytes(content)
     with pytest.raises(CorpusError, match=r"rows\.parquet.*is damaged"):
         list(files_of([path]))
+
+
+@pytest.mark.parametrize("damage", [b"", b"no gzip"])
+def test_rows_before_the_damage_of_a_compressed_file_are_kept_with_skip(
+    tmp_path: Path, damage: bytes
+) -> None:
+    rows = b"".join(b'{"text": "row %d"}\n' % number for number in range(2000))
+    packed = gzip.compress(rows)
+    (tmp_path / "rows.jsonl.gz").write_bytes(packed + damage if damage else packed[:-9])
+    with pytest.raises(CorpusError, match=r"rows\.jsonl\.gz is damaged"):
+        files_of([tmp_path])
+    files = files_of([tmp_path], on_bad="skip")
+    kept = [document.text for document in files]
+    assert kept == [f"row {number}" for number in range(len(kept))]
+    assert len(kept) == 2000 if damage else len(kept) > 1900
+    assert [bad.path.name for bad in files.report.bad] == ["rows.jsonl.gz"]
+
+
+def test_a_row_that_is_still_being_written_is_called_a_change_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n{"te')
+    rows = iter(files_of([path]))
+    assert next(rows).text == "one"
+    with path.open("a") as file:
+        file.write('xt": "three"}\n')
+    with pytest.raises(CorpusError, match=r"rows\.jsonl changed while it was being prepared"):
+        list(rows)
+
+
+def test_a_field_within_a_field_is_named_with_what_writes_it_as_one_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"doc": {"text": "one"}}\n' * 2)
+    with pytest.raises(
+        CorpusError, match=r"a field within 'doc' is not read: .*jq -c '\{text: \.doc\.text\}'"
+    ):
+        files_of([tmp_path], ReadOptions(text_field="doc.text"))

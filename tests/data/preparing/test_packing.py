@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from data.making import write_dataset
 from phalanx.data.errors import DatasetError
 from phalanx.data.formats.document import Document
-from phalanx.data.preparing.packing import Packer, PackerByLength, best_fit, pieces_of
+from phalanx.data.preparing.packing import Packer, best_fit, pieces_of
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.dataset import NO_TARGET, RunData
 from phalanx.data.reading.sources import epoch_problems, mixture_of, read_data_index
@@ -60,7 +60,7 @@ def test_each_item_goes_into_the_fullest_bin_that_has_room(lengths: list[int], r
 @given(st.lists(st.integers(1, 90), max_size=60), st.sets(st.integers(2, 60), max_size=3))
 def test_classes_of_lengths_share_no_record_and_lose_no_token(lengths: list[int], chosen: set[int]) -> None:
     classes, room = sorted(chosen), 40
-    packer = PackerByLength(room, 0, classes)
+    packer = Packer(room, 0, classes)
     for number, length in enumerate(lengths, start=1):
         assert packer.add(np.full(length, number, dtype=np.uint32)) is None
     records = packer.flush()

@@ -19,7 +19,8 @@ from parity.llama3_folder import begins_texts, byte_level_bpe
 from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, TokenizerError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import files_of
-from phalanx.data.preparing.prepare import PreparedInfo, prepare, split_of
+from phalanx.data.preparing.prepare import PreparedDataset, prepare
+from phalanx.data.preparing.splits import split_of
 from phalanx.data.reading.dataset import RunData, verify_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.stored.shards import TokenShards, verify
@@ -37,7 +38,7 @@ HELD_OUT_TEXTS = [d.text for d in DOCUMENTS if split_of(d.name, FRACTION) == HEL
 SETTINGS: dict[str, Any] = {"tokenizer": "bytes", "held_out_fraction": FRACTION, "shard_tokens": 1000}
 
 
-def make(out: Path, tokenizer: str | Path = "bytes", **changes: object) -> PreparedInfo:
+def make(out: Path, tokenizer: str | Path = "bytes", **changes: object) -> PreparedDataset:
     return prepare(DOCUMENTS, out, **(SETTINGS | {"tokenizer": tokenizer, **changes}))
 
 
@@ -145,7 +146,7 @@ def test_a_given_tokenizer_goes_with_the_dataset(tmp_path: Path) -> None:
 def test_xz_is_measured_on_the_held_out_text_as_one(tmp_path: Path) -> None:
     text = "".join(HELD_OUT_TEXTS).encode()
     expected = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    assert make(tmp_path / "set").held_out_xz_bits_per_byte == pytest.approx(expected)
+    assert make(tmp_path / "set").index.held_out_xz_bits_per_byte == pytest.approx(expected)
 
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz program")
@@ -153,13 +154,13 @@ def test_the_xz_program_agrees(tmp_path: Path) -> None:
     text = "".join(HELD_OUT_TEXTS).encode()
     compressed = subprocess.run(["xz", "-9", "-c"], input=text, capture_output=True, check=True).stdout
     # Xz measures in blocks of four bytes and may note sizes in its header that a stream leaves out.
-    assert make(tmp_path / "set").held_out_xz_bits_per_byte == pytest.approx(
+    assert make(tmp_path / "set").index.held_out_xz_bits_per_byte == pytest.approx(
         8 * len(compressed) / len(text), rel=0.02
     )
 
 
 def test_without_held_out_text_there_is_nothing_to_compress(tmp_path: Path) -> None:
-    assert make(tmp_path / "set", held_out_fraction=0.0).held_out_xz_bits_per_byte is None
+    assert make(tmp_path / "set", held_out_fraction=0.0).index.held_out_xz_bits_per_byte is None
     assert RunData.open(tmp_path / "set", 10, seed=0).held_out_len == 0
 
 

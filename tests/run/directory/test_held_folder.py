@@ -94,3 +94,14 @@ def test_a_process_without_descriptors_hears_so_and_leaves_no_folder(
     with pytest.raises(OSError, match="Too many open files"), held_folder(PREFIX):
         raise AssertionError("it cannot be held")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_beside_its_target_has_the_permissions_of_others_there_and_may_be_renamed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "usual").mkdir()
+    with held_folder(PREFIX, tmp_path) as folder:
+        assert folder.stat().st_mode == (tmp_path / "usual").stat().st_mode
+        (folder / "file").write_text("kept")
+        folder.rename(tmp_path / "target")
+    assert (tmp_path / "target" / "file").read_text() == "kept"

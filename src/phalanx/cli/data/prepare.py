@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
-from phalanx.cli.data.named import prepare_in_portions
-from phalanx.cli.data.prepared import report_prepared
-from phalanx.cli.data.progress import PrepareProgress
+from phalanx.cli.data.named import NamedText, prepare_here, prepare_in_portions
 from phalanx.cli.data.recipe import PrepareCommand
 from phalanx.cli.data.workers import ChosenWorkers, worker_options
-from phalanx.cli.errors import explained
-from phalanx.data.errors import DataError, TokenizerError
 from phalanx.data.portions.planning.recipe import OutputRecipe
 from phalanx.store.open_store import is_remote
-
-if TYPE_CHECKING:
-    from phalanx.data.chat.encode import ChatLayout
 
 
 @click.command("prepare", short_help="Turn text into token shards.", cls=PrepareCommand)
@@ -149,59 +141,11 @@ def prepare_command(
         hold_out_by=hold_out_by,
         seq_len=seq_len or 0,
     )
-    prepare = partial(prepare_in_portions, workers=chosen) if in_portions else _prepare_here
-    prepare(
-        text,
-        out,
-        output,
-        text_field=text_field,
-        on_bad="skip" if skip_bad else on_bad,
-        as_text=as_text,
-        as_json=as_json,
-    )
-
-
-def _prepare_here(
-    text: tuple[str, ...],
-    out: str,
-    output: OutputRecipe,
-    *,
-    text_field: str | None,
-    on_bad: Literal["stop", "skip"],
-    as_text: bool,
-    as_json: bool,
-) -> None:
-    """Prepare what is named in this process, and say what was read as what and what was left out."""
-    from phalanx.data.formats.document import ReadOptions
-    from phalanx.data.preparing.files import Files
-    from phalanx.data.preparing.prepare import prepare
-    from phalanx.train.start.prepare import documents_of
-
-    with explained(DataError):
-        documents = documents_of(
-            text, ReadOptions(text_field, output.layout == "chat"), on_bad=on_bad, json_as_text=as_text
-        )
-        files = documents if isinstance(documents, Files) else None
-        progress = None if as_json else PrepareProgress(files)
-        try:
-            info = prepare(
-                documents,
-                Path(out),
-                tokenizer=output.tokenizer,
-                vocab_size=output.vocab_size if output.tokenizer == "bpe" else None,
-                held_out_fraction=output.held_out,
-                hold_out_by=output.hold_out_by,
-                packed_seq_len=output.seq_len,
-                chat=_chat_layout(output, on_bad) if output.layout == "chat" else None,
-                on_progress=progress,
-            )
-        except KeyboardInterrupt:
-            click.echo(f"\ninterrupted: {out} is as it was, and nothing half-written is left", err=True)
-            raise
-        finally:
-            if progress is not None:
-                progress.close()
-    report_prepared(out, info, files, on_bad=on_bad, as_json=as_json)
+    source = NamedText(text, text_field, "skip" if skip_bad else on_bad, as_text)
+    if in_portions:
+        prepare_in_portions(source, out, output, chosen, as_json=as_json)
+    else:
+        prepare_here(source, out, output, as_json=as_json)
 
 
 def _require_options_of_layout(
@@ -241,24 +185,3 @@ def _require_options_of_layout(
         raise click.UsageError(
             "--as-text reads rows as text, and --layout chat as conversations: leave one out"
         )
-
-
-def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatLayout:
-    """The layout with a template in a file, or that beside the tokenizer. Raises ``TokenizerError`` if there is none."""
-    from phalanx.data.chat.encode import ChatLayout
-    from phalanx.data.chat.template import ChatTemplateError, read_chat_template
-
-    if output.tokenizer == "bpe":
-        from phalanx.data.chat.untrained import read_bare_template
-
-        try:
-            return ChatLayout(read_bare_template(Path(output.chat_template)), output.too_long, on_bad)
-        except ChatTemplateError as error:
-            raise TokenizerError(str(error)) from error
-    tokenizer = Path(output.tokenizer)
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    template = Path(output.chat_template) if output.chat_template else None
-    try:
-        return ChatLayout(read_chat_template(folder, template), output.too_long, on_bad)
-    except ChatTemplateError as error:
-        raise TokenizerError(f"{error}: name one with --chat-template") from error

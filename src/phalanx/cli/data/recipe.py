@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.data.notices import lines_of_overlap, lines_of_turns
+from phalanx.cli.data.progress import PrepareProgress
+from phalanx.cli.data.report import lines_of_counts, report
 from phalanx.cli.data.workers import ChosenWorkers, resumable, worker_options
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
-    OnStage,
-    PreparedDataset,
     carry_out,
     place_plan,
-    planned,
     sealed_index,
     work_share,
 )
+from phalanx.data.portions.planning.plan import make_plan
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
+from phalanx.data.preparing.prepare import PreparedDataset
 from phalanx.store.errors import StoreError
 
 if TYPE_CHECKING:
     from click import Context
 
-_PAUSE_S = 1.0
-_MUCH_PADDING = 0.01
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 
@@ -84,14 +80,15 @@ def recipe_command(
     chosen.require_one_kind()
     with explained(DataError, StoreError):
         place = place_plan(read_recipe(recipe), recipe.parent, out)
-        prepared = carried_out(place, chosen, quiet=as_json)
-    report(out, prepared, as_json=as_json)
+        dataset = carried_out(place, chosen, quiet=as_json)
+    lines, facts = lines_of_counts(dataset.counts), {"counts": dataset.counts}
+    report(out, dataset, lines, facts, by_recipe=True, as_json=as_json)
 
 
 def carried_out(place: Workplace, workers: ChosenWorkers, *, quiet: bool) -> PreparedDataset:
     """Do what is not yet done at a place, and say how far it is unless ``quiet``. Raises ``DataError`` and ``StoreError``."""
-    with workers.executor() as executor, resumable():
-        return carry_out(place, executor, _progress(quiet))
+    with workers.executor() as executor, resumable(), PrepareProgress(quiet=quiet) as progress:
+        return carry_out(place, executor, progress)
 
 
 @click.command("plan", short_help="What a recipe's dataset would be made of, and at what cost.")
@@ -107,7 +104,11 @@ def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
     """
     with explained(DataError, StoreError):
         wanted = read_recipe(recipe)
-        plan = planned(wanted, recipe.parent) if out is None else place_plan(wanted, recipe.parent, out).plan
+        plan = (
+            make_plan(wanted, recipe.parent)[0]
+            if out is None
+            else place_plan(wanted, recipe.parent, out).plan
+        )
     by_format: dict[str, int] = {}
     for form in plan.formats:
         by_format[str(form)] = by_format.get(str(form), 0) + 1
@@ -160,80 +161,7 @@ def work_command(plan: str, task: str, patience_s: float) -> None:
         raise click.UsageError(f"--task {task!r} is not I/N with I from 1 to N, such as 3/16")
     with explained(DataError, StoreError):
         place = Workplace(plan)
-        with resumable():
-            work_share(place, int(number), int(of), _progress(False), patience_s)
+        with resumable(), PrepareProgress() as progress:
+            work_share(place, int(number), int(of), progress, patience_s)
         index = sealed_index(place)
     click.echo(f"{plan}: sealed; fingerprint {index.fingerprint[:16]}" if index else f"{plan}: not sealed")
-
-
-def _progress(quiet: bool) -> OnStage:
-    begun: dict[str, tuple[float, int]] = {}
-    last = 0.0
-
-    def show(stage: str, done: int, tasks: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        start, at_start = begun.setdefault(stage, (now, done))
-        if quiet or (done < tasks and now - last < _PAUSE_S):
-            return
-        last = now
-        left = (now - start) / (done - at_start) * (tasks - done) if done > at_start else 0.0
-        rest = f", {_duration(left)} left" if left >= 1 else ""
-        click.echo(f"{stage}: {done:,} of {tasks:,}{rest}", err=True)
-
-    return show
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    )
-
-
-def report(
-    out: str, prepared: PreparedDataset, more: Mapping[str, object] | None = None, *, as_json: bool
-) -> None:
-    """Say what a prepared dataset holds, with ``more`` facts in JSON."""
-    index = prepared.index
-    facts = {
-        "path": out,
-        "reused": prepared.reused,
-        "vocab_size": index.vocab_size,
-        "train_tokens": index.train.tokens,
-        "held_out_tokens": index.held_out.tokens,
-        "held_out_in_training": prepared.held_out_in_training,
-        "fingerprint": index.fingerprint,
-        "padding": index.train.padding / max(1, index.train.tokens),
-        "counts": prepared.counts,
-        **(more or {}),
-    }
-    if as_json:
-        click.echo(json.dumps(facts))
-        return
-    click.echo(f"{out}: {'was there already' if prepared.reused else 'written'}")
-    read, kept = prepared.counts["documents read"], prepared.counts["documents kept"]
-    click.echo(f"  {kept:,} of {read:,} documents kept")
-    for name, count in sorted(prepared.counts.items()):
-        if name.startswith("dropped: "):
-            click.echo(f"    {name}: {count:,}")
-    click.echo(f"  {index.train.tokens:,} tokens to train on, {index.held_out.tokens:,} held out")
-    if index.packed_seq_len:
-        few = (
-            "; a portion has too few documents to fill them better: a larger output.portion_bytes, with another --out, helps"
-            if index.train.padding > _MUCH_PADDING * index.train.tokens
-            else ""
-        )
-        click.echo(
-            f"  packed whole into records of {index.packed_seq_len:,} tokens, {facts['padding']:.3%} of them padding{few}"
-        )
-    for line in lines_of_overlap(prepared.held_out_in_training, index, 'output.hold_out_by = "text"'):
-        click.echo(f"  {line}")
-    for line in lines_of_turns(out, index):
-        click.echo(f"  {line}")
-    if not index.held_out.tokens:
-        click.echo(
-            "  nothing is held out, so there will be no held-out loss: raise output.held_out with another --out"
-        )
-    click.echo(f"  vocabulary {index.vocab_size:,}; fingerprint {index.fingerprint[:16]}")

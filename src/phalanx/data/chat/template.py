@@ -145,6 +145,16 @@ def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
     return ChatTemplate(source, {name: content for name, content in contents.items() if content is not None})
 
 
+def template_beside(tokenizer: Path, file: Path | None = None) -> ChatTemplate:
+    """The template beside a tokenizer, a file or its folder; or the one in ``file``. Raises ``TokenizerError`` if there is none."""
+    try:
+        return read_chat_template(tokenizer if tokenizer.is_dir() else tokenizer.parent, file)
+    except ChatTemplateError as error:
+        raise TokenizerError(
+            f"{error}: name one with --chat-template, or in a recipe with output.chat_template"
+        ) from error
+
+
 def _content(token: object) -> str | None:
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.data.chat.messages import read_conversation, strings_in
-from phalanx.data.chat.template import ChatTemplate, ChatTemplateError
+from phalanx.data.chat.template import ChatTemplate
+from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import END_OF_DOCUMENT
 
 _PAD = "<|pad|>"
@@ -49,11 +50,11 @@ def untrained_chat(template: ChatTemplate) -> UntrainedChat:
 
 
 def read_bare_template(file: Path) -> ChatTemplate:
-    """The template in a file, without names of special tokens. Raises ``ChatTemplateError``."""
+    """The template in a file, without names of special tokens. Raises ``TokenizerError``."""
     try:
         return ChatTemplate(file.read_text(encoding="utf-8"), {})
     except (OSError, UnicodeDecodeError) as error:
-        raise ChatTemplateError(f"the chat template {file} cannot be read: {error}") from error
+        raise TokenizerError(f"the chat template {file} cannot be read: {error}") from error
 
 
 def texts_of(conversation: str) -> Iterator[str]:

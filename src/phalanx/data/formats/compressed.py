@@ -66,22 +66,47 @@ def open_stream(
             raise DamagedError(f"its compressed data are not what was written ({error})") from error
 
 
+def read_head(path: Path, compression: Compression, nbytes: int) -> bytes:
+    """The first uncompressed bytes of a file, fewer if damage follows them. Raises as ``open_stream``, for damage at its beginning."""
+    head = b""
+    try:
+        with open_stream(path, compression) as stream:
+            while len(head) < nbytes and (block := stream.read1(nbytes - len(head))):
+                head += block
+    except DamagedError:
+        if not head:
+            raise
+    return head
+
+
 def _uncompressed(file: "_Counted", compression: Compression) -> io.RawIOBase:
-    stream: object
     match compression:
         case Compression.NONE:
-            stream = file
-        case Compression.GZIP:
-            stream = gzip.GzipFile(fileobj=io.BufferedReader(file, _BLOCK_BYTES), mode="rb")
-        case Compression.XZ:
-            stream = lzma.LZMAFile(  # noqa: SIM115 - closed with the file below it
-                io.BufferedReader(file, _BLOCK_BYTES)
-            )
-        case Compression.BZ2:
-            stream = bz2.BZ2File(io.BufferedReader(file, _BLOCK_BYTES))
+            return file
         case Compression.ZSTD:
-            stream = _ZstdFrames(file)
-    return stream  # type: ignore[return-value]  # GzipFile and its like read as raw streams do
+            return _ZstdFrames(file)
+        case Compression.GZIP:
+            return _AsSoonAsRead(gzip.GzipFile(fileobj=io.BufferedReader(file, _BLOCK_BYTES), mode="rb"))
+        case Compression.XZ:
+            return _AsSoonAsRead(lzma.LZMAFile(io.BufferedReader(file, _BLOCK_BYTES)))
+        case Compression.BZ2:
+            return _AsSoonAsRead(bz2.BZ2File(io.BufferedReader(file, _BLOCK_BYTES)))
+
+
+class _AsSoonAsRead(io.RawIOBase):
+    """The bytes of a decompressor, in reads that it fills in part: a damage takes none of those before it along."""
+
+    def __init__(self, stream: gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "Buffer") -> int:
+        view = memoryview(buffer)
+        data = self._stream.read1(len(view))
+        view[: len(data)] = data
+        return len(data)
 
 
 class _Counted(io.RawIOBase):

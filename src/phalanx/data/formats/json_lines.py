@@ -88,8 +88,10 @@ def fields_of(stream: io.BufferedReader, lines: int, options: ReadOptions) -> li
         seen += 1
         found = parse_object(line)
         if isinstance(found, dict):
+            if options.field in found:
+                return None
             fields |= dict.fromkeys(found)
-    return list(fields) if fields and options.field not in fields else None
+    return list(fields) or None
 
 
 def fields_in_words(fields: list[str]) -> str:

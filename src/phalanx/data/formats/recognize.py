@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from phalanx.data.errors import FormatError
-from phalanx.data.formats.compressed import Compression, DamagedError, open_stream
+from phalanx.data.formats.compressed import Compression, DamagedError, open_stream, read_head
 from phalanx.data.formats.json_lines import BOM, parse_object
 
 _HEAD_BYTES = 1 << 16
@@ -89,8 +89,8 @@ class Format:
         return self.kind.value + (f".{self.compression.value}" if self.compression.value else "")
 
 
-def recognize(path: Path) -> Format:
-    """The format of the file at ``path``, by its content. An empty file is text.
+def recognize(path: Path, *, may_be_damaged: bool = False) -> Format:
+    """The format of the file at ``path``, by its content. An empty file is text. JSON lines ``may_be_damaged`` behind the first two.
 
     Raises ``FormatError`` for what cannot be read, and ``MissingPackageError`` if it takes a package that is not installed.
     """
@@ -115,17 +115,16 @@ def recognize(path: Path) -> Format:
         return Format(Kind.ARROW)
     for magic, compression in _COMPRESSIONS:
         if head.startswith(magic):
-            return _recognize_compressed(path, compression)
+            return _recognize_compressed(path, compression, may_be_damaged)
     if _ZSTD_SKIPPABLE.match(head):
-        return _recognize_compressed(path, Compression.ZSTD)
+        return _recognize_compressed(path, Compression.ZSTD, may_be_damaged)
     with path.open("rb") as file:
         return Format(_kind_of_text(path, head, file))
 
 
-def _recognize_compressed(path: Path, compression: Compression) -> Format:
+def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: bool) -> Format:
     try:
-        with open_stream(path, compression) as stream:
-            head = stream.read(_HEAD_BYTES)
+        head = read_head(path, compression, _HEAD_BYTES)
         with open_stream(path, compression) as stream:
             inner = [magic for magic, _ in _COMPRESSIONS if head.startswith(magic)]
             if inner or head.startswith((b"PAR1", b"ARROW1\0\0")):
@@ -134,7 +133,11 @@ def _recognize_compressed(path: Path, compression: Compression) -> Format:
                     f"holds a file that is compressed itself or a table, within {compression.value}",
                     "unpack it once",
                 )
-            return Format(_kind_of_text(path, head, stream), compression)
+            kind = _kind_of_text(path, head, stream)
+        if kind is Kind.TEXT or not may_be_damaged:
+            with open_stream(path, compression) as stream:
+                stream.read(_HEAD_BYTES)
+        return Format(kind, compression)
     except DamagedError as error:
         raise FormatError(path, f"is damaged: {error}", "copy it again") from error
 

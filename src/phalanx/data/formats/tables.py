@@ -106,9 +106,10 @@ def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
 
 def missing_field(path: Path, wanted: str, there: list[str]) -> FormatError:
     """The error for a file without the field that holds the text."""
-    return FormatError(
-        path, f"has no field {wanted!r}; it has: {fields_in_words(there)}", "name it with --text-field"
-    )
+    remedy, outer = "name it with --text-field", wanted.partition(".")[0]
+    if outer != wanted and outer in there:
+        remedy = f"a field within {outer!r} is not read: write it as one of its own, in JSON lines with jq -c '{{text: .{wanted}}}'"
+    return FormatError(path, f"has no field {wanted!r}; it has: {fields_in_words(there)}", remedy)
 
 
 def read_parquet(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.data.errors import PreparationError
@@ -25,6 +24,7 @@ from phalanx.data.portions.planning.recipe import PreparationRecipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
 from phalanx.data.portions.work.seal import held_out_in_training, sweep
+from phalanx.data.preparing.prepare import PreparedDataset
 from phalanx.data.stored.index import DatasetIndex, parse_index
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.errors import MissingObjectError
@@ -38,24 +38,10 @@ OnStage = Callable[[str, int, int], None]
 """Called with (stage, tasks done, tasks in all)."""
 
 
-@dataclass(frozen=True)
-class PreparedDataset:
-    """A dataset that was prepared from a recipe."""
-
-    url: str
-    index: DatasetIndex
-    counts: dict[str, int]
-    """What was read, kept and dropped, by reason."""
-    reused: bool
-    """True if it was there already."""
-    held_out_in_training: int | None = None
-    """Held-out documents whose text is in the training split too; ``None`` if that was not counted, as of a dataset that was there."""
-
-
 def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
     """Plan a recipe whose file lies in ``folder``, and write the plan to ``out``, or find the same there. Raises as ``make_plan`` and ``commit_plan``."""
     _require_place(out)
-    return put_plan(out, *make_plan(recipe, folder))
+    return put_plan(out, *make_plan(recipe, folder, out=out))
 
 
 def place_named_files(
@@ -63,7 +49,7 @@ def place_named_files(
 ) -> tuple[Workplace, NamedFilesPlan]:
     """Likewise of files that are named, with what of them is left out. Raises as ``plan_named_files`` and ``commit_plan``."""
     _require_place(out)
-    found = plan_named_files(named, recipe)
+    found = plan_named_files(named, recipe, out)
     return put_plan(out, found.plan, found.tokenizer), found
 
 
@@ -98,7 +84,7 @@ def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *
     _sweep(place)
     manifests = place.manifests(Stage("write", len(place.plan.portions)))
     shared = None if reused else held_out_in_training(place, manifests)
-    return PreparedDataset(place.url, index, total(manifests), reused, shared)
+    return PreparedDataset(place.url, index, reused, shared, total(manifests))
 
 
 def work_share(
@@ -195,8 +181,3 @@ def sealed_index(place: Workplace) -> DatasetIndex | None:
     if index.recipe.source_sha256 != place.plan.sha256:
         raise PreparationError(f"{place.url} holds another dataset; choose another --out, or remove it")
     return index
-
-
-def planned(recipe: PreparationRecipe, folder: Path) -> PreparationPlan:
-    """The plan of a recipe, which is written nowhere."""
-    return make_plan(recipe, folder)[0]

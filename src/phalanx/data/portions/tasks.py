@@ -17,9 +17,12 @@ from functools import cached_property
 import msgspec
 import xxhash
 
+from phalanx.data.chat.encode import ChatEncoder, ChatLayout
+from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
 from phalanx.data.portions.scratch import scratch_folder
+from phalanx.data.preparing.split_writer import Encoding
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.section_reader import JsonObject
@@ -80,6 +83,15 @@ class Workplace:
             for name in (TOKENIZER_FILE, CONFIG_FILE):
                 (folder / name).write_bytes(self.store.get(f"{PREPARATION}/tokenizer/{name}"))
             return load_tokenizer(folder)
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """How documents become the dataset's tokens."""
+        output, chat = self.plan.recipe.output, None
+        if output.layout == "chat":
+            layout = ChatLayout(ChatTemplate(output.template, output.special_tokens), output.too_long)
+            chat = ChatEncoder(self.tokenizer, layout, output.seq_len)
+        return Encoding(self.tokenizer, output.seq_len, output.length_classes, chat)
 
     def put(self, manifest: TaskManifest, key: str, data: bytes | memoryview) -> StoredObject:
         """Write an object of a task, and enter it in its manifest."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -18,7 +18,7 @@ from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY
 from phalanx.data.portions.tasks import Workplace
 from phalanx.data.portions.work.write_portion import origin_key
-from phalanx.data.preparing.packing import WINDOW_TOKENS, best_fit, pieces_of
+from phalanx.data.preparing.packing import packed
 from phalanx.data.stored.index import DatasetIndex
 
 
@@ -68,7 +68,11 @@ def _in_portion(
     rows = _documents_of(place, origin_key(name))
     lengths = [length for _, _, length in rows]
     seq_len = index.packed_seq_len
-    stretches = _packed(lengths, seq_len, start // seq_len) if seq_len else _joined(lengths, start, stop)
+    stretches: Iterable[tuple[int, int, int]] = _joined(lengths, start, stop)
+    if seq_len:
+        records = packed(lengths, seq_len, plan.recipe.output.length_classes)
+        record = next(itertools.islice(records, start // seq_len, None), [])
+        stretches = ((number, piece.start, len(piece)) for number, piece in record)
     return [
         TracedDocument(
             rows[number][1], plan.files[plan.portions[portion][rows[number][0]].file].url, first, tokens
@@ -97,22 +101,6 @@ def _joined(lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, in
         if first < last:
             yield number, first - at, last - first
         at += length
-
-
-def _packed(lengths: list[int], seq_len: int, record: int) -> Iterator[tuple[int, int, int]]:
-    """The same of a packed record: the packer's windows, once more, until the one with the record."""
-    pieces: list[tuple[int, int, int]] = []
-    tokens = 0
-    for number, length in enumerate(lengths):
-        pieces += [(number, piece.start, len(piece)) for piece in pieces_of(length, seq_len)]
-        tokens += length
-        if tokens >= WINDOW_TOKENS or number == len(lengths) - 1:
-            bins = best_fit([size for _, _, size in pieces], seq_len)
-            if record < len(bins):
-                yield from (pieces[item] for item in bins[record])
-                return
-            record -= len(bins)
-            pieces, tokens = [], 0
 
 
 def _portion_name(file: str) -> str:

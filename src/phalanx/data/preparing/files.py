@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError, FormatError
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
 from phalanx.data.formats.read import documents, require_text, spans
 from phalanx.data.formats.recognize import Format, Kind, recognize
+from phalanx.store.open_store import is_remote, is_url
 
 OnBad = Literal["stop", "skip"]
 MOST_NAMED = 20
@@ -97,6 +99,7 @@ class Files:
             for span in spans(file.path, file.format, _SPAN_BYTES, self.options):
                 for document in documents(file.path, file.name, file.format, span, self.options, on_bytes):
                     if isinstance(document, BadDocument):
+                        _require_unchanged(file)
                         self._bad(document, report)
                     elif document.text:
                         report.documents[kind] += 1
@@ -104,6 +107,7 @@ class Files:
                     else:
                         report.without_text += 1
                 before += span.file_bytes
+            _require_unchanged(file)
             before = span_before + file.bytes
             report.without_text += empty
             on_bytes(0)
@@ -136,22 +140,24 @@ def files_of(
     *,
     on_bad: OnBad = "stop",
     json_as_text: bool = False,
+    out: str | Path = "",
 ) -> Files:
     """The corpus of the files that ``patterns`` name: files, folders (all files below, hidden ones left out), globs.
 
     A document is named by its path below the folder, or below the part of a glob before the first wildcard. Of a folder
-    that ``datasets`` saved, its Arrow files are taken. ``json_as_text`` reads JSON lines as text, braces included.
+    that ``datasets`` saved, its Arrow files are taken. ``json_as_text`` reads JSON lines as text, braces included. Nothing below ``out``, where the dataset is
+    written, is read.
 
     Raises ``CorpusError`` for a pattern without any file, for files that two patterns name, and, unless bad ones are to be
     skipped, for files that cannot be read.
     """
-    found, linked = _found(patterns)
+    found, linked = _found(patterns, below(out))
     kept: list[CorpusFile] = []
     bad: list[BadDocument] = []
     remedies: list[str] = []
     for name, path in found:
         try:
-            file = _corpus_file(name, path, options, json_as_text=json_as_text)
+            file = _corpus_file(name, path, options, on_bad, json_as_text=json_as_text)
         except FormatError as error:
             bad.append(BadDocument(error.path, "", error.reason))
             remedies.append(error.remedy)
@@ -163,12 +169,27 @@ def files_of(
     return Files(kept, options, on_bad, left_out=bad, aside=aside, linked=linked)
 
 
-def _corpus_file(name: str, path: Path, options: ReadOptions, *, json_as_text: bool) -> CorpusFile:
+def below(out: str | Path) -> str:
+    """The beginning of the resolved paths, or of the URLs, of all that lies in the folder or store ``out``; empty if that is."""
+    place = str(out)
+    if not place or is_remote(place):
+        return place and f"{place.rstrip('/')}/"
+    return f"{Path(local_path(place)).expanduser().resolve()}/"
+
+
+def local_path(place: str) -> str:
+    """The path that a path or ``file://`` URL names."""
+    return unquote(urlsplit(place).path) if is_url(place) else place
+
+
+def _corpus_file(
+    name: str, path: Path, options: ReadOptions, on_bad: OnBad, *, json_as_text: bool
+) -> CorpusFile:
     try:
         name.encode()
     except UnicodeEncodeError:
         raise FormatError(Path(ascii(str(path))), "has a name that is not UTF-8", "rename it") from None
-    form = recognize(path)
+    form = recognize(path, may_be_damaged=on_bad == "skip")
     if json_as_text and form.kind is Kind.JSONL:
         form = Format(Kind.TEXT, form.compression)
     state = path.stat()
@@ -223,7 +244,7 @@ def _require_unchanged(file: CorpusFile) -> None:
         raise CorpusError(f"{file.path} changed while it was being prepared; prepare again when it is whole")
 
 
-def _found(patterns: Sequence[str | Path]) -> tuple[list[tuple[str, Path]], list[Path]]:
+def _found(patterns: Sequence[str | Path], own: str) -> tuple[list[tuple[str, Path]], list[Path]]:
     """Name and path, as it was given, of all files, in order of name and of where they really lie; and links to folders."""
     linked: list[Path] = []
     names: dict[Path, tuple[str, Path]] = {}
@@ -237,6 +258,8 @@ def _found(patterns: Sequence[str | Path]) -> tuple[list[tuple[str, Path]], list
             )
         for name, path in found:
             real = path.resolve()
+            if own and str(real).startswith(own):
+                continue
             if real in names and by[real] != pattern:
                 twice.append((path, by[real], pattern))
             names.setdefault(real, (name, path))

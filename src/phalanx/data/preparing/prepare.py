@@ -11,48 +11,36 @@ next one to the same place removes.
 """
 
 import errno
-import fcntl
-import glob
 import hashlib
 import lzma
-import math
-import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from phalanx.data.chat.encode import ChatEncoder, ChatLayout
-from phalanx.data.chat.kept import save_template
-from phalanx.data.chat.untrained import UntrainedChat, texts_of, untrained_chat
-from phalanx.data.dedup.exact import normal_form
-from phalanx.data.dedup.split_overlap import SplitOverlap
+from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
+from phalanx.data.chat.untrained import texts_of, untrained_chat
+from phalanx.data.dedup.split_overlap import count_shared
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import Files
 from phalanx.data.preparing.interruptible import interruptible
-from phalanx.data.preparing.split_encoders import ChatSplitEncoder, SplitEncoder
+from phalanx.data.preparing.split_writer import Encoding, SplitWriter, description, named_tokenizer
+from phalanx.data.preparing.splits import SplitRule, held_out_end
 from phalanx.data.stored.index import (
     HELD_OUT,
+    SPLITS,
     TRAIN,
     ChatRecipe,
     DatasetIndex,
     Recipe,
-    dtype_for,
     read_index,
 )
-from phalanx.data.stored.shard_writer import ShardWriter, commit
+from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.stored.shards import TokenShards
-from phalanx.data.tokenizers.tokenizer import (
-    BytesTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    tokenizer_from_file,
-    train_bpe,
-)
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from phalanx.run.directory.held_folder import held_folder
 
 DEFAULT_BPE_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 1 << 28
@@ -65,27 +53,18 @@ OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class PreparedInfo:
+class PreparedDataset:
     """A prepared dataset."""
 
-    directory: Path
+    place: str
+    """Its folder or URL."""
     index: DatasetIndex
     reused: bool
     """True if it was there already."""
     held_out_in_training: int | None = None
-    """Held-out documents whose text is in the training split too; ``None`` of a dataset that was there."""
-
-    @property
-    def fingerprint(self) -> str:
-        return self.index.fingerprint
-
-    @property
-    def vocab_size(self) -> int:
-        return self.index.vocab_size
-
-    @property
-    def held_out_xz_bits_per_byte(self) -> float | None:
-        return self.index.held_out_xz_bits_per_byte
+    """Held-out documents whose text is in the training split too; ``None`` if that was not counted, as of a dataset that was there."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Documents read, kept and dropped, by reason, of a dataset that was prepared in portions."""
 
 
 def prepare(
@@ -100,7 +79,7 @@ def prepare(
     packed_seq_len: int = 0,
     chat: ChatLayout | None = None,
     on_progress: OnProgress | None = None,
-) -> PreparedInfo:
+) -> PreparedDataset:
     """Write the dataset of ``documents`` to ``out``, or find it there.
 
     ``documents`` must give the same when gone through again: a list or ``Files``, not a generator. ``tokenizer``
@@ -117,87 +96,46 @@ def prepare(
         raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
     if packed_seq_len and packed_seq_len < 2:
         raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
-    source = _Source(documents, held_out_fraction, hold_out_by, on_progress, divisible=chat is None)
-    given = _given_tokenizer(tokenizer)
-    encoder, untrained = None, None
+    source = _Source(
+        documents, SplitRule(held_out_fraction, hold_out_by), on_progress, divisible=chat is None
+    )
+    given, untrained = named_tokenizer(tokenizer), None
+    if given is not None and vocab_size not in (None, given.vocab_size):
+        raise DatasetError(
+            f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
+        )
     if chat is not None:
         if not packed_seq_len:
             raise DatasetError("chats are packed into records: give packed_seq_len")
         if given is None:
             untrained = untrained_chat(chat.template)
             chat = replace(chat, template=untrained.template)
-        else:
-            encoder = ChatEncoder(given, chat, packed_seq_len)
-    if given is not None and vocab_size not in (None, given.vocab_size):
-        raise DatasetError(
-            f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
-        )
-    if given is None and vocab_size is None:
-        vocab_size = DEFAULT_BPE_VOCAB_SIZE
-    start = given.document_start if given is not None else ()
+
+    def encoding_in(tokenizer: Tokenizer) -> Encoding:
+        encoder = ChatEncoder(tokenizer, chat, packed_seq_len) if chat is not None else None
+        return Encoding(tokenizer, packed_seq_len, chat=encoder)
+
+    def train() -> Encoding:
+        texts, special_tokens = source.train_texts(), untrained.special_tokens if untrained else ()
+        if untrained is not None:
+            texts = (text for line in texts for text in texts_of(line))
+        size = vocab_size or DEFAULT_BPE_VOCAB_SIZE
+        return encoding_in(train_bpe(texts, vocab_size=size, special_tokens=special_tokens))
+
+    encoding = encoding_in(given) if given is not None else None
+    end = untrained.end if untrained is not None else encoding.document_end if encoding is not None else 0
     recipe = Recipe(
         source.sha256,
-        _describe(given),
-        vocab_size,
+        description(given),
+        vocab_size if given is not None else vocab_size or DEFAULT_BPE_VOCAB_SIZE,
         held_out_fraction,
         shard_tokens,
-        () if chat is not None else start,
+        given.document_start if given is not None and chat is None else (),
         packed_seq_len,
-        None
-        if chat is None
-        else ChatRecipe(chat.template.sha256, _chat_end(encoder, untrained), chat.too_long),
+        None if chat is None else ChatRecipe(chat.template.sha256, end, chat.too_long),
         hold_out_by,
     )
-    found = _find(out, recipe)
-    if found is not None:
-        return found
-    if chat is not None and untrained is not None:
-
-        def train() -> tuple[Tokenizer, ChatEncoder | None]:
-            texts = (text for line in source.train_texts() for text in texts_of(line))
-            tokenizer = train_bpe(
-                texts,
-                vocab_size=vocab_size or DEFAULT_BPE_VOCAB_SIZE,
-                special_tokens=untrained.special_tokens,
-            )
-            return tokenizer, ChatEncoder(tokenizer, chat, packed_seq_len)
-
-    else:
-
-        def train() -> tuple[Tokenizer, ChatEncoder | None]:
-            size = vocab_size or DEFAULT_BPE_VOCAB_SIZE
-            return given or train_bpe(source.train_texts(), vocab_size=size), encoder
-
-    return _write(source, out, recipe, train)
-
-
-def _chat_end(encoder: ChatEncoder | None, untrained: UntrainedChat | None) -> int:
-    """The token that ends a conversation."""
-    if encoder is not None:
-        return encoder.end
-    assert untrained is not None, "without a tokenizer one is to be trained"
-    return untrained.end
-
-
-def split_of(decisive: str, held_out_fraction: float) -> str:
-    """The split, "train" or "held_out", of a document: a hash of ``decisive``, its name or text, decides."""
-    place = int.from_bytes(hashlib.sha256(decisive.encode()).digest()[:8], "little") / 2**64
-    return HELD_OUT if place < held_out_fraction else TRAIN
-
-
-def decisive_part(name: str, text: str, hold_out_by: str) -> str:
-    """The part of a document that decides its split: its name, or its text in normal form, which all copies have."""
-    return name if hold_out_by == "name" else normal_form(text)
-
-
-def cut_end(text: str, characters: int) -> tuple[str, str]:
-    """``text`` in two, the second of about ``characters``: it begins after a line's end or a space if one is near."""
-    at = len(text) - characters
-    for separator in ("\n", " "):
-        found = text.rfind(separator, max(at - characters, 0), at)
-        if found >= 0:
-            return text[: found + 1], text[found + 1 :]
-    return text[:at], text[at:]
+    return _find(out, recipe) or _write(source, out, recipe, lambda: encoding or train())
 
 
 class _Source:
@@ -206,8 +144,7 @@ class _Source:
     def __init__(
         self,
         documents: Iterable[Document],
-        held_out_fraction: float,
-        hold_out_by: str,
+        rule: SplitRule,
         on_progress: OnProgress | None,
         *,
         divisible: bool,
@@ -217,39 +154,25 @@ class _Source:
             raise CorpusError(
                 "documents are gone through several times: give a list or Files, not a generator"
             )
-        self._documents = documents
-        self._fraction, self._hold_out_by = held_out_fraction, hold_out_by
-        self._on_progress = on_progress
-        self._cut: tuple[int, int] | None = None
-        """Number of the document whose end is held out, and the characters of that end; ``None`` if names decide alone."""
-        self._moved: tuple[int, str] | None = None
-        """Number of the document that is in another split than its name says, so that none is empty, and the split."""
+        self._documents, self._on_progress = documents, on_progress
         self.total = 0
         self.sha256 = ""
-        splits, characters, most, largest = set(), 0, 0, 0
-        for number, (split, _, text, _) in enumerate(self.read("read")):
-            splits.add(split)
-            characters += len(text)
-            if len(text) > most:
-                most, largest = len(text), number
-        wanted = {TRAIN, HELD_OUT} if held_out_fraction > 0 else {TRAIN}
-        if wanted <= splits:
-            return
-        if not divisible:
-            if self.total < 2:
-                raise CorpusError(
-                    f"there are {self.total} conversations, and some are to be held out; give more"
-                )
-            self._moved = self.total - 1, next(iter(wanted - splits))
-            return
-        if most < 2:
-            raise CorpusError(
-                f"there is too little text in {self.total} documents{self._files()} to train on some and hold some out; give more"
-            )
-        self._cut = largest, min(math.ceil(held_out_fraction * characters), most // 2)
+        numbered = self._numbered("read")
+        files = [file.path for file in documents.files] if isinstance(documents, Files) else []
+        end = held_out_end(((0, *item) for item in numbered), rule, files, divisible=divisible)
+        for _ in numbered:
+            pass  # of which the digest is taken
+        self._rule = replace(rule, end=end)
 
-    def read(self, stage: str) -> Iterator[tuple[str, str, str, bytes]]:
-        """(split, name, text, text in UTF-8) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+    def read(self, stage: str) -> Iterator[tuple[str, Document]]:
+        """(split, document) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+        for number, document in self._numbered(stage):
+            yield from self._rule.divide(document, 0, number)
+
+    def train_texts(self) -> Iterator[str]:
+        return (document.text for split, document in self.read("train tokenizer") if split == TRAIN)
+
+    def _numbered(self, stage: str) -> Iterator[tuple[int, Document]]:
         digest = hashlib.sha256()
         done = 0
         for document in self._documents:
@@ -258,15 +181,7 @@ class _Source:
             name, text = _utf8(document.name, document.name), _utf8(document.text, document.name)
             digest.update(len(name).to_bytes(8, "little") + name + len(text).to_bytes(8, "little"))
             digest.update(text)
-            if self._cut is not None and self._cut[0] == done:
-                begin, end = cut_end(document.text, self._cut[1])
-                yield TRAIN, document.name, begin, begin.encode()
-                yield HELD_OUT, document.name, end, end.encode()
-            else:
-                moved = self._moved is not None and self._moved[0] == done
-                decisive = decisive_part(document.name, document.text, self._hold_out_by)
-                split = self._moved[1] if self._moved and moved else split_of(decisive, self._fraction)
-                yield split, document.name, document.text, text
+            yield done, document
             done += 1
             if self._on_progress is not None:
                 self._on_progress(stage, done, self.total)
@@ -274,31 +189,14 @@ class _Source:
             raise CorpusError("the documents changed while they were being prepared; prepare them again")
         self.total, self.sha256 = done, digest.hexdigest()
 
-    def _files(self) -> str:
-        """The files of the documents, for a message; empty if they are of none."""
-        if not isinstance(self._documents, Files):
-            return ""
-        paths = [str(file.path) for file in self._documents.files]
-        return f" of {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
 
-    def train_texts(self) -> Iterator[str]:
-        return (text for split, _, text, _ in self.read("train tokenizer") if split == TRAIN)
-
-
-def _write(
-    source: _Source,
-    out: Path,
-    recipe: Recipe,
-    tokenize: Callable[[], tuple[Tokenizer, ChatEncoder | None]],
-) -> PreparedInfo:
+def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedDataset:
     try:
-        with _partial_folder(out) as partial:
-            tokenizer, chat = interruptible(tokenize)
-            tokenizer.save(partial)
-            if chat is not None:
-                save_template(partial, chat.layout.template)
-            index, overlap = _encode(source, partial, recipe, tokenizer, chat)
-            return _commit(partial, out, index, overlap.held_out_in_training())
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with held_folder(f".{out.name}.partial-", out.parent) as partial:
+            encoding = interruptible(encode)
+            encoding.save(partial)
+            return _commit(partial, out, *_encode(source, partial, recipe, encoding))
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise NoRoomError(
@@ -308,79 +206,42 @@ def _write(
         raise DatasetError(f"cannot write {out}: {error}") from error
 
 
-@contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside ``out``, locked while it is written and removed at the end, unless it has been renamed.
-
-    A folder of an earlier preparation that nobody holds the lock of was left by a process that was killed: it goes too.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-    with ExitStack() as held:
-        # Of two that begin at once, neither takes the other's folder, not yet locked, for a left one.
-        with _locked(out.parent):
-            for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
-                with suppress(OSError), _locked(left, wait=False):
-                    shutil.rmtree(left, ignore_errors=True)
-            held.callback(shutil.rmtree, partial, ignore_errors=True)
-            partial.mkdir()
-            held.enter_context(_locked(partial))
-        yield partial
-
-
-@contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of ``folder``, which ends with the process, however that ends.
-
-    Raises ``BlockingIOError`` if another holds it and ``wait`` is false, ``FileNotFoundError`` if it is gone.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _encode(
-    source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer, chat: ChatEncoder | None
-) -> tuple[DatasetIndex, SplitOverlap]:
-    dtype = dtype_for(tokenizer.vocab_size, with_loss_bit=chat is not None)
-    xz = lzma.LZMACompressor(preset=9)
-    xz_bytes, overlap = 0, SplitOverlap()
-    with (
-        ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
-        ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
-    ):
-        encoders: dict[str, SplitEncoder | ChatSplitEncoder] = {
-            split: SplitEncoder(writer, tokenizer, recipe.packed_seq_len)
-            if chat is None
-            else ChatSplitEncoder(writer, chat, dtype, recipe.packed_seq_len)
-            for split, writer in ((TRAIN, train), (HELD_OUT, held_out))
-        }
-        for split, name, text, utf8 in source.read("encode"):
-            encoders[split].add(name, text, len(utf8))
-            overlap.add(split, text)
-            if split == HELD_OUT and chat is None:
-                xz_bytes += len(xz.compress(utf8))
-        splits = {name: encoder.close() for name, encoder in encoders.items()}
-    xz_bytes += len(xz.flush())
+def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) -> tuple[DatasetIndex, int]:
+    """Write the shards; returns the index, and how many held-out documents are in the training split too."""
+    xz = None if encoding.chat is not None else lzma.LZMACompressor(preset=9)
+    xz_bytes = 0
+    skips = encoding.chat is not None and encoding.chat.layout.on_bad == "skip"
+    on_bad = _leave_out if skips else _refuse
+    with ExitStack() as stack:
+        writers: dict[str, SplitWriter[Document]] = {}
+        for name in SPLITS:
+            shards = ShardWriter(
+                ShardFolder(partial, name), dtype=encoding.dtype, shard_tokens=recipe.shard_tokens
+            )
+            writers[name] = SplitWriter(stack.enter_context(shards), encoding, on_bad)
+        for split, document in source.read("encode"):
+            writers[split].add(document)
+            if split == HELD_OUT and xz is not None:
+                xz_bytes += len(xz.compress(document.text.encode()))
+        splits = {name: writer.close() for name, writer in writers.items()}
     held_out_bytes = splits[HELD_OUT].text_bytes
-    index = DatasetIndex(
-        dtype=dtype,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_kind=tokenizer.kind,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        train=splits[TRAIN],
-        held_out=splits[HELD_OUT],
-        held_out_xz_bits_per_byte=8 * xz_bytes / held_out_bytes if held_out_bytes and chat is None else None,
-        recipe=recipe,
-        document_mask=bool(recipe.packed_seq_len),
-    )
-    return index, overlap
+    ratio = 8 * (xz_bytes + len(xz.flush())) / held_out_bytes if xz is not None and held_out_bytes else None
+    shared = count_shared(writers[HELD_OUT].text_hashes, [writers[TRAIN].text_hashes])
+    return encoding.index(recipe, splits, ratio), shared
 
 
-def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedInfo:
+def _refuse(document: Document, error: BadConversationError) -> None:
+    """Raise ``CorpusError`` for a conversation that cannot be trained on."""
+    raise CorpusError(
+        f"{document.name}: {error}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
+    ) from error
+
+
+def _leave_out(_document: Document, _error: BadConversationError) -> None:
+    pass
+
+
+def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedDataset:
     try:
         commit(partial, out, index)
     except OSError as error:
@@ -391,10 +252,10 @@ def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training:
         if found is None:
             raise
         return found
-    return PreparedInfo(out, index, False, held_out_in_training)
+    return PreparedDataset(str(out), index, False, held_out_in_training)
 
 
-def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
+def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
     """The dataset in ``out`` if it is of this recipe, None if there is nothing; raises if there is something else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -422,25 +283,12 @@ def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
         raise DatasetExistsError(
             f"{out} holds this dataset, damaged ({error}); mend it, or remove the directory and prepare again"
         ) from error
-    return PreparedInfo(out, index, reused=True)
+    return PreparedDataset(str(out), index, reused=True)
 
 
 def _differences(found: Recipe, wanted: Recipe) -> str:
     pairs = ((name, getattr(found, name), getattr(wanted, name)) for name in Recipe.__dataclass_fields__)
     return ", ".join(f"{name} {there!r}, not {here!r}" for name, there, here in pairs if there != here)
-
-
-def _given_tokenizer(choice: str | Path) -> Tokenizer | None:
-    """The tokenizer that need not be trained, or None."""
-    if choice == "bpe":
-        return None
-    return BytesTokenizer() if choice == "bytes" else tokenizer_from_file(Path(choice))
-
-
-def _describe(given: Tokenizer | None) -> str:
-    if given is None or isinstance(given, BytesTokenizer):
-        return "bpe" if given is None else "bytes"
-    return f"file:{given.fingerprint}"
 
 
 def _utf8(text: str, name: str) -> bytes:

@@ -6,10 +6,11 @@ A dataset is written into a directory of another name, forced to disk, and takes
 import contextlib
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import xxhash
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.block_sums import BlockSummer, sums_file
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, ShardFile
-from phalanx.data.stored.shards import TokenArray
 from phalanx.run.directory.durable import sync
 
 
@@ -30,22 +30,49 @@ class WrittenSplit:
     sha256: str
 
 
+class OpenShard(Protocol):
+    """A shard that is being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Take bytes at its end."""
+        ...
+
+    def finish(self, tokens: int) -> ShardFile:
+        """Put it where it is to be, and describe it; ``tokens`` is how many it holds."""
+        ...
+
+    def abandon(self) -> None:
+        """Leave no file open."""
+        ...
+
+
+class ShardPlace(Protocol):
+    """Where the shards of a split are written."""
+
+    def open(self, number: int) -> OpenShard:
+        """Begin the shard with this number."""
+        ...
+
+    def digest(self, shards: Sequence[ShardFile]) -> str:
+        """The digest of the split with these shards."""
+        ...
+
+
 class ShardWriter:
-    """Cuts a token stream into shards of ``shard_tokens`` in ``directory``; ``close`` makes them durable.
+    """Cuts a token stream into shards of ``shard_tokens``.
 
     As a context manager it leaves no file open, and closes nothing for you: without ``close`` there is no split.
     """
 
-    def __init__(self, directory: Path, split: str, *, dtype: str, shard_tokens: int) -> None:
+    def __init__(self, place: ShardPlace, *, dtype: str, shard_tokens: int) -> None:
         if shard_tokens < 1:
             raise DatasetError(f"shard_tokens = {shard_tokens} is not positive")
-        self._directory = directory
-        self._split = split
+        self._place = place
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._shard_tokens = shard_tokens
         self._shards: list[ShardFile] = []
-        self._stream_digest = hashlib.sha256()
-        self._open: _OpenShard | None = None
+        self._open: OpenShard | None = None
+        self._open_tokens = 0
 
     def __enter__(self) -> Self:
         return self
@@ -59,53 +86,66 @@ class ShardWriter:
     def append(self, tokens: NDArray[Any]) -> None:
         """Write token ids (1-D, any integer dtype; each must fit the stored dtype) at the stream's end."""
         tokens = tokens.astype(self._dtype)
-        self._stream_digest.update(tokens.data)
         while tokens.size:
             if self._open is None:
-                self._open = _OpenShard(self._directory / f"{self._split}-{len(self._shards):05d}.bin")
-            room = self._shard_tokens - self._open.tokens
-            self._open.write(tokens[:room])
-            tokens = tokens[room:]
-            if self._open.tokens == self._shard_tokens:
+                self._open = self._place.open(len(self._shards))
+            part = tokens[: self._shard_tokens - self._open_tokens]
+            self._open.write(part.data.cast("B"))
+            self._open_tokens += len(part)
+            tokens = tokens[len(part) :]
+            if self._open_tokens == self._shard_tokens:
                 self._finish_shard()
 
     def close(self) -> WrittenSplit:
         """Finish the last shard."""
         self._finish_shard()
-        return WrittenSplit(tuple(self._shards), self._stream_digest.hexdigest())
+        return WrittenSplit(tuple(self._shards), self._place.digest(self._shards))
 
     def _finish_shard(self) -> None:
         if self._open is not None:
-            self._shards.append(self._open.finish())
-            self._open = None
+            self._shards.append(self._open.finish(self._open_tokens))
+            self._open, self._open_tokens = None, 0
 
 
-class _OpenShard:
-    """The shard being written."""
+class ShardFolder:
+    """Shards as files of a folder, written as they grow, with a digest over the whole stream."""
 
-    def __init__(self, path: Path) -> None:
-        self.tokens = 0
-        self._path = path
+    def __init__(self, directory: Path, split: str) -> None:
+        self._directory, self._split = directory, split
+        self._stream_digest = hashlib.sha256()
+
+    def open(self, number: int) -> OpenShard:
+        return _ShardInFolder(self._directory / f"{self._split}-{number:05d}.bin", self._stream_digest.update)
+
+    def digest(self, shards: Sequence[ShardFile]) -> str:  # noqa: ARG002  that of the stream
+        return self._stream_digest.hexdigest()
+
+
+class _ShardInFolder:
+    """A file; durable when it is finished."""
+
+    def __init__(self, path: Path, on_bytes: Callable[[memoryview], None]) -> None:
+        self._path, self._on_bytes = path, on_bytes
         self._file = path.open("xb", buffering=1 << 20)
         self._checksum = xxhash.xxh3_128()
         self._sums = BlockSummer()
 
-    def write(self, tokens: TokenArray) -> None:
-        self._file.write(tokens.data)
-        self._checksum.update(tokens.data)
-        self._sums.update(tokens.data)
-        self.tokens += len(tokens)
+    def write(self, data: memoryview) -> None:
+        self._on_bytes(data)
+        self._file.write(data)
+        self._checksum.update(data)
+        self._sums.update(data)
 
-    def finish(self) -> ShardFile:
+    def finish(self, tokens: int) -> ShardFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         checksum = self._checksum.hexdigest()
         sums_file(self._path).write_bytes(self._sums.content(checksum))  # made durable by ``commit``
-        return ShardFile(self._path.name, self.tokens, checksum)
+        return ShardFile(self._path.name, tokens, checksum)
 
     def abandon(self) -> None:
-        # Closing flushes what is buffered, which fails anew on a full disk; the file is closed all the same.
+        # Closing flushes what is buffered, which fails again on a full disk; the file is closed all the same.
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""A temporary folder that does not outlive its process, even one that is killed.
+"""A folder that does not outlive its process, even one that is killed, unless it is renamed.
 
 Who uses it holds a lock (``flock``) on the folder, which the kernel lets go when the process has ended, however that came. Whoever makes
 the next folder of the same kind removes those that nobody holds.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 # Of NFS, which needs a descriptor that can write for an exclusive lock (flock(2)), as no folder's can; and of file systems that know no locks.
@@ -20,22 +21,25 @@ _WITHOUT_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, err
 
 
 @contextmanager
-def held_folder(prefix: str) -> Iterator[Path]:
-    """Yields a new folder among the temporary files whose name begins with ``prefix``, and removes it and abandoned ones of that prefix. Raises ``OSError``."""
-    _sweep(prefix)
-    folder, descriptor = _new(prefix)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
+def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder whose name begins with ``prefix``, and remove it and abandoned ones of that prefix. Raises ``OSError``.
+
+    It is in ``parent``, with the permissions of new folders there; without one it is among the temporary files, and this user's alone.
+    """
+    root = parent or Path(tempfile.gettempdir())
+    _sweep(root, prefix)
+    with ExitStack() as made:
+        yield _new(root, prefix, 0o777 if parent is not None else 0o700, made)
 
 
-def _new(prefix: str) -> tuple[Path, int]:
+def _new(root: Path, prefix: str, mode: int, made: ExitStack) -> Path:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        folder = root / f"{prefix}{secrets.token_hex(8)}"
+        made.callback(shutil.rmtree, folder, ignore_errors=True)  # before a signal can come in between
+        folder.mkdir(mode)
         try:
-            return folder, _held(folder)
+            made.callback(os.close, _held(folder))
+            return folder
         except OSError as error:
             with suppress(OSError):
                 folder.rmdir()  # nothing is in it, and anything else would need a descriptor
@@ -61,8 +65,7 @@ def _held(folder: Path) -> int:
     return descriptor
 
 
-def _sweep(prefix: str) -> None:
-    root = Path(tempfile.gettempdir())
+def _sweep(root: Path, prefix: str) -> None:
     with suppress(OSError):
         for name in os.listdir(root):
             if name.startswith(prefix):

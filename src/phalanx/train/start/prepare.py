@@ -55,11 +55,12 @@ def documents_of(
     *,
     on_bad: OnBad = "stop",
     json_as_text: bool = False,
+    out: str | Path = "",
 ) -> Iterable[Document]:
     """The documents of a corpus: a known name, or files and folders, of which the further arguments speak."""
     if len(corpus) == 1 and not Path(corpus[0]).exists() and not has_magic(corpus[0]):
         return named_corpus(corpus[0])
-    return files_of(corpus, options or ReadOptions(), on_bad=on_bad, json_as_text=json_as_text)
+    return files_of(corpus, options or ReadOptions(), on_bad=on_bad, json_as_text=json_as_text, out=out)
 
 
 def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlace]:
@@ -72,7 +73,7 @@ def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlac
         _require_folders(data)
         return open_places(data)
     prepare(
-        documents_of(data.corpus),
+        documents_of(data.corpus, out=local_folder(data.path)),
         local_folder(data.path),
         tokenizer=data.tokenizer,
         vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,

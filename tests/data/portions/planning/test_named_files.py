@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from data.portions.making_raw import Hostile, objects, raw_folder, texts, write_lines
 from phalanx.cli.data.data_command import command
 from phalanx.data.errors import CorpusError, PreparationError
-from phalanx.data.portions.drive import PreparedDataset, carry_out, place_named_files
+from phalanx.data.portions.drive import carry_out, place_named_files
 from phalanx.data.portions.executors.executor import Executor, InOrder
 from phalanx.data.portions.planning.named_files import recipe_of_files
 from phalanx.data.portions.planning.recipe import OutputRecipe
-from phalanx.data.preparing.prepare import prepare
+from phalanx.data.preparing.prepare import PreparedDataset, prepare
 from phalanx.data.reading.dataset import verify_dataset
 from phalanx.data.stored.index import SPLITS, read_index
 from phalanx.data.stored.shards import TokenShards

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file, write_lines
 from phalanx.data.errors import CorpusError, PreparationError
-from phalanx.data.portions.drive import place_plan, planned
-from phalanx.data.portions.planning.plan import default_portion_bytes, read_plan
+from phalanx.data.portions.drive import place_plan
+from phalanx.data.portions.planning.plan import default_portion_bytes, make_plan, read_plan
 from phalanx.data.portions.planning.raw_files import list_raw_files
 from phalanx.data.portions.planning.recipe import RawSource, read_recipe
 from phalanx.data.portions.work.read_portion import read_portion
@@ -40,7 +40,7 @@ def test_documents_are_the_same_in_the_same_order_however_they_are_cut_into_port
     def names(size: int) -> list[str]:
         recipe = recipe_file(folder)
         recipe.write_text(recipe.read_text().replace("portion_bytes = 4096", f"portion_bytes = {size}"))
-        plan = planned(read_recipe(recipe), folder)
+        plan, _ = make_plan(read_recipe(recipe), folder)
         assert all(
             plan.bytes_of(number) <= size or len(pieces) == 1 for number, pieces in enumerate(plan.portions)
         )

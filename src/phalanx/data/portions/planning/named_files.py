@@ -7,24 +7,21 @@ read until one of each split has been met, which are a few dozen of many, and al
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError
-from phalanx.data.formats.document import BadDocument
-from phalanx.data.portions.planning.plan import HeldOutEnd, PreparationPlan, make_plan
+from phalanx.data.formats.document import Document, ReadOptions
+from phalanx.data.portions.planning.plan import PreparationPlan, make_plan
 from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecipe, RawSource, read_options
 from phalanx.data.portions.work.read_portion import read_portion
-from phalanx.data.preparing.files import files_of
-from phalanx.data.preparing.prepare import decisive_part, split_of
-from phalanx.data.stored.index import HELD_OUT
+from phalanx.data.preparing.files import Files, files_of, local_path
+from phalanx.data.preparing.splits import held_out_end
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.open_store import is_remote, is_url
 
@@ -36,14 +33,8 @@ class NamedFilesPlan:
     plan: PreparationPlan
     tokenizer: Tokenizer | None
     """The one that was given; ``None`` if it is to be trained."""
-    left_out: tuple[BadDocument, ...] = ()
-    """Files that cannot be read."""
-    aside: tuple[Path, ...] = ()
-    """Files that describe data beside them."""
-    arrays: tuple[Path, ...] = ()
-    """Files read as text that are rows in one JSON array."""
-    linked: tuple[Path, ...] = ()
-    """Links to folders, which are not followed."""
+    corpus: Files
+    """The files that have paths, which are read by their portions."""
 
 
 def recipe_of_files(
@@ -66,14 +57,11 @@ def recipe_of_files(
     )
 
 
-def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFilesPlan:
-    """The plan of a recipe that ``recipe_of_files`` made of the same names. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``."""
-    local = {number: _path_of(one) for number, one in enumerate(named) if not is_remote(one)}
+def plan_named_files(named: Sequence[str], recipe: PreparationRecipe, out: str = "") -> NamedFilesPlan:
+    """The plan of a recipe that ``recipe_of_files`` made of the same names, for a dataset at ``out``. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``."""
+    local = {number: local_path(one) for number, one in enumerate(named) if not is_remote(one)}
     files: list[RawFile] = []
-    left_out: tuple[BadDocument, ...] = ()
-    aside: tuple[Path, ...] = ()
-    arrays: tuple[Path, ...] = ()
-    linked: tuple[Path, ...] = ()
+    corpus = Files((), ReadOptions())
     if local:
         # What is said of one is said of all, so that whichever of them named a file makes no difference.
         first = next(iter(local))
@@ -83,9 +71,8 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
             read_options(recipe, first),
             on_bad=source.on_bad,
             json_as_text=source.as_text,
+            out=out,
         )
-        left_out, aside, arrays = corpus.left_out, corpus.aside, tuple(corpus.arrays())
-        linked = corpus.linked
         files = [
             RawFile(str(file.path.resolve()), file.name, file.bytes, str(file.modified_ns), first)
             for file in corpus.files
@@ -93,7 +80,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
         ]
     for number in range(len(named)):
         if number not in local:
-            there = list_raw_files([recipe.source[number]], Path())
+            there = list_raw_files([recipe.source[number]], Path(), out)
             files += [replace(file, source=number) for file in there]
     twice = next((url for url, count in Counter(file.url for file in files).items() if count > 1), None)
     if twice is not None:
@@ -101,43 +88,16 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe) -> NamedFi
     files.sort(key=lambda file: (file.name, file.url))
     plan, tokenizer = make_plan(recipe, Path(), files)
     if recipe.output.held_out:
-        plan = replace(plan, held_out_end=_held_out_end(plan))
-    return NamedFilesPlan(plan, tokenizer, left_out, aside, arrays, linked)
+        urls = [file.url for file in plan.files]
+        divisible = recipe.output.layout == "text"
+        end = held_out_end(_documents(plan), plan.split_rule, urls, divisible=divisible)
+        plan = replace(plan, held_out_end=end)
+    return NamedFilesPlan(plan, tokenizer, corpus)
 
 
-def _path_of(named: str) -> str:
-    return unquote(urlsplit(named).path) if is_url(named) else named
-
-
-def _held_out_end(plan: PreparationPlan) -> HeldOutEnd | None:
-    """Whose end is held out, if names leave a split without a document; ``None`` if they do not."""
-    share, chats = plan.recipe.output.held_out, plan.recipe.output.layout == "chat"
-    splits: set[str] = set()
-    characters, most, count = 0, 0, 0
-    largest = last = (0, 0)
-    for portion, ordinal, split, length in _documents(plan):
-        splits.add(split)
-        if len(splits) == 2:
-            return None
-        characters, count, last = characters + length, count + 1, (portion, ordinal)
-        if length > most:
-            most, largest = length, last
-    if chats:
-        if count < 2:
-            raise CorpusError(f"there are {count} conversations, and some are to be held out; give more")
-        return HeldOutEnd(*last, 0, to_train_on=splits == {HELD_OUT})
-    if most < 2:
-        raise CorpusError(
-            f"there is too little text in {count} documents to train on some and hold some out; give more"
-        )
-    return HeldOutEnd(*largest, min(math.ceil(share * characters), most // 2))
-
-
-def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, str, int]]:
-    """(portion, number among its documents with text, split, characters) of each document."""
-    output = plan.recipe.output
+def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, Document]]:
+    """(portion, number among its documents with text, document) of each document."""
     for portion in range(len(plan.portions)):
-        kept = (one for _, one in read_portion(plan, portion) if one is not None and one.text)
-        for ordinal, document in enumerate(kept):
-            decisive = decisive_part(document.name, document.text, output.hold_out_by)
-            yield portion, ordinal, split_of(decisive, output.held_out), len(document.text)
+        texts = (document for _, document in read_portion(plan, portion) if document and document.text)
+        for number, document in enumerate(texts):
+            yield portion, number, document

@@ -17,10 +17,9 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
-from phalanx.data.chat.kept import save_template
-from phalanx.data.chat.template import ChatTemplate, ChatTemplateError, read_chat_template
+from phalanx.data.chat.template import template_beside
 from phalanx.data.dedup.near import require_rensa
-from phalanx.data.errors import CorpusError, PreparationError, TokenizerError
+from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import ReadOptions, Span
 from phalanx.data.formats.read import require_text, spans
@@ -28,6 +27,7 @@ from phalanx.data.formats.recognize import Format, Kind, recognize
 from phalanx.data.portions.planning.raw_files import LocalBytes, RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import (
     PreparationRecipe,
+    RawSource,
     differences,
     read_options,
     recipe_of,
@@ -36,8 +36,10 @@ from phalanx.data.portions.planning.recipe import (
 )
 from phalanx.data.portions.scratch import scratch_folder
 from phalanx.data.preparing.prepare import PREPARATION_FOLDER
+from phalanx.data.preparing.split_writer import Encoding, description, named_tokenizer
+from phalanx.data.preparing.splits import HeldOutEnd, SplitRule
 from phalanx.data.steps.choose import resolved
-from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.run.problems import Problem
 from phalanx.run.section_reader import JsonObject
 from phalanx.store.errors import ExistsError, MissingObjectError
@@ -65,19 +67,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class HeldOutEnd:
-    """A document whose end is held out, where a split of so few whole documents would be empty (``phalanx.data.portions.planning.named_files``)."""
-
-    portion: int
-    document: int
-    """Its number among the documents with text of the portion."""
-    characters: int
-    """How many of its last characters are held out; 0 moves it whole to the split that is empty."""
-    to_train_on: bool = False
-    """With 0 characters: the split that it is moved to is the one to train on."""
-
-
-@dataclass(frozen=True)
 class PreparationPlan:
     """What is to be done, in which portions."""
 
@@ -93,6 +82,11 @@ class PreparationPlan:
     """Versions of whatever decides bytes of the output."""
     held_out_end: HeldOutEnd | None = None
     """``None``: names alone decide which split a document is in."""
+
+    @property
+    def split_rule(self) -> SplitRule:
+        """The rule that assigns documents to splits."""
+        return SplitRule(self.recipe.output.held_out, self.recipe.output.hold_out_by, self.held_out_end)
 
     @cached_property
     def pieces_object(self) -> bytes:
@@ -141,55 +135,44 @@ class PreparationPlan:
 
 
 def make_plan(
-    recipe: PreparationRecipe, folder: Path, files: Sequence[RawFile] | None = None
+    recipe: PreparationRecipe, folder: Path, files: Sequence[RawFile] | None = None, *, out: str = ""
 ) -> tuple[PreparationPlan, Tokenizer | None]:
     """The plan of a recipe whose file lies in ``folder``, and the tokenizer that it names, if that is there already.
 
-    Lists the sources, unless their ``files`` are given in the order that they are to have, and looks into each file's beginning. Raises
+    Lists the sources but for what lies below ``out``, unless their ``files`` are given in the order that they are to have, and looks into each file's beginning. Raises
     ``CorpusError``, ``TokenizerError`` and ``StoreError``.
     """
     recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
-    wanted = recipe.output.tokenizer
-    tokenizer: Tokenizer | None = None
-    if wanted == "bytes":
-        tokenizer = BytesTokenizer()
-    elif wanted != "bpe":
-        tokenizer = tokenizer_from_file(folder / wanted)
+    tokenizer = named_tokenizer(recipe.output.tokenizer, folder)
     if recipe.output.layout == "chat" and tokenizer is not None:
         recipe = _with_template(recipe, folder, tokenizer)
-    named = {"bpe": "bpe", "bytes": "bytes"}.get(
-        wanted
-    ) or f"file:{tokenizer.fingerprint if tokenizer else ''}"
     if files is None:
-        files = list_raw_files(recipe.source, folder)
+        files = list_raw_files(recipe.source, folder, out)
     portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
     formats: list[Format] = []
     pieces: list[Piece] = []
     with scratch_folder("phalanx-plan-") as scratch:
         for number, file in enumerate(files):
             options = read_options(recipe, file.source)
-            as_text = recipe.source[file.source].as_text
-            form, found = _looked_into(file, portion_bytes, options, scratch, as_text=as_text)
+            source = recipe.source[file.source]
+            form, found = _looked_into(file, portion_bytes, options, scratch, source)
             formats.append(form)
             pieces += [Piece(number, span) for span in found]
     if not pieces:
         raise CorpusError("the sources of the recipe hold no text: every file is empty")
     portions = tuple(_portions(pieces, portion_bytes))
-    planned = PreparationPlan(
-        recipe, named, portion_bytes, tuple(files), tuple(formats), portions, software_of(recipe)
+    software = software_of(recipe)
+    plan = PreparationPlan(
+        recipe, description(tokenizer), portion_bytes, tuple(files), tuple(formats), portions, software
     )
-    return planned, tokenizer
+    return plan, tokenizer
 
 
 def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer) -> PreparationRecipe:
     """The recipe with the text of its chat template. Raises ``TokenizerError`` if there is none that can be used."""
     output = recipe.output
-    beside = folder / output.tokenizer
     given = folder / output.chat_template if output.chat_template else None
-    try:
-        template = read_chat_template(beside if beside.is_dir() else beside.parent, given)
-    except ChatTemplateError as error:
-        raise TokenizerError(f"{error}: name one in output.chat_template") from error
+    template = template_beside(folder / output.tokenizer, given)
     ChatEncoder(tokenizer, ChatLayout(template), output.seq_len)
     return replace(
         recipe,
@@ -217,15 +200,15 @@ def default_portion_bytes(total_bytes: int) -> int:
 
 
 def _looked_into(
-    file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, *, as_text: bool
+    file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, source: RawSource
 ) -> tuple[Format, list[Span]]:
     local = LocalBytes(file, scratch)
     try:
         local.bring(0, _HEAD_BYTES)
         if file.nbytes > _HEAD_BYTES:
             local.bring(max(_HEAD_BYTES, file.nbytes - _TAIL_BYTES), file.nbytes)
-        form = recognize(local.path)
-        if as_text and form.kind is Kind.JSONL:
+        form = recognize(local.path, may_be_damaged=source.on_bad == "skip")
+        if source.as_text and form.kind is Kind.JSONL:
             form = replace(form, kind=Kind.TEXT)
         if form.kind is Kind.PARQUET and local.is_copy:
             bring_parquet_footer(local, file.nbytes)
@@ -316,16 +299,11 @@ def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
 
 
 def put_tokenizer(
-    store: Store,
-    tokenizer: Tokenizer,
-    below: str = f"{PREPARATION}/tokenizer/",
-    template: ChatTemplate | None = None,
+    store: Store, saved: Tokenizer | Encoding, below: str = f"{PREPARATION}/tokenizer/"
 ) -> list[str]:
-    """Write the tokenizer's files, and the chat template to go with it; returns their keys."""
+    """Write the files of a tokenizer, or of an encoding with its chat template; returns their keys."""
     with scratch_folder("phalanx-tokenizer-") as scratch:
-        tokenizer.save(scratch)
-        if template is not None:
-            save_template(scratch, template)
+        saved.save(scratch)
         files = sorted(scratch.iterdir())
         for file in files:
             store.put(f"{below}{file.name}", file.read_bytes())

@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.planning.recipe import RawSource
+from phalanx.data.preparing.files import below, local_path
 from phalanx.run.directory.files_below import files_below
 from phalanx.store.errors import MissingObjectError
-from phalanx.store.open_store import is_remote, is_url, open_store
+from phalanx.store.open_store import is_remote, open_store
 from phalanx.store.store import Store
 
 _BROUGHT_BYTES = 16 << 20
@@ -41,18 +41,20 @@ class RawFile:
     """Number of its ``[[source]]``."""
 
 
-def list_raw_files(sources: Sequence[RawSource], folder: Path) -> list[RawFile]:
+def list_raw_files(sources: Sequence[RawSource], folder: Path, out: str = "") -> list[RawFile]:
     """All files of the sources with a byte in them, in the order of their URLs; relative paths are below ``folder``.
 
-    A file that several sources name belongs to the first. Raises ``CorpusError`` for a source without any file, and ``StoreError``.
+    A file that several sources name belongs to the first. Nothing below ``out``, where the dataset is written, is listed. Raises ``CorpusError`` for a source without any file, and ``StoreError``.
     """
     files: dict[str, RawFile] = {}
+    own = below(out)
     for number, source in enumerate(sources):
-        found = list(
+        listed = (
             _remote_files(source.url, number)
             if is_remote(source.url)
             else _local_files(source.url, number, folder)
         )
+        found = [file for file in listed if not (own and file.url.startswith(own))]
         if not found:
             raise CorpusError(
                 f"no file matches source.url {source.url!r}; check it (a folder counts its visible files, a relative path begins at the recipe)"
@@ -63,7 +65,7 @@ def list_raw_files(sources: Sequence[RawSource], folder: Path) -> list[RawFile]:
 
 
 def _local_files(url: str, number: int, folder: Path) -> Iterable[RawFile]:
-    path = folder / os.path.expanduser(urlsplit(url).path if is_url(url) else url)
+    path = folder / os.path.expanduser(local_path(url))
     if path.is_file():
         named = [(path.name, path)]
     elif path.is_dir():

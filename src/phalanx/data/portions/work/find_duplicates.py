@@ -21,7 +21,7 @@ from phalanx.data.dedup.near import all_but_the_first, band_dtype, band_rows, si
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import PREPARATION, PreparationPlan
 from phalanx.data.portions.tasks import Stage, TaskManifest, Workplace
-from phalanx.data.portions.work.kept import KeptDocument, stepped_documents
+from phalanx.data.portions.work.read_portion import KeptDocument, stepped_documents
 
 READ, EXACT, NEAR, CLUSTER = "read", "exact", "near", "cluster"
 _CHUNK_CHARACTERS = 1 << 26
@@ -144,7 +144,8 @@ def without_duplicates(
                 reason = "dropped: near duplicate" if losers[ordinal] else "dropped: duplicate"
                 counts[reason] = counts.get(reason, 0) + 1
             else:
-                yield KeptDocument(*json.loads(line))
+                piece, name, text = json.loads(line)
+                yield KeptDocument(name, text, piece)
 
 
 def _losers(place: Workplace, number: int) -> dict[int, bool]:

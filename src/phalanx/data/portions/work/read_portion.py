@@ -1,4 +1,4 @@
-"""Reads the documents of a portion from its raw files, wherever these lie.
+"""Reads the documents of a portion from its raw files, wherever these lie, and takes them through its steps.
 
 Each file is compared with the listing before and after it is read, so that a file that is changed midway ends the task before its manifest.
 """
@@ -6,6 +6,7 @@ Each file is compared with the listing before and after it is read, so that a fi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
@@ -17,6 +18,16 @@ from phalanx.data.portions.planning.plan import Piece, PreparationPlan, bring_pa
 from phalanx.data.portions.planning.raw_files import LocalBytes, require_unchanged
 from phalanx.data.portions.planning.recipe import read_options
 from phalanx.data.portions.scratch import scratch_folder
+from phalanx.data.portions.tasks import TaskManifest, Workplace
+from phalanx.data.steps.step import Dropped, through_steps
+
+
+@dataclass(frozen=True)
+class KeptDocument(Document):
+    """A document of a portion."""
+
+    piece: int
+    """Number of the piece of the portion that it was read from."""
 
 
 def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Document | None]]:
@@ -28,13 +39,14 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
         file = plan.files[piece.file]
         stops = plan.recipe.source[file.source].on_bad == "stop"
         require_unchanged(file)
-        for found in _documents(plan, piece):
-            if isinstance(found, Document):
-                yield at, found
+        for document in _documents(plan, piece):
+            if isinstance(document, Document):
+                yield at, document
             elif stops:
-                where = f"{found.place} of {file.url}" if found.place else file.url
+                require_unchanged(file)
+                where = f"{document.place} of {file.url}" if document.place else file.url
                 raise PreparationError(
-                    f'portion {number}: {where} {found.reason}; mend it and plan again, or write source.on_bad = "skip" and plan again'
+                    f'portion {number}: {where} {document.reason}; mend it and plan again, or write source.on_bad = "skip" and plan again'
                 )
             else:
                 yield at, None
@@ -93,3 +105,30 @@ def _bring(local: LocalBytes, piece: Piece, form: Format, nbytes: int, options: 
                 local.bring(start, start + chunk.total_compressed_size)
     else:
         local.bring(0, nbytes)
+
+
+def stepped_documents(
+    place: Workplace, number: int, manifest: TaskManifest | None = None
+) -> Iterator[KeptDocument]:
+    """The documents of a portion that its steps keep, in order. What was read and dropped is counted in ``manifest``, by reason."""
+    counts: dict[str, int] = {} if manifest is None else manifest.counts
+    counts["documents read"] = 0
+    for piece, document in read_portion(place.plan, number):
+        counts["documents read"] += 1
+        outcome = Dropped("bad") if document is None else through_steps(document, place.plan.recipe.step)
+        if isinstance(outcome, Document) and not outcome.text:
+            outcome = Dropped("empty")
+        if isinstance(outcome, Document):
+            _require_characters(outcome)
+            yield KeptDocument(outcome.name, outcome.text, piece)
+        else:
+            counts[f"dropped: {outcome.reason}"] = counts.get(f"dropped: {outcome.reason}", 0) + 1
+
+
+def _require_characters(document: Document) -> None:
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as error:
+        raise PreparationError(
+            f"document {document.name} cannot be written as UTF-8 after its steps: {error}"
+        ) from error

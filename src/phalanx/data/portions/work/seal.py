@@ -14,7 +14,7 @@ from phalanx.data.dedup.split_overlap import count_shared
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, put_tokenizer
 from phalanx.data.portions.tasks import Stage, StoredObject, TaskManifest, Workplace, manifest_key
-from phalanx.data.portions.work.write_portion import chat_encoder, shard_tokens, stored_dtype, texts_key
+from phalanx.data.portions.work.write_portion import shard_tokens, texts_key
 from phalanx.data.stored.index import (
     HELD_OUT,
     SPLITS,
@@ -35,9 +35,7 @@ def seal(place: Workplace, _number: int) -> None:
     manifests = place.manifests(Stage("write", len(place.plan.portions)))
     _require_objects(place, manifests)
     index = dataset_index(place, manifests)
-    chat = chat_encoder(place)
-    template = None if chat is None else chat.layout.template
-    put_tokenizer(place.store, place.tokenizer, below="", template=template)
+    put_tokenizer(place.store, place.encoding, below="")
     text = index.to_json().encode()
     try:
         if len(text) <= MOST_CREATED_BYTES:
@@ -52,36 +50,25 @@ def seal(place: Workplace, _number: int) -> None:
 
 def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetIndex:
     """The index of the shards of all portions, in their order. Raises ``PreparationError`` if there is no text to train on."""
-    plan, tokenizer = place.plan, place.tokenizer
-    output = plan.recipe.output
+    plan, output, encoding = place.plan, place.plan.recipe.output, place.encoding
     splits = {name: _joined(name, manifests) for name in SPLITS}
     if not splits[TRAIN].tokens:
         raise PreparationError(
             "no document is left to train on; see the reasons: phalanx data show " + place.url
         )
-    dtype, chat = stored_dtype(place), chat_encoder(place)
+    chat = encoding.chat
     recipe = Recipe(
         plan.sha256,
         plan.tokenizer,
         output.vocab_size if plan.tokenizer == "bpe" else None,
         output.held_out,
-        shard_tokens(output.shard_mib, dtype, output.seq_len),
-        tokenizer.document_start if chat is None else (),
+        shard_tokens(output.shard_mib, encoding.dtype, output.seq_len),
+        place.tokenizer.document_start if chat is None else (),
         output.seq_len,
         None if chat is None else ChatRecipe(chat.layout.template.sha256, chat.end, output.too_long),
         output.hold_out_by,
     )
-    return DatasetIndex(
-        dtype,
-        tokenizer.vocab_size,
-        tokenizer.kind,
-        tokenizer.fingerprint,
-        splits[TRAIN],
-        splits[HELD_OUT],
-        None,
-        recipe,
-        document_mask=bool(output.seq_len),
-    )
+    return encoding.index(recipe, splits)
 
 
 def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) -> int | None:

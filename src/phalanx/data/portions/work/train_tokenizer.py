@@ -11,7 +11,7 @@ import xxhash
 
 from phalanx.data.portions.planning.plan import PreparationPlan, put_tokenizer
 from phalanx.data.portions.tasks import StoredObject, Workplace
-from phalanx.data.portions.to_train_on import split_documents
+from phalanx.data.portions.work.write_portion import split_documents
 from phalanx.data.preparing.interruptible import interruptible
 from phalanx.data.stored.index import TRAIN
 from phalanx.data.tokenizers.tokenizer import train_bpe

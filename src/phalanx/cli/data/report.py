@@ -1,0 +1,166 @@
+"""Prints what a preparation made of what was read, as lines or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.run.sections.train import TrainSpec
+
+if TYPE_CHECKING:
+    from phalanx.data.formats.recognize import Format
+    from phalanx.data.preparing.files import Files
+    from phalanx.data.preparing.prepare import PreparedDataset
+    from phalanx.data.stored.index import DatasetIndex
+
+_MUCH_PADDING = 0.01
+_MOST_PATHS = 3
+
+
+def report(
+    out: str,
+    dataset: PreparedDataset,
+    lines: Iterable[str],
+    facts: Mapping[str, object],
+    *,
+    by_recipe: bool,
+    as_json: bool,
+) -> None:
+    """Print what the dataset at ``out`` holds, with ``lines`` on what was read, or in JSON with ``facts``."""
+    index = dataset.index
+    if as_json:
+        totals = {
+            "path": out,
+            "reused": dataset.reused,
+            "vocab_size": index.vocab_size,
+            "train_tokens": index.train.tokens,
+            "held_out_tokens": index.held_out.tokens,
+            "held_out_in_training": dataset.held_out_in_training,
+            "fingerprint": index.fingerprint,
+            "padding": index.train.padding / max(1, index.train.tokens),
+        }
+        click.echo(json.dumps({**totals, **facts}))
+        return
+    click.echo(f"{out}: {'was there already' if dataset.reused else 'written'}")
+    for line in (
+        *lines,
+        *_lines_of_tokens(index, by_recipe=by_recipe),
+        *_lines_of_overlap(dataset, by_recipe=by_recipe),
+        *_lines_of_turns(out, index),
+    ):
+        click.echo(f"  {line}")
+    click.echo(f"  vocabulary {index.vocab_size:,}; fingerprint {index.fingerprint[:16]}")
+
+
+def lines_of_counts(counts: Mapping[str, int]) -> Iterator[str]:
+    """Lines on the documents that portions kept and dropped."""
+    yield f"{counts['documents kept']:,} of {counts['documents read']:,} documents kept"
+    for name, count in sorted(counts.items()):
+        if name.startswith("dropped: "):
+            yield f"  {name}: {count:,}"
+
+
+def lines_of_files(formats: Iterable[Format], files: Files) -> Iterator[str]:
+    """Lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on what was not read."""
+    documents = files.report.documents
+    by_format = Counter(map(str, formats))
+    parts = (
+        f"{count:,} {form}" + (f" ({in_number(documents[form], 'document')})" if documents else "")
+        for form, count in sorted(by_format.items())
+    )
+    yield f"{in_number(by_format.total(), 'file')}: {', '.join(parts)}"
+    if files.report.without_text:
+        yield f"without text: {in_number(files.report.without_text, 'document')}"
+    if files.report.bad_count:
+        yield f"left out as bad: {files.report.bad_count:,}, named above"
+    if files.aside:
+        yield f"not read, since they describe data beside them: {_paths(files.aside)}"
+    if files.linked:
+        yield f"not read, since links to folders are not followed: {_paths(files.linked)}; name them to have them read"
+
+
+def facts_of_files(formats: Iterable[Format], files: Files) -> dict[str, object]:
+    """The same for JSON."""
+    documents = files.report.documents
+    return {
+        "read": {
+            form: {"files": count, **({"documents": documents[form]} if documents else {})}
+            for form, count in sorted(Counter(map(str, formats)).items())
+        },
+        "not_read": [str(path) for path in (*files.aside, *files.linked)],
+        "left_out": [f"{bad.path}, {bad.place}" if bad.place else str(bad.path) for bad in files.report.bad],
+        "left_out_count": files.report.bad_count,
+    }
+
+
+def print_left_out(files: Files) -> None:
+    """Print what was left out, and what to do with files whose rows are in one JSON array."""
+    report = files.report
+    for bad in report.bad:
+        click.echo(f"left out: {bad}", err=True)
+    if report.bad_count > len(report.bad):
+        click.echo(f"left out: {report.bad_count - len(report.bad):,} more", err=True)
+    for path in files.arrays():
+        click.echo(
+            f"note: {path} is one JSON array, read as the text that it is; for its rows: jq -c '.[]' {path} > rows.jsonl",
+            err=True,
+        )
+
+
+def in_number(number: int, noun: str) -> str:
+    """Such as "1 file", "2 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _paths(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
+    return ", ".join(map(str, paths[:_MOST_PATHS])) + more
+
+
+def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
+    train, held_out = index.train, index.held_out
+    yield f"{train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
+    if train.tokens <= TrainSpec.seq_len:
+        yield f"warning: that is less than one sequence of train.seq_len = {TrainSpec.seq_len}: give more text, or train on shorter sequences"
+    if index.packed_seq_len:
+        share, few = train.padding / max(1, train.tokens), ""
+        if share > _MUCH_PADDING:
+            few = "; documents are too few to fill them better"
+            if by_recipe:
+                few = "; a portion has too few documents to fill them better: a larger output.portion_bytes, with another --out, helps"
+        yield f"packed whole into records of {index.packed_seq_len:,} tokens, {share:.3%} of them padding{few}"
+    if not held_out.tokens:
+        yield "nothing is held out, so there will be no held-out loss: raise output.held_out with another --out"
+
+
+def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[str]:
+    """A line on how many held-out documents are in the training split, if that was counted and any are held out."""
+    shared, documents = dataset.held_out_in_training, dataset.index.held_out.documents
+    if shared is None or not documents:
+        return
+    also = ""
+    if shared and dataset.index.recipe.hold_out_by == "name":
+        remedy = 'output.hold_out_by = "text"' if by_recipe else "--hold-out-by text"
+        also = f"; with {remedy}, and another --out, all copies of a text are in one split"
+    yield f"{shared:,} of {documents:,} held-out documents are in the training split too, word for word{also}"
+
+
+def _lines_of_turns(out: str, index: DatasetIndex) -> Iterator[str]:
+    """A warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for datasets in stores."""
+    from phalanx.data.chat.kept import kept_template, turn_ends
+    from phalanx.data.tokenizers.tokenizer import load_tokenizer
+
+    folder = Path(out)
+    if index.recipe.chat is None or not folder.is_dir():
+        return
+    template = kept_template(folder)
+    if template is not None and not turn_ends(template, load_tokenizer(folder)):
+        yield (
+            "warning: no special token of the tokenizer ends an answer in this template, so a model that learns from it may never end its turn; add the "
+            "template's tokens to the tokenizer as special ones, or train one for it: --tokenizer bpe --chat-template FILE"
+        )
