@@ -126,7 +126,7 @@ def test_processes_that_a_server_starts_divide_its_processors_unless_a_number_of
         ({"tensor": 2}, "give one of them"),
         ({"stages": 1, "tensor": 4}, "2 key heads .* give --tensor 2"),
         ({"stages_at": "7070"}, "give HOST:PORT"),
-        ({"stages_at": "a..b:7070"}, "the name of no host"),
+        ({"stages_at": "a..b:7070"}, "'a..b' is no host"),
     ],
 )
 def test_what_stages_cannot_do_is_refused_with_what_to_do(
@@ -160,7 +160,7 @@ def test_a_token_that_others_could_know_is_refused(tmp_path: Path, text: str, mo
     [
         ("--stream --kv int8 --port 80", "leave out --port, --stream, --kv"),
         ("--pipeline 2", "leave out --pipeline"),
-        ("", "--join a..b:1: a..b is the name of no host"),
+        ("", "--join a..b:1: 'a..b' is no host"),
     ],
 )
 def test_who_joins_is_told_which_options_say_nothing_to_a_stage(

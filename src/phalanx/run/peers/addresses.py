@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-_NAME = re.compile(r"[\w-](?:[\w.-]{0,251}[\w.-])?")
+_NAME = re.compile(r"(?=.{1,253}$)[\w-]{1,63}(?:\.[\w-]{1,63})*\.?")
 _MOST_PORT = 65535
 
 

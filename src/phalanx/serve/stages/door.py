@@ -19,6 +19,7 @@ from threading import Thread
 import msgspec
 
 from phalanx.process.child import Child, describe_exit, end_all
+from phalanx.run.peers.addresses import AddressError, read_host, read_port
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import PROOF_S, StageLink
@@ -121,15 +122,12 @@ def await_stages(at: str, token_file: Path, count: int, tell: Callable[[str], No
 
 
 def address(text: str, option: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``. Raises EngineError."""
+    """Return host and port of ``HOST:PORT``. Raises EngineError."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise EngineError(f"{option} {text}: give HOST:PORT, as 10.0.0.5:7070")
     try:
-        host.encode("idna")
-    except UnicodeError as error:
-        raise EngineError(f"{option} {text}: {host} is the name of no host") from error
-    return host.strip("[]"), int(port)
+        return read_host(host), read_port(port)
+    except AddressError as error:
+        raise EngineError(f"{option} {text}: {error}; give HOST:PORT, as 10.0.0.5:7070") from error
 
 
 def read_token(file: Path) -> str:
