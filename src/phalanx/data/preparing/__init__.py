@@ -1,1 +1,1 @@
-"""From texts to a dataset by one process: corpora, encoding, packing."""
+"""Steps that every preparation takes (corpora, splits, encoding, packing), and preparation by one process."""
