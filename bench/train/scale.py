@@ -75,7 +75,7 @@ from phalanx.parallel.reduction.tree import Intake, TreeReducer, exchange
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.optimizers.matrix.holders import Holders, matrices_of
-from phalanx.train.optimizers.matrix.matrices import MatrixExchange
+from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixExchange
 from phalanx.train.step.placement import Placement
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from phalanx.hardware.local.throttle import THROTTLED
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.serve.http.counts import Counts
-from phalanx.watch.metrics.reason_metric import WATCHED_METRICS
+from phalanx.watch.metrics.lookout import WATCHED_METRICS
 from phalanx.watch.why.reason import CODES
 
 SERVED = {

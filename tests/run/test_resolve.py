@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from phalanx.cli.plan.show_ranks import resolved
+from phalanx.cli.plan.show_command import resolved
 from phalanx.hardware.catalog import cluster
 from phalanx.plan.search.query import job_of
 from phalanx.plan.workload.stacks import stack_of

@@ -49,5 +49,5 @@ def test_a_dry_run_without_a_fleet_is_refused(folder: Path) -> None:
 
 
 def test_showing_ranks_does_not_import_torch() -> None:
-    code = "import sys, phalanx.cli.plan.show_ranks; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.cli.plan.show_command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

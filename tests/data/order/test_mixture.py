@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.order.mixture import Located, Mixture, Source
-from phalanx.data.order.pattern import LONGEST_PATTERN, fair_pattern, whole_weights
+from phalanx.data.order.mixture import LONGEST_PATTERN, Located, Mixture, Source, fair_pattern, whole_weights
 from phalanx.data.order.permutation import key_of, permute
 
 SOURCES = (

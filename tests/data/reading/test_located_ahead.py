@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from phalanx.data.reading.located_ahead import LocatedAhead
+from phalanx.data.reading.dataset import LocatedAhead
 
 
 class Counted:

@@ -6,7 +6,7 @@ import socket
 import urllib.request
 from contextlib import ExitStack, closing
 
-from phalanx.observe.metrics.server import Answer, MetricsServer
+from phalanx.observe.metrics.endpoint import Answer, MetricsServer
 
 
 def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are() -> None:

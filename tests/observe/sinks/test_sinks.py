@@ -11,8 +11,7 @@ from observe.recorded import crashed_run, step
 from phalanx.observe.events import Evaluated, Event, Message, encode
 from phalanx.observe.sinks.background import FAILURES_IN_A_ROW, Background, SinkHealth, close_sinks
 from phalanx.observe.sinks.base import Sink, hyperparameters, point_of, scalars, step_of
-from phalanx.observe.sinks.missing import missing_points
-from phalanx.observe.sinks.registry import SinkError, Vendor, fill_sink, open_sinks
+from phalanx.observe.sinks.registry import SinkError, Vendor, fill_sink, missing_points, open_sinks
 
 
 class Recording:

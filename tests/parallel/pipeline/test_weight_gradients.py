@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from phalanx.model.layers.experts.expert_groups import groups_of_slots
 from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.layers.linear import Linear
-from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
+from phalanx.parallel.pipeline.runner import put_off_weight_gradients
 from phalanx.parallel.tensor.lanes.layers import LaneParameter
 from phalanx.parallel.tensor.lanes.shares import in_place_of
 from phalanx.run.spec import ModelSpec, MoeSpec

@@ -15,8 +15,7 @@ from phalanx.hardware.catalog import cluster
 from phalanx.plan.report.charts import Bar, Dot, curves, gantt, scatter, stacked_bars, tornado
 from phalanx.plan.report.first_page import answer, verdict
 from phalanx.plan.report.page import rank_memory, report_page
-from phalanx.plan.search.plan import Plan, make_plan
-from phalanx.plan.search.plausible import Caveat
+from phalanx.plan.search.plan import Caveat, Plan, make_plan
 from phalanx.plan.search.query import Aim, run_of_model
 from phalanx.plan.search.sensitivity import step_changes
 

@@ -17,12 +17,13 @@ from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.optimizers.choose import make_optimizer
-from phalanx.train.optimizers.moment_formats import (
+from phalanx.train.optimizers.narrow_adamw import (
     Int8Moments,
+    NarrowAdamW,
+    NarrowStateError,
     dynamic_codes,
     stochastic_bf16,
 )
-from phalanx.train.optimizers.narrow_adamw import NarrowAdamW, NarrowStateError
 
 SHAPE = (23, 150)
 KIND = Parameter("w", SHAPE, "matrix")

@@ -20,9 +20,17 @@ from phalanx.observe.metrics.samples import Labels
 from phalanx.observe.metrics.targets import Target, announce
 from phalanx.observe.serving import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.metrics.lookout import ACKNOWLEDGED, MOST_RUNS, OLD_S, OVER_S, Lookout, rest_s, watched
-from phalanx.watch.metrics.reason_metric import reason_samples
-from phalanx.watch.metrics.serving_metric import SERVING_METRICS
+from phalanx.watch.metrics.lookout import (
+    ACKNOWLEDGED,
+    MOST_RUNS,
+    OLD_S,
+    OVER_S,
+    SERVING_METRICS,
+    Lookout,
+    reason_samples,
+    rest_s,
+    watched,
+)
 from phalanx.watch.page.app import application
 from phalanx.watch.page.guard import access_for
 from phalanx.watch.page.views.runs import Runs

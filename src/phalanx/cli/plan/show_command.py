@@ -4,31 +4,230 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.plan.show_ranks import (
-    default_ranks,
-    dry_run_facts,
-    layout_facts,
-    print_dry_run,
-    print_layout,
-    resolved,
-)
 from phalanx.cli.text_console import text_console
 from phalanx.model.facts.counts import count, fleet_state_bytes
+from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.stages import stage_layers
 from phalanx.observe.throughput import format_bytes, format_count
+from phalanx.parallel.collectives import collectives, rounds_per_step
 from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
+from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from phalanx.run.section_reader import JsonObject
+    from phalanx.train.measure.dry_run import Comparison
+
+
+# ``phalanx show --ranks``: who holds what on a fleet of that size, and what a step calls; and the dry run of some ranks.
+#
+# Facts first, as plain data that ``--json`` prints; tables are made of them. Nothing here needs torch but the dry run.
+
+
+def resolved(spec: RunSpec, ranks: int, path: Path) -> RunSpec:
+    """The run as it would be on GPUs, unless it asks for CPUs.
+
+    Raises ``RunFileError`` with what is impossible on ``ranks`` ranks.
+    """
+    compute = compute_format(spec.precision, device_of(spec.runtime, has_gpu=True))
+    spec = dataclasses.replace(
+        spec,
+        model=resolve(spec.model, spec.data.vocab_size),
+        precision=dataclasses.replace(spec.precision, compute=compute),
+    )
+    problems = layout_problems(spec, ranks)
+    if problems:
+        raise RunFileError(path, problems)
+    if spec.parallel.pipeline == 1:
+        return spec
+    # Balanced once, not for every rank that is looked at.
+    split = tuple(map(len, stage_layers(spec)))
+    return dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, pipeline_split=split))
+
+
+def layout_facts(spec: RunSpec, ranks: int) -> JsonObject:
+    """Degrees, and what the fullest rank at each place of the pipeline holds and calls."""
+    layout = layout_of(spec.parallel, ranks)
+    stages = [_stage_facts(spec, layout, fullest(spec, layout, rank)) for rank in range(layout.pipeline)]
+    return {
+        "ranks": ranks,
+        "mesh": {**layout.degrees, "expert": layout.expert, "expert_tensor": layout.expert_tensor},
+        "team": layout.team,
+        "expert_shard": layout.expert_shard if spec.model.moe else None,
+        "rounds_per_step": rounds_per_step(spec, layout),
+        "micro_batches_per_slot": micro_batches_per_slot(spec),
+        "pipeline_ranks": stages,
+        "state_bytes_most": max(stage["state_bytes_total"] for stage in stages),
+    }
+
+
+def _stage_facts(spec: RunSpec, layout: Layout, held: Holding) -> JsonObject:
+    state = state_bytes(spec, layout, held, 2 if spec.precision.compute == "bf16" else 4)
+    calls: dict[str, dict[str, int]] = {}
+    for (axis, kind), number in sorted(collectives(spec, layout, held).items()):
+        calls.setdefault(axis, {})[kind] = number
+    return {
+        "pipeline_rank": held.place.pipeline,
+        "stages": held.stages,
+        "layers": held.layers,
+        "embedding": held.embedding,
+        "head": held.head,
+        "dense_parameters": held.dense,
+        "expert_parameters": held.experts,
+        "state_bytes": state,
+        "state_bytes_total": sum(state.values()),
+        "collectives_per_step": calls,
+    }
+
+
+def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
+    """A rank at the beginning, in the middle and at the end of the pipeline, each elsewhere in its stage."""
+    pipeline = spec.parallel.pipeline
+    per_stage = ranks // pipeline
+    places = ((0, 0), (pipeline // 2, per_stage // 2), (pipeline - 1, per_stage - 1))
+    return list(dict.fromkeys(stage * per_stage + inside for stage, inside in places))
+
+
+def dry_run_facts(
+    spec: RunSpec, ranks: int, chosen: Sequence[int], on_rank: Callable[[int], None]
+) -> list[JsonObject]:
+    """Returns the comparison that the dry run of each chosen rank made; ``on_rank`` is called before each."""
+    from phalanx.train.measure.dry_run import dry_run
+
+    facts = []
+    for rank in chosen:
+        on_rank(rank)
+        facts.append(_comparison_facts(dry_run(spec, ranks, rank)))
+    return facts
+
+
+def _comparison_facts(found: Comparison) -> JsonObject:
+    differing = {
+        name: {"derived": derived, "built": built}
+        for name, (derived, built) in found.elements.items()
+        if derived != built
+    }
+    return {
+        "rank": found.rank,
+        "stages": found.stages,
+        "parameters": len(found.elements),
+        "elements": {
+            "derived": sum(pair[0] for pair in found.elements.values()),
+            "built": sum(pair[1] for pair in found.elements.values()),
+        },
+        "parameters_differing": differing,
+        "collectives": [
+            {"axis": axis, "kind": kind, "derived": derived, "counted": counted}
+            for (axis, kind), (derived, counted) in found.calls.items()
+        ],
+        "matches": found.matches,
+    }
+
+
+def print_layout(facts: JsonObject) -> None:
+    """The tables of ``layout_facts``."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = text_console()
+    mesh = (
+        " x ".join(f"{axis} {degree}" for axis, degree in facts["mesh"].items() if degree > 1) or "one rank"
+    )
+    console.print(Text.assemble((f"\n{facts['ranks']:,} ranks", "bold"), f": {mesh}"))
+    teams = f"teams of {facts['team']} share experts; " if facts["team"] > 1 else ""
+    console.print(
+        f"{teams}a rank computes {facts['rounds_per_step']} slots of {facts['micro_batches_per_slot']} "
+        "micro-batches in a step\n",
+        style="dim",
+    )
+    groups = _alike(facts["pipeline_ranks"])
+    table = Table("place in the pipeline", *(spans(places) for _, places in groups))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    stages = [stage for stage, _ in groups]
+    table.add_row("layers", *(str(len(stage["layers"])) for stage in stages))
+    table.add_row("besides", *(", ".join(e for e in ("embedding", "head") if stage[e]) for stage in stages))
+    for title in ("dense_parameters", "expert_parameters"):
+        table.add_row(title.replace("_", " "), *(format_count(stage[title]) for stage in stages))
+    for kind in dict.fromkeys(kind for stage in stages for kind in stage["state_bytes"]):
+        table.add_row(kind, *(format_bytes(stage["state_bytes"].get(kind, 0)) for stage in stages))
+    total = (format_bytes(stage["state_bytes_total"]) for stage in stages)
+    table.add_row("state of the fullest rank", *total, style="bold", end_section=True)
+    _add_calls(table, stages)
+    console.print(table)
+
+
+def _add_calls(table: Table, stages: list[JsonObject]) -> None:
+    calls = [
+        {
+            (axis, kind): n
+            for axis, kinds in stage["collectives_per_step"].items()
+            for kind, n in kinds.items()
+        }
+        for stage in stages
+    ]
+    for axis, kind in sorted({key for each in calls for key in each}):
+        counts = (f"{each.get((axis, kind), 0):,}" for each in calls)
+        table.add_row(f"{axis} {kind.replace('_', '-')} a step", *counts)
+
+
+def _alike(stages: list[JsonObject]) -> list[tuple[JsonObject, list[int]]]:
+    """Places of the pipeline that hold and call equally much, each group with its first."""
+    groups: dict[str, tuple[JsonObject, list[int]]] = {}
+    for stage in stages:
+        told = {key: stage[key] for key in stage if key not in ("pipeline_rank", "stages", "layers")}
+        groups.setdefault(f"{len(stage['layers'])} {told}", (stage, []))[1].append(stage["pipeline_rank"])
+    return list(groups.values())
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text, runs of them shortened: ``0-3, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def print_dry_run(found: JsonObject) -> None:
+    """The table of one rank of ``dry_run_facts``."""
+    from rich.table import Table
+    from rich.text import Text
+
+    verdict = ("matches", "green") if found["matches"] else ("differs", "red")
+    title = Text.assemble(f"Rank {found['rank']:,}: ", verdict)
+    table = Table("what", "", "derived", "found", title=title, highlight=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    elements = found["elements"]
+    table.add_row(
+        "elements held",
+        f"{found['parameters']} parameters",
+        f"{elements['derived']:,}",
+        f"{elements['built']:,}",
+    )
+    for name, pair in list(found["parameters_differing"].items())[:10]:
+        table.add_row("", name, f"{pair['derived']:,}", f"{pair['built']:,}", style="red")
+    for row in found["collectives"]:
+        style = None if row["derived"] == row["counted"] else "red"
+        table.add_row(row["axis"], row["kind"], f"{row['derived']:,}", f"{row['counted']:,}", style=style)
+    text_console().print(table)
+
 
 _COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 

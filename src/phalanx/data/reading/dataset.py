@@ -6,6 +6,8 @@ order, of one dataset or of several that are mixed, and held-out samples in file
 there are: a rank asks for the sample numbers that it needs.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,6 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DatasetError
 from phalanx.data.order.permutation import SampleOrder
 from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShards
-from phalanx.data.reading.located_ahead import LocatedAhead, Place
 from phalanx.data.reading.places import DatasetPlace, open_place, open_places
 from phalanx.data.reading.sources import DataIndex, index_of_places, mixture_of, part_of
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex
@@ -26,6 +27,38 @@ from phalanx.data.stored.shards import verify
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.data_folders import ONLY
 from phalanx.run.spec import RunSpec
+
+# Where the samples of a run lie, located for a stretch at once where they are asked for one after another.
+#
+# A sample's place is computed by some hundred operations of numpy (``phalanx.data.order``), each of which costs about as much for eight samples as for a
+# thousand. A process that reads the run from one end to the other therefore has a stretch located with the first sample of it; one that takes
+# a few samples of each step, as a rank of many does, has just those located.
+
+Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""For ``first`` and ``count``: the number of the source, and of the record in its part, of each of these samples of the run."""
+
+_STRETCH = 8192
+
+
+class LocatedAhead:
+    """The places of samples as ``place`` gives them, fewer calls of it. Threads may share it."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._known: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
+        """The first sample of the stretch that was located last, and its places; exchanged as one, so that no thread sees half of it."""
+        self._next = -1
+
+    def __call__(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        in_turn, self._next = first == self._next, first + count
+        known = self._known
+        if known is None or not known[0] <= first <= first + count <= known[0] + len(known[1]):
+            known = (first, *self._place(first, max(count, _STRETCH) if in_turn else count))
+            self._known = known
+        start, sources, records = known
+        part = slice(first - start, first - start + count)
+        return sources[part], records[part]
+
 
 # A whole held-out split may be counted in one call, and as int64 it can be larger than memory.
 _COUNTED_AT_ONCE = 256

@@ -6,16 +6,209 @@ none can be had, a line in the process's log says why.
 
 from __future__ import annotations
 
+import json
+import queue
+import selectors
+import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
+from typing import NamedTuple
 
 from phalanx.observe.metrics.exporter import Collect, Exporter
+from phalanx.observe.metrics.exposition import OPEN_METRICS, TEXT
 from phalanx.observe.metrics.samples import Labels
-from phalanx.observe.metrics.server import MetricsServer, Page, json_page, metrics_page
 from phalanx.observe.metrics.targets import Target, announce, targets, withdraw, withdraw_earlier
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
+
+# A small HTTP server for metrics, on threads of its own, that no client can make expensive.
+#
+# It answers GET and HEAD of a few fixed paths, one request a connection. Everything about a client is bounded: so many connections at once (``_THREADS``;
+# the kernel keeps a few more waiting, and refuses the rest), so many bytes of a request, so many seconds for the whole of it, from the first byte to the
+# last of the answer, and a pause after each connection, so that thousands of requests a second cannot take the interpreter's lock away from whoever
+# shares the process. ``http.server`` bounds none of these but the silence between two bytes.
+
+_THREADS = 4
+_WAITING = 128
+_MOST_SILENT = 256
+"""Connections whose clients have said nothing yet; of more, the oldest are closed."""
+_LOOK_S = 0.5
+_MOST_REQUEST_BYTES = 16 << 10
+_REQUEST_S, _ANSWER_S = 2.0, 10.0
+_PAUSE_S = 0.02
+
+
+class Answer(NamedTuple):
+    """What a path gives."""
+
+    body: bytes
+    content_type: str = "application/json; charset=utf-8"
+    status: str = "200 OK"
+    zipped: bool = False
+    """The body is compressed by gzip already."""
+
+
+Headers = Mapping[str, str]
+Page = Callable[[Headers], Answer]
+
+
+def metrics_page(exporter: Exporter) -> Page:
+    """``/metrics``: OpenMetrics for who asks for it, else the text format."""
+
+    def page(headers: Headers) -> Answer:
+        open_metrics = "application/openmetrics-text" in headers.get("accept", "")
+        zipped = _takes_gzip(headers)
+        text = exporter.text(open_metrics=open_metrics, zipped=zipped)
+        return Answer(text, OPEN_METRICS if open_metrics else TEXT, zipped=zipped)
+
+    return page
+
+
+def json_page(content: Callable[[], object]) -> Page:
+    """A page of JSON, made when it is asked for."""
+    return lambda _headers: Answer(json.dumps(content()).encode())
+
+
+class MetricsServer:
+    """Serves pages until it is closed."""
+
+    def __init__(
+        self, pages: Mapping[str, Page], host: str, port: int, *, request_timeout_s: float = _REQUEST_S
+    ) -> None:
+        """Listens at ``host`` and ``port``, 0 for a free one. Raises ``OSError`` if it cannot.
+
+        A connection whose request is not complete after ``request_timeout_s`` is closed.
+        """
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._pages, self._request_timeout_s = pages, request_timeout_s
+        self._socket = socket.create_server((host, port), family=family, backlog=_WAITING)
+        self._socket.setblocking(False)  # a client may be gone between the look and the taking
+        self.port: int = self._socket.getsockname()[1]
+        self._closing = False
+        self._ready: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._accept, name="metrics-http-accept", daemon=True),
+            *(
+                threading.Thread(target=self._serve, name=f"metrics-http-{number}", daemon=True)
+                for number in range(_THREADS)
+            ),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stops listening; an answer that is under way is left to its end."""
+        self._closing = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes those who wait in accept
+        self._socket.close()
+
+    def _accept(self) -> None:
+        """Holds connections until their clients say something: who opens a thousand and says nothing keeps nobody else waiting."""
+        silent: dict[socket.socket, float] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self._closing:
+                for key, _ in selector.select(_LOOK_S):
+                    if key.fileobj is self._socket:
+                        self._take(selector, silent)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    selector.unregister(key.fileobj)
+                    del silent[key.fileobj]
+                    self._ready.put(key.fileobj)
+                # In the order in which they came: the first of them are the oldest.
+                latest_s = time.monotonic() - self._request_timeout_s
+                late = [one for one, since_s in silent.items() if since_s < latest_s]
+                for one in late or list(silent)[: max(0, len(silent) - _MOST_SILENT)]:
+                    selector.unregister(one)
+                    del silent[one]
+                    one.close()
+            for one in silent:
+                one.close()
+        for _ in range(_THREADS):
+            self._ready.put(None)
+
+    def _take(self, selector: selectors.BaseSelector, silent: dict[socket.socket, float]) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # closed, or no descriptor is left for now
+            time.sleep(_PAUSE_S)
+            return
+        silent[connection] = time.monotonic()
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _serve(self) -> None:
+        while (connection := self._ready.get()) is not None:
+            with connection, suppress(OSError, ValueError):
+                self._converse(connection)
+            time.sleep(_PAUSE_S)
+
+    def _converse(self, connection: socket.socket) -> None:
+        method, path, headers = _request(connection, self._request_timeout_s)
+        answer = self._answer(method, path, headers)
+        body = answer.body
+        head = [
+            f"HTTP/1.1 {answer.status}",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(body)}",
+            *(["Content-Encoding: gzip"] if answer.zipped else []),
+            *("Cache-Control: no-store", "X-Content-Type-Options: nosniff", "Connection: close", "", ""),
+        ]
+        _send(connection, "\r\n".join(head).encode() + (b"" if method == "HEAD" else body))
+
+    def _answer(self, method: str, path: str, headers: Headers) -> Answer:
+        if method not in ("GET", "HEAD"):
+            return _plain("405 Method Not Allowed", "only GET and HEAD")
+        page = self._pages.get(path)
+        if page is None:
+            return _plain("404 Not Found", f"there is: {', '.join(self._pages)}")
+        try:
+            return page(headers)
+        except Exception as error:
+            return _plain("500 Internal Server Error", f"{type(error).__name__}: {error}")
+
+
+def _takes_gzip(headers: Headers) -> bool:
+    return "gzip" in headers.get("accept-encoding", "")
+
+
+def _plain(status: str, text: str) -> Answer:
+    return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8", status)
+
+
+def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Headers]:
+    """Method, path and headers (in lower case). Raises ``ValueError`` for what is none, ``OSError`` for one that is late."""
+    deadline_s, data = time.monotonic() + timeout_s, b""
+    while b"\r\n\r\n" not in data:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or len(data) > _MOST_REQUEST_BYTES:
+            raise ValueError("too slow or too long")
+        connection.settimeout(left_s)
+        block = connection.recv(4096)
+        if not block:
+            raise ValueError("ended before its time")
+        data += block
+    first, *lines = data.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+    method, target, _version = first.split(" ")
+    pairs: Sequence[tuple[str, str, str]] = [line.partition(":") for line in lines]
+    return method, target.partition("?")[0], {n.strip().lower(): v.strip().lower() for n, _, v in pairs}
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    """Sends all of it within the time of an answer. Raises ``OSError`` if the client does not take it."""
+    deadline_s, view = time.monotonic() + _ANSWER_S, memoryview(data)
+    while view:
+        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        view = view[connection.send(view[: 1 << 18]) :]
+    connection.settimeout(0.2)
+    with suppress(OSError):  # what the client still sends would make the kernel throw our answer away
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(4096)
+
 
 AGENTS = 64
 """An agent takes the first free port of so many after the coordinator's; one alone on its machine always has the first."""

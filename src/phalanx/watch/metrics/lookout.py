@@ -11,17 +11,111 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from phalanx.observe.metrics.run_samples import RunSampler
-from phalanx.observe.metrics.samples import Labels, Sample
+from phalanx.observe.metrics.samples import Labels, Metric, Sample
 from phalanx.observe.serving import Serving, read_serving
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.metrics.reason_metric import reason_samples
-from phalanx.watch.metrics.serving_metric import RunServers
 from phalanx.watch.runs.row import RunRow
+from phalanx.watch.why.reason import CODES, Reason
 from phalanx.watch.why.reasons import reasons
+
+# What serves a run's weights, as metrics: of all servers together, by the notes that they leave in the run directory.
+
+_FROM = "serving/, by phalanx ui"
+SERVERS = Metric(
+    "phalanx_serving_servers",
+    "gauge",
+    "Servers of the run's weights by state; silent are those that have not been heard of for half a minute.",
+    _FROM,
+    ("state",),
+)
+TEXTS = Metric(
+    "phalanx_serving_texts", "gauge", "Texts that these servers compute, and that wait.", _FROM, ("state",)
+)
+TOKENS = Metric(
+    "phalanx_serving_tokens_total", "counter", "Tokens of prompts, and generated.", _FROM, ("kind",)
+)
+REFUSED = Metric(
+    "phalanx_serving_requests_refused_total", "counter", "Requests answered with an error.", _FROM
+)
+SERVING_METRICS = (SERVERS, TEXTS, TOKENS, REFUSED)
+_STATES = ("serving", "draining", "trouble", "silent")
+_COUNTS = ("prompt_tokens", "generated_tokens", "refused")
+
+
+class RunServers:
+    """The servers of one run, as they are looked at again and again.
+
+    A counter that falls is taken for one that began anew, and all of it for new. So what a server has counted stays in the sums when it ends or is silent,
+    and of one that is heard again only what is new is added.
+    """
+
+    def __init__(self) -> None:
+        self._counted: dict[tuple[str, str, float], Counter[str]] = {}
+        self._sums = Counter(dict.fromkeys(_COUNTS, 0))
+
+    def samples(self, notes: Sequence[Serving], labels: Labels, now: float) -> list[Sample]:
+        """The samples of the run, by what its servers say now; none if nobody serves it."""
+        if not notes:
+            return []
+        states = Counter(state_of(note, now) for note in notes)
+        heard = [note for note in notes if not note.silent(now)]
+        self._count(notes, now)
+        found = [Sample(SERVERS, labels | {"state": state}, states[state]) for state in _STATES]
+        for state in ("running", "waiting"):
+            found.append(Sample(TEXTS, labels | {"state": state}, sum(getattr(one, state) for one in heard)))
+        for kind in ("prompt", "generated"):
+            found.append(Sample(TOKENS, labels | {"kind": kind}, self._sums[f"{kind}_tokens"]))
+        return [*found, Sample(REFUSED, labels, self._sums["refused"])]
+
+    def _count(self, notes: Sequence[Serving], now: float) -> None:
+        for note in notes:
+            server = note.node, note.url, note.since_s
+            counts = Counter({name: int(getattr(note, name)) for name in _COUNTS})
+            # What was silent when it was first seen tells nothing new.
+            before = self._counted.get(server, counts if note.silent(now) else Counter())
+            self._sums += counts - before  # a difference of counters has no negative ones
+            self._counted[server] = counts
+
+
+def state_of(note: Serving, now: float) -> str:
+    """One of four words for what a server does; what its trouble is, the note says."""
+    if note.silent(now):
+        return "silent"
+    return note.state if note.state in _STATES else "trouble"
+
+
+# What is wrong with a run, as a metric: a series for each reason that ``phalanx why`` knows, so that every one of them can be an alert.
+
+REASON = Metric(
+    "phalanx_reason",
+    "gauge",
+    "What phalanx why names: 0 nothing of the kind, 1 info, 2 warning, 3 critical.",
+    "phalanx ui",
+    ("code",),
+)
+LOOKED = Metric(
+    "phalanx_reasons_timestamp_seconds",
+    "gauge",
+    "Unix time at which the run was last looked at from outside.",
+    "phalanx ui",
+)
+WATCHED_METRICS = (REASON, LOOKED)
+_WEIGHT = {"info": 1, "warning": 2, "critical": 3}
+
+
+def reason_samples(reasons: Iterable[Reason], labels: Labels, looked_s: float) -> list[Sample]:
+    """The samples of one run: of several reasons of a kind the worst counts."""
+    worst: dict[str, int] = dict.fromkeys(CODES, 0)
+    for reason in reasons:
+        worst[reason.code] = max(worst[reason.code], _WEIGHT[reason.severity])
+    found = [Sample(REASON, labels | {"code": code}, weight) for code, weight in worst.items()]
+    return [*found, Sample(LOOKED, labels, looked_s)]
+
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,7 +7,11 @@ plain functions that run in threads, so that a slow disk holds up no other reque
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,12 +25,15 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from phalanx.observe.metrics.exporter import Exporter
+from phalanx.observe.metrics.exposition import OPEN_METRICS, TEXT
+from phalanx.observe.metrics.samples import Labels
+from phalanx.observe.metrics.targets import targets
+from phalanx.watch.metrics.lookout import Lookout
 from phalanx.watch.page.answer import Parameters, RequestError, json_answer, not_found
 from phalanx.watch.page.export import ExportError, exported
 from phalanx.watch.page.guard import Access, Guard
-from phalanx.watch.page.kept import KEPT_S, KeptAnswers
 from phalanx.watch.page.live import Live
-from phalanx.watch.page.metrics import MetricsOfRuns
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views import (
     checkpoints,
@@ -41,6 +48,101 @@ from phalanx.watch.page.views import (
     why,
 )
 from phalanx.watch.page.views.runs import Runs
+from phalanx.watch.runs.index import RunIndex, found_in
+
+# Answers that many viewers ask for at once are made once: fifty open pages of one run cost little more than one.
+#
+# An answer is given again for a second, but not after its run is known to have changed. Whoever asks while it is being made waits for it.
+
+KEPT_S = 1.0
+_MOST_BYTES = 64 << 20
+
+
+class KeptAnswers:
+    """The answers of the last second, by question. For one event loop."""
+
+    def __init__(self, kept_s: float = KEPT_S) -> None:
+        self._kept_s = kept_s
+        self._made: OrderedDict[str, tuple[float, Response]] = OrderedDict()
+        self._making: dict[str, asyncio.Task[Response]] = {}
+        self._changes: Counter[str] = Counter()
+        self._nbytes = 0
+
+    def changed(self, run: str) -> None:
+        """The run of this identifier is another than before: what is kept of it is old."""
+        self._changes[run] += 1
+
+    async def get(self, run: str, question: str, make: Callable[[], Response]) -> Response:
+        """The answer to a question about a run; ``make`` makes it, in a thread. Raises what ``make`` does."""
+        key = f"{self._changes[run]} {question}"
+        kept = self._made.get(key)
+        if kept is not None and time.monotonic() - kept[0] < self._kept_s:
+            return kept[1]
+        making = self._making.get(key)
+        if making is None:
+            making = self._making[key] = asyncio.create_task(self._make(key, make))
+        return await asyncio.shield(making)  # one who leaves takes the answer from nobody else
+
+    async def _make(self, key: str, make: Callable[[], Response]) -> Response:
+        try:
+            answer = await to_thread.run_sync(make)
+        finally:
+            del self._making[key]
+        self._forget(key)
+        self._made[key] = time.monotonic(), answer
+        self._nbytes += len(answer.body)
+        while self._made and (self._nbytes > _MOST_BYTES or self._is_old()):
+            self._forget(next(iter(self._made)))
+        return answer
+
+    def _is_old(self) -> bool:
+        return time.monotonic() - next(iter(self._made.values()))[0] > 2 * self._kept_s
+
+    def _forget(self, key: str) -> None:
+        kept = self._made.pop(key, None)
+        self._nbytes -= len(kept[1].body) if kept is not None else 0
+
+
+# ``/metrics`` and ``/targets`` of ``phalanx ui``: all runs that it shows, for a Prometheus that watches them from outside.
+
+
+class MetricsOfRuns:
+    """Serves the metrics of the runs below some folders; nothing is looked at before somebody asks."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = tuple(folders)
+        self._exporter: Exporter | None = None
+        self._lock = threading.Lock()
+
+    async def text(self, request: Request) -> Response:
+        """The text for Prometheus: OpenMetrics for who asks for it."""
+        open_metrics = "application/openmetrics-text" in request.headers.get("accept", "")
+        zipped = "gzip" in request.headers.get("accept-encoding", "")
+
+        def make() -> bytes:
+            return self._made().text(open_metrics=open_metrics, zipped=zipped)
+
+        headers = {"Content-Encoding": "gzip"} if zipped else {}
+        body = await to_thread.run_sync(make)
+        return Response(body, headers=headers, media_type=OPEN_METRICS if open_metrics else TEXT)
+
+    async def targets(self, _request: Request) -> Response:
+        """The endpoints of these runs' own processes, in the form of Prometheus' HTTP service discovery."""
+        return json_answer(await to_thread.run_sync(lambda: targets(found_in(self._folders))))
+
+    def close(self) -> None:
+        """Ends the threads of the sources."""
+        with self._lock:
+            if self._exporter is not None:
+                self._exporter.close()
+
+    def _made(self) -> Exporter:
+        with self._lock:
+            if self._exporter is None:
+                lookout = Lookout(RunIndex(self._folders).rows)
+                self._exporter = Exporter({"runs": lookout.samples}, Labels(node=socket.gethostname()))
+            return self._exporter
+
 
 STATIC = Path(__file__).parent / "static"
 _MOST_WATCHED = 500

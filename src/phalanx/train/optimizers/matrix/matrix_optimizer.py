@@ -8,20 +8,194 @@ then move as in AdamW: ``w = (1 - lr * decay) w - lr * change``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.facts.optimizer_state import matrix_state, matrix_work
-from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.parallel.mesh.local_slice import LocalSlice, slices_in
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.matrix.holders import Matrix, gather_holders
-from phalanx.train.optimizers.matrix.matrices import MatrixExchange
+from phalanx.train.optimizers.matrix.holders import Holders, Matrix, gather_holders, matrices_of, owners_of
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
+
+# Whole matrices for optimizers that need them, though every rank holds only a share of each.
+#
+# Orthogonalizing a matrix, or taking roots of its statistics, is not the sum of doing so to its shards; and a product that is
+# computed in pieces rounds as it is divided. So each matrix has one *owner* among the ranks that hold it between them. In a
+# step, all shares of its gradient go to the owner, who works on the whole in a fixed order of operations, and the owner
+# sends each rank its share of the change: a matrix crosses the wire twice, whatever is done to it, and its result has the
+# same bits on any number of ranks. State lives with the owner alone, so it is sharded as well as gradients are.
+#
+# Who owns what follows from costs (``phalanx.model.facts.matrix_owners``): a matrix that some rank holds whole (experts, mostly)
+# stays there and never crosses; the others are dealt, the costliest first, to whoever has least to do (Graham 1969). Ranks that
+# hold equal parts need not be told apart: one of them sends, all of them receive.
+
+BATCH_ELEMENTS = 1 << 27
+"""Elements of matrices that an owner receives at once: what bounds the buffers (512 MiB in fp32)."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a matrix that crosses between its owner and a rank that holds it."""
+
+    matrix: Matrix
+    part: LocalSlice
+
+    @property
+    def numel(self) -> int:
+        """Elements that cross."""
+        _, shape = self.part
+        return shape[-2] * shape[-1]
+
+
+@dataclass(frozen=True)
+class MatrixBatch:
+    """Matrices whose gradients cross together, as one rank sees it; what is listed by rank goes to or comes from it."""
+
+    owned: list[Matrix]
+    gradients_out: list[list[Leg]]
+    gradients_in: list[list[Leg]]
+    changes_out: list[list[Leg]]
+    changes_in: list[list[Leg]]
+    local: bool
+    """True if every owner holds its matrices whole, so that nothing crosses."""
+
+
+@dataclass
+class MatrixExchange:
+    """Moves matrices between the ranks of ``group``, which hold each parameter between them.
+
+    Args:
+        parameters: Shapes of the whole parameters, in the same order on all ranks.
+        boxes: What this rank holds of each (a parameter that it holds nothing of may be left out).
+        holders: What all ranks hold of each.
+        cost: What a matrix of some rows and columns costs its owner, in any unit.
+        group: ``None`` where this rank holds everything.
+        batch_elements: Elements of matrices that an owner receives at once, or one matrix if that has more.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    boxes: Mapping[str, LocalSlice]
+    holders: Mapping[str, Holders]
+    cost: Callable[[int, int], float]
+    group: dist.ProcessGroup | None = None
+    batch_elements: int = BATCH_ELEMENTS
+    batches: list[MatrixBatch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ranks = self.group.size() if self.group else 1
+        self._rank = self.group.rank() if self.group else 0
+        matrices = [m for name, shape in self.parameters.items() for m in matrices_of(name, shape)]
+        costs = [self.cost(matrix.rows, matrix.columns) for matrix in matrices]
+        owners = owners_of(matrices, self.holders, costs, self._ranks)
+        self.batches = [
+            self._batch([(matrices[n], owners[n]) for n in numbers])
+            for numbers in _batches(matrices, owners, self._ranks, self.batch_elements)
+        ]
+
+    @property
+    def owned(self) -> list[Matrix]:
+        """The matrices that this rank owns; those of one parameter in the order of the stack."""
+        order = {name: place for place, name in enumerate(self.parameters)}
+        owned = [matrix for batch in self.batches for matrix in batch.owned]
+        return sorted(owned, key=lambda matrix: (order[matrix.parameter], matrix.index or 0))
+
+    def collect(self, batch: MatrixBatch, held: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
+        """The whole matrices ``(rows, columns)`` that this rank owns, from everybody's shares ``held`` of them."""
+        # Fresh memory for each matrix: kernels may round as their operands are aligned.
+        whole = {m: torch.empty(m.rows, m.columns, device=_device(held)) for m in batch.owned}
+        sent = [[self._of_share(held, leg) for leg in legs] for legs in batch.gradients_out]
+        received = self._swap(sent, batch.gradients_in, batch.local, _device(held))
+        for legs, pieces in zip(batch.gradients_in, received, strict=True):
+            for leg, piece in zip(legs, pieces, strict=True):
+                _of_whole(whole, leg).copy_(piece)
+        return whole
+
+    def hand_back(
+        self, batch: MatrixBatch, changes: Mapping[Matrix, Tensor], held: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
+        """For each share that this rank holds of a matrix: its part of ``held``, and of the owner's ``changes``."""
+        sent = [[_of_whole(changes, leg) for leg in legs] for legs in batch.changes_out]
+        received = self._swap(sent, batch.changes_in, batch.local, _device(held))
+        for legs, pieces in zip(batch.changes_in, received, strict=True):
+            for leg, piece in zip(legs, pieces, strict=True):
+                yield leg.matrix, self._of_share(held, leg), piece
+
+    def _batch(self, matrices: Sequence[tuple[Matrix, int]]) -> MatrixBatch:
+        lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]
+        gradients_out, gradients_in, changes_out, changes_in = lists
+        crosses = False
+        for matrix, owner in matrices:
+            held = self.holders[matrix.parameter]
+            ranks = held.of(matrix)
+            crosses |= bool((ranks != owner).any())
+            if self._rank in ranks:
+                leg = Leg(matrix, held.part(matrix, self._rank))
+                changes_in[owner].append(leg)
+                if held.sends(matrix, self._rank, owner):
+                    gradients_out[owner].append(leg)
+            if owner == self._rank:
+                for rank in ranks.tolist():
+                    changes_out[rank].append(Leg(matrix, held.part(matrix, rank)))
+                for rank in held.senders(matrix, owner).tolist():
+                    gradients_in[rank].append(Leg(matrix, held.part(matrix, rank)))
+        owned = [matrix for matrix, owner in matrices if owner == self._rank]
+        return MatrixBatch(owned, gradients_out, gradients_in, changes_out, changes_in, local=not crosses)
+
+    def _of_share(self, held: Mapping[str, Tensor], leg: Leg) -> Tensor:
+        """The part of what this rank holds that a leg speaks of: ``(rows, columns)``, a view."""
+        begin, _ = self.boxes[leg.matrix.parameter]
+        view = held[leg.matrix.parameter][slices_in(leg.part, begin)]
+        return view if leg.matrix.index is None else view[0]
+
+    def _swap(
+        self, sent: list[list[Tensor]], legs_in: list[list[Leg]], local: bool, device: torch.device
+    ) -> list[list[Tensor]]:
+        """Everybody's pieces for this rank, by sender, in the shape of their legs."""
+        if local:
+            return sent
+        outgoing = [piece.reshape(-1) for pieces in sent for piece in pieces]
+        counts = [sum(leg.numel for leg in legs) for legs in legs_in]
+        received = torch.empty(sum(counts), device=device)
+        dist.all_to_all_single(
+            received,
+            torch.cat(outgoing) if outgoing else torch.empty(0, device=device),
+            counts,
+            [sum(piece.numel() for piece in pieces) for pieces in sent],
+            group=self.group,
+        )
+        pieces = iter(torch.split(received, [leg.numel for legs in legs_in for leg in legs]))
+        return [[next(pieces).view(leg.part[1][-2:]) for leg in legs] for legs in legs_in]
+
+
+def _batches(
+    matrices: Sequence[Matrix], owners: Sequence[int], ranks: int, max_elements: int
+) -> list[list[int]]:
+    """Numbers of matrices such that no owner gets more than ``max_elements`` at once (but one matrix at least)."""
+    batches: list[list[int]] = []
+    place, filled = [0] * ranks, [0] * ranks
+    for number, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+        if filled[owner] and filled[owner] + matrix.numel > max_elements:
+            place[owner], filled[owner] = place[owner] + 1, 0
+        filled[owner] += matrix.numel
+        if place[owner] == len(batches):
+            batches.append([])
+        batches[place[owner]].append(number)
+    return batches
+
+
+def _of_whole(matrices: Mapping[Matrix, Tensor], leg: Leg) -> Tensor:
+    begin, _ = leg.matrix.box
+    return matrices[leg.matrix][slices_in(leg.part, begin)[-2:]]
+
+
+def _device(held: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(held.values())).device
 
 
 class MatrixRule(ABC):
