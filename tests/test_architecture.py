@@ -62,7 +62,7 @@ PURE = (
     "run/rank_places.py",
     *(f"observe/logs/{name}.py" for name in ("assemble", "first_failure", "line", "masking")),
     *(f"observe/metrics/{name}.py" for name in ("samples", "exposition", "run_facts", "run_metrics")),
-    "train/profile/recording.py",
+    "train/profile/choose.py",
     "train/step/spikes.py",
     *(f"watch/why/{name}.py" for name in ("judge", "observed", "reason", "thresholds")),
     "watch/why/rules",

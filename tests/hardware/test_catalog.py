@@ -11,9 +11,9 @@ import pytest
 
 from phalanx.hardware.catalog import accelerator, accelerators, cluster, load_user, systems
 from phalanx.hardware.cluster import Fact
-from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.overrides import with_value
 from phalanx.hardware.profiles import profile_names, profile_of
+from phalanx.hardware.tables import HardwareError
 
 
 def facts(entry: Any) -> list[Fact]:

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from phalanx.hardware.cluster import Cluster, Fact
-from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.tables import HardwareError
 
 _MAY_BE_ZERO = ("price_per_hour", "power_w")
 _FARTHEST = 100

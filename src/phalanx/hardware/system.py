@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from phalanx.hardware.cluster import Accelerator, Cluster, Domain, Fabric, Fact
-from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.tables import HardwareError
 from phalanx.run.fields import POSITIVE
 
 

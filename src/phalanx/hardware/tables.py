@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from phalanx.hardware.errors import HardwareError
 from phalanx.run.problems import Problem, listing
 from phalanx.run.section_reader import read_section
+
+# The one error of this package.
+
+
+class HardwareError(ValueError):
+    """A name, file or value of hardware that cannot be used; the message names the field and the remedy."""
+
 
 Values: TypeAlias = Mapping[str, object]
 _Entry = TypeVar("_Entry")

@@ -13,7 +13,7 @@ import pytest
 from data.portions.making_raw import objects, prepared, recipe_file
 from parity.llama3_folder import save_tokenizer
 from phalanx.data.errors import PreparationError
-from phalanx.data.origin.show_record import show_record
+from phalanx.data.origin.show import show_record
 from phalanx.data.portions.executors.processes import Processes
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.reading.places import open_place

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.context.fixed.placement import by_position, by_tile, tiled_positions
+from phalanx.parallel.context.fixed.ranks import by_position, by_tile, tiled_positions
 from phalanx.parallel.context.head_tail import context_positions
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.scaling.answer import REPEATS, RepeatedData, effective
 from phalanx.plan.scaling.laws import (
     CHINCHILLA,
     DENSE_LAWS,
@@ -28,6 +27,7 @@ from phalanx.plan.scaling.optimum import (
     straight,
     tokens_for,
 )
+from phalanx.plan.scaling.repeated_data import REPEATS, RepeatedData, effective
 
 LAW = CHINCHILLA.law
 FLOPS = st.floats(1e18, 1e28)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import accelerator, accelerators
 from phalanx.hardware.cluster import Accelerator, Fact
-from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.hardware.tables import HardwareError
 from phalanx.plan.step_cost.kernels import (
     attention_s,
     fitted_format,

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from phalanx.cli.weights.serve_command import command
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, train_bpe
-from phalanx.run.peers.loopback import loopback_names
+from phalanx.run.peers.addresses import loopback_names
 from phalanx.serve.http.access.keys import add_key, parse_limits, read_keys
 from phalanx.serve.http.app import Gateway, application
 from phalanx.serve.http.served.model_text import ModelText

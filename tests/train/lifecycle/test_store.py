@@ -28,9 +28,9 @@ from phalanx.run.rules.check import check
 from phalanx.run.spec import RunSpec
 from phalanx.store.errors import UnavailableError
 from phalanx.store.open_store import open_store
-from phalanx.train.start import claim_store as claim_module
+from phalanx.train.start import open_run as claim_module
 from phalanx.train.start.checks import start_problems
-from phalanx.train.start.claim_store import claim_store
+from phalanx.train.start.open_run import claim_store
 from ranks import Ranks
 from store.faulty_proxy import Faults, faulty_proxy
 from store.scripted_server import scripted

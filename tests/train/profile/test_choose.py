@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.observe.profile.request import ProfileRequestError
 from phalanx.run.layout import Layout
-from phalanx.train.profile.recording import SMALL, chosen_ranks
+from phalanx.train.profile.choose import SMALL, chosen_ranks
 
 
 def test_a_small_fleet_is_recorded_whole() -> None:

@@ -14,8 +14,8 @@ from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStreamWrite
 from phalanx.observe.record.machines import Machine
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.why import read
+from phalanx.watch.why.judge import judge
 from phalanx.watch.why.read import observe, read_ends
-from phalanx.watch.why.reasons import judge
 from watch.why.watched import Watched, step, steps
 
 

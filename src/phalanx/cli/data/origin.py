@@ -15,7 +15,7 @@ from phalanx.cli.data.order import data_origin, read_data_run
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.data.errors import DataError
-from phalanx.data.origin.show_batch import ShownSample, show_batch
+from phalanx.data.origin.show import ShownSample, show_batch
 from phalanx.data.origin.where import DataOrigin
 from phalanx.data.portions.planning.plan import PLAN_KEY
 from phalanx.data.portions.stages import stages_of
@@ -214,7 +214,7 @@ def show_command(
 
 def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
     """Prints one record. Raises ``DatasetError`` if there is none."""
-    from phalanx.data.origin.show_record import show_record
+    from phalanx.data.origin.show import show_record
     from phalanx.data.reading.places import open_place
 
     dataset = open_place(place)

@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.cli.fleet.joining import members_of, verdict_with
 from phalanx.cli.launch.submit_to_hosts import hosts_in, unpriced
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
-from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.tables import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import Host
 from phalanx.launch.engines.order import LaunchOrder

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from phalanx.fleet.control.fleet_file import FleetFile
 from phalanx.fleet.core.settings import formation_of
-from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.tables import HardwareError
 from phalanx.launch.given_nodes import verdict_on
 from phalanx.launch.placing.topology import Topology, TopologyError
 from phalanx.launch.placing.verify import Verdict

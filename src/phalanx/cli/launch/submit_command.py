@@ -352,7 +352,7 @@ def _noted(order: LaunchOrder, job: str) -> Submitted:
 
 def _placement(spec: RunSpec) -> tuple[Choice | None, str]:
     """The best placement on the nodes that are free now; or why there is none."""
-    from phalanx.hardware.errors import HardwareError
+    from phalanx.hardware.tables import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
     from phalanx.launch.given_nodes import with_rates_of
     from phalanx.launch.placing.choose import choices

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.tables import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
 from phalanx.launch.engines.order import LaunchOrder

@@ -12,7 +12,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
-from phalanx.cli.weights.dtype_option import DtypeName
+from phalanx.cli.weights.options import DtypeName
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
 # ``phalanx export --verify``: the exported folder's greedy texts by another engine, in a table beside the run's own model.

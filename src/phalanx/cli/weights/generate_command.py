@@ -11,10 +11,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
 from phalanx.cli.safe_output import data_output
-from phalanx.cli.weights.device_option import DeviceName
-from phalanx.cli.weights.dtype_option import DtypeName
-from phalanx.cli.weights.memory_option import Bytes
-from phalanx.cli.weights.trust_option import require_trusted_code, trust_option
+from phalanx.cli.weights.options import Bytes, DeviceName, DtypeName, require_trusted_code, trust_option
 from phalanx.run.directory.paths import is_published
 
 

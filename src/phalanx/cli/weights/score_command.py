@@ -15,10 +15,14 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
-from phalanx.cli.weights.device_option import DeviceName
-from phalanx.cli.weights.dtype_option import RUN_FILE_NAMES, DtypeName
-from phalanx.cli.weights.memory_option import Bytes
-from phalanx.cli.weights.trust_option import require_trusted_code, trust_option
+from phalanx.cli.weights.options import (
+    RUN_FILE_NAMES,
+    Bytes,
+    DeviceName,
+    DtypeName,
+    require_trusted_code,
+    trust_option,
+)
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizers.tokenizer import Tokenizer

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.address_options import HostName
-from phalanx.cli.weights.device_option import DeviceName
-from phalanx.cli.weights.dtype_option import DtypeName
-from phalanx.cli.weights.memory_option import Bytes
+from phalanx.cli.weights.options import Bytes, DeviceName, DtypeName, trust_option
 from phalanx.cli.weights.service.options import another_machine, require_consistent, require_stage_options
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
 from phalanx.cli.weights.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
-from phalanx.cli.weights.trust_option import trust_option
 from phalanx.run.directory.paths import is_published
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.events import Role

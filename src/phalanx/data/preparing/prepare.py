@@ -21,7 +21,7 @@ from typing import Literal
 
 from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
 from phalanx.data.chat.untrained import texts_of, untrained_chat
-from phalanx.data.dedup.split_overlap import count_shared
+from phalanx.data.dedup.exact import count_shared
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import Files

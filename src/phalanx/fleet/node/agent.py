@@ -52,8 +52,7 @@ from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.copies.snapshot_courier import SnapshotCourier
 from phalanx.fleet.node.copies.store_copies import StoreCopies
 from phalanx.fleet.node.health_watch import HealthWatch
-from phalanx.fleet.node.leader.leader_watch import coordinator_addresses, look_for_leader
-from phalanx.fleet.node.leader.other_start import other_start
+from phalanx.fleet.node.leader.leader_watch import coordinator_addresses, look_for_leader, other_start
 from phalanx.fleet.node.leader.successor import Successor
 from phalanx.fleet.node.node_metrics import AgentFacts, Software, agent_samples, machine_samples
 from phalanx.fleet.node.token_holder import TokenHolder

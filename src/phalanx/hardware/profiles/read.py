@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from phalanx.hardware.cluster import Accelerator
-from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.profiles.profile import COLLECTIVES, Constants, Profile, Provenance
-from phalanx.hardware.tables import Values, read_entry, read_toml, table_of
+from phalanx.hardware.tables import HardwareError, Values, read_entry, read_toml, table_of
 from phalanx.run.problems import Problem, listing
 
 _FOLDER = Path(__file__).parent

@@ -9,10 +9,24 @@ leave long runs that a kernel can work on.) Both pieces of a rank are in the ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
+
+# Keys and values in one buffer, so that one message carries both.
+
+
+def pack(key: Tensor, value: Tensor) -> Tensor:
+    """Both, flat, one after the other."""
+    return torch.cat((key.flatten(), value.flatten()))
+
+
+def unpack(packed: Tensor, key: Size, value: Size) -> tuple[Tensor, Tensor]:
+    """Views of a packed buffer, with these shapes."""
+    keys = math.prod(key)
+    return packed[:keys].view(key), packed[keys:].view(value)
 
 
 def context_positions(seq_len: int, context: int, rank: int) -> Tensor:

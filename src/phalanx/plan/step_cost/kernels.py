@@ -19,8 +19,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.profiles import Profile
+from phalanx.hardware.tables import HardwareError
 
 Numbers: TypeAlias = npt.ArrayLike
 Seconds: TypeAlias = npt.NDArray[np.float64]

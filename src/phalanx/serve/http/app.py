@@ -18,12 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx.run.peers.loopback import host_name
-from phalanx.serve.http.access.admission import Demand, Limits, retry_after
+from phalanx.run.peers.addresses import host_name
+from phalanx.serve.http.access.admission import Demand, LengthLimit, Limits, Workload, retry_after
 from phalanx.serve.http.access.key_use import KeyUse
 from phalanx.serve.http.access.keys import Keys
-from phalanx.serve.http.access.length_limit import LengthLimit
-from phalanx.serve.http.access.workload import Workload
 from phalanx.serve.http.counts import CONTENT_TYPE, Counts
 from phalanx.serve.http.protocol import Chat, Completion, RefusedError, read_body
 from phalanx.serve.http.request import GenerationRequest, parse_request

@@ -8,8 +8,7 @@ from functools import cached_property
 
 import msgspec
 
-from phalanx.serve.http.access.admission import Demand, pages_of
-from phalanx.serve.http.access.length_limit import LengthLimit
+from phalanx.serve.http.access.admission import Demand, LengthLimit, pages_of
 from phalanx.serve.http.protocol import (
     Chat,
     Common,

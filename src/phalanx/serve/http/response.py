@@ -9,7 +9,7 @@ from contextlib import aclosing
 from itertools import count
 from typing import Any
 
-from phalanx.serve.http.access.workload import Workload
+from phalanx.serve.http.access.admission import Workload
 from phalanx.serve.http.counts import Counts
 from phalanx.serve.http.detokenizer import TextDelta, text_deltas
 from phalanx.serve.http.protocol import RefusedError

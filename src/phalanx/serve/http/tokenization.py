@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.serve.http.access.length_limit import LengthLimit
+from phalanx.serve.http.access.admission import LengthLimit
 from phalanx.serve.http.protocol import Chat, Detokenize, RefusedError, Tokenize, read_fields, read_object
 from phalanx.serve.http.request import require_model
 from phalanx.serve.http.served.model_text import ModelText

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from phalanx.data.origin.provenance import provenance
+from phalanx.data.origin.show import provenance
 from phalanx.data.reading.sources import DataIndex
 from phalanx.observe.record.code_patch import CodePatch, code_patch
 from phalanx.observe.record.machines import leave_machine, machine_differences, newest_machines

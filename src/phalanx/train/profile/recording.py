@@ -30,11 +30,11 @@ from phalanx.hardware.local.device import wait_for_device, wait_for_stream
 from phalanx.hardware.local.memory_peak import measure_copy_bytes_per_s
 from phalanx.observe.events import IncidentKind
 from phalanx.observe.profile.recorded_step import ORDER_FILE, rank_file, write_rank_trace
-from phalanx.observe.profile.request import MOST_RANKS, ProfileRequest, ProfileRequestError
+from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.durable import write_atomically
-from phalanx.run.layout import Layout
 from phalanx.train.profile.capture import make_profiler, rank_trace
+from phalanx.train.profile.choose import chosen_ranks
 from phalanx.train.profile.instruments import instruments
 from phalanx.train.profile.marks import Marks
 from phalanx.train.step.memory_meter import storage_bytes
@@ -44,48 +44,6 @@ if TYPE_CHECKING:
 
     from phalanx.train.assembly.assemble import Training
     from phalanx.train.step.step import Stepper
-
-
-# Chooses the ranks that record a profile: decisions on numbers alone.
-#
-# Ranks at one place of the mesh (same stage, same piece of the matrices, of the sequence, same experts) do the same work on other data, so one of
-# each place shows what there is to see, and the slowest that is known shows why the others wait. A small fleet is recorded whole.
-
-SMALL = 8
-"""Up to so many ranks, all of them are recorded."""
-
-
-def chosen_ranks(asked: tuple[int, ...] | str, layout: Layout, slowest: int | None) -> dict[int, str]:
-    """The ranks to record, in order, each with the reason.
-
-    Args:
-        asked: As in a request.
-        layout: Of the run.
-        slowest: The rank that computes longest, if that is known.
-
-    Raises:
-        ProfileRequestError: It names a rank that there is not, or all of too many.
-    """
-    if isinstance(asked, tuple):
-        if asked[-1] >= layout.ranks:
-            raise ProfileRequestError(f"there is no rank {asked[-1]}: the run has {layout.ranks}, from 0")
-        return dict.fromkeys(asked, "asked for")
-    if asked == "all" and layout.ranks > MOST_RANKS:
-        raise ProfileRequestError(f"all are {layout.ranks:,} ranks; at most {MOST_RANKS} are recorded")
-    if asked == "all" or layout.ranks <= SMALL:
-        return dict.fromkeys(range(layout.ranks), "all ranks")
-    found = dict.fromkeys(_one_of_each_place(layout)[: MOST_RANKS - 1], "its place in the mesh")
-    if slowest is not None and 0 <= slowest < layout.ranks:
-        found[slowest] = "the slowest rank"
-    return dict(sorted(found.items()))
-
-
-def _one_of_each_place(layout: Layout) -> list[int]:
-    """The first rank at each place: a stage, its context and tensor ranks in one slot, and all owners of experts."""
-    stage = layout.data_ranks * layout.model_ranks
-    width = max(layout.model_ranks, layout.expert * layout.expert_tensor if layout.expert > 1 else 1)
-    return [first * stage + rank for first in range(layout.pipeline) for rank in range(min(width, stage))]
-
 
 _BARRIERS = 12
 """Before and after: the shortest of so many bounds the clocks' difference."""

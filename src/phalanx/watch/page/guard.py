@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.hardware.local.network import is_private
-from phalanx.run.peers.loopback import host_name, loopback_names
+from phalanx.run.peers.addresses import host_name, loopback_names
 
 CONTENT_POLICY = "; ".join(
     (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.tables import HardwareError
 from phalanx.plan.search.layout_text import written_layout
 from phalanx.plan.search.query import RequestError, job_of
 from phalanx.plan.step_cost.estimate import estimate

@@ -16,8 +16,8 @@ from msgspec import structs
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.weights.options import require_trusted_code
 from phalanx.cli.weights.service.worker_roles import Degrees
-from phalanx.cli.weights.trust_option import require_trusted_code
 from phalanx.run.directory.paths import is_published
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.traffic.events import Role
@@ -145,7 +145,7 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
     from phalanx.model.custom import CustomModelError
     from phalanx.observe.serving import ServingNote
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-    from phalanx.run.peers.loopback import loopback_names
+    from phalanx.run.peers.addresses import loopback_names
     from phalanx.serve.engine.errors import EngineError
     from phalanx.serve.http.access.admission import Limits
     from phalanx.serve.http.access.keys import KeyFileError, read_keys

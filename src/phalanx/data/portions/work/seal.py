@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.dedup.split_overlap import count_shared
+from phalanx.data.dedup.exact import count_shared
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, put_tokenizer
 from phalanx.data.portions.tasks import Stage, StoredObject, TaskManifest, Workplace, manifest_key

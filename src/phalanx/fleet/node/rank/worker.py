@@ -74,8 +74,8 @@ from phalanx.run.degrees.smaller import divided_over
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import load_factory
+from phalanx.run.peers.addresses import is_loopback
 from phalanx.run.peers.fencing import fencing_token
-from phalanx.run.peers.loopback import is_loopback
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up

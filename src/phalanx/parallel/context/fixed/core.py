@@ -20,10 +20,9 @@ from phalanx.model.autograd import FunctionContext, apply_function_of_many, unco
 from phalanx.model.layers.attention.attend import sink_gradient, with_sinks
 from phalanx.model.layers.attention.documents import Documents
 from phalanx.model.layers.attention.soft_cap import Score
-from phalanx.parallel.context.fixed.placement import by_position, by_tile
-from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.parallel.context.fixed.ranks import RankTiles, by_position, by_tile
 from phalanx.parallel.context.gather import head_tail_sight, tiles
-from phalanx.parallel.context.packing import pack, unpack
+from phalanx.parallel.context.head_tail import pack, unpack
 from phalanx.parallel.context.tiles import SavedAttention, Sight, Tile, attend_tiles, differentiate_tiles
 from phalanx.parallel.mesh.torch_compat import exchange_along, gather_along
 from phalanx.parallel.tensor.tree_sums import add_in_tree, sum_in_tree

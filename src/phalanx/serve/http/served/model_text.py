@@ -12,7 +12,7 @@ from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.serve.http.access.length_limit import LengthLimit
+from phalanx.serve.http.access.admission import LengthLimit
 from phalanx.serve.http.protocol import Chat, RefusedError
 from phalanx.serve.prompt import (
     Framing,

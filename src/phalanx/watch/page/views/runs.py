@@ -19,9 +19,8 @@ from phalanx.watch.page.answer import RequestError, not_found
 from phalanx.watch.page.places import MOST_RUNS, Place, Places
 from phalanx.watch.page.rank_streams import RankStreams
 from phalanx.watch.runs.index import RunIndex, RunRow
-from phalanx.watch.series.cache import USUAL_BYTES, SeriesCache
 from phalanx.watch.series.run_series import RunSeries
-from phalanx.watch.series.stored import StoredSeries
+from phalanx.watch.series.stored import USUAL_BYTES, SeriesCache, StoredSeries
 from phalanx.watch.series.thinned import thinned_events
 
 GIVES_WAY_S = 0.3

@@ -1,0 +1,45 @@
+"""Chooses the ranks that record a profile: decisions on numbers alone.
+
+Ranks at one place of the mesh (same stage, same piece of the matrices, of the sequence, same experts) do the same work on other data, so one of
+each place shows what there is to see, and the slowest that is known shows why the others wait. A small fleet is recorded whole.
+"""
+
+from __future__ import annotations
+
+from phalanx.observe.profile.request import MOST_RANKS, ProfileRequestError
+from phalanx.run.layout import Layout
+
+SMALL = 8
+"""Up to so many ranks, all of them are recorded."""
+
+
+def chosen_ranks(asked: tuple[int, ...] | str, layout: Layout, slowest: int | None) -> dict[int, str]:
+    """The ranks to record, in order, each with the reason.
+
+    Args:
+        asked: As in a request.
+        layout: Of the run.
+        slowest: The rank that computes longest, if that is known.
+
+    Raises:
+        ProfileRequestError: It names a rank that there is not, or all of too many.
+    """
+    if isinstance(asked, tuple):
+        if asked[-1] >= layout.ranks:
+            raise ProfileRequestError(f"there is no rank {asked[-1]}: the run has {layout.ranks}, from 0")
+        return dict.fromkeys(asked, "asked for")
+    if asked == "all" and layout.ranks > MOST_RANKS:
+        raise ProfileRequestError(f"all are {layout.ranks:,} ranks; at most {MOST_RANKS} are recorded")
+    if asked == "all" or layout.ranks <= SMALL:
+        return dict.fromkeys(range(layout.ranks), "all ranks")
+    found = dict.fromkeys(_one_of_each_place(layout)[: MOST_RANKS - 1], "its place in the mesh")
+    if slowest is not None and 0 <= slowest < layout.ranks:
+        found[slowest] = "the slowest rank"
+    return dict(sorted(found.items()))
+
+
+def _one_of_each_place(layout: Layout) -> list[int]:
+    """The first rank at each place: a stage, its context and tensor ranks in one slot, and all owners of experts."""
+    stage = layout.data_ranks * layout.model_ranks
+    width = max(layout.model_ranks, layout.expert * layout.expert_tensor if layout.expert > 1 else 1)
+    return [first * stage + rank for first in range(layout.pipeline) for rank in range(min(width, stage))]
