@@ -92,6 +92,7 @@ def test_a_connection_that_ends_between_messages_is_no_error_and_one_that_ends_w
         (struct.pack("<I", 3) + b"abc", "not of this protocol"),
         (struct.pack("<I", 7) + msgspec.msgpack.encode({"a": 1, "b": 2}), "not of this protocol"),
         (struct.pack("<I", 2000) + b"\x91" * 2000, "not of this protocol"),
+        (struct.pack("<I", 3) + b"\xa2\xff\xff", "not of this protocol"),
     ],
 )
 def test_bytes_that_are_no_message_are_refused_with_the_peers_name(sent: bytes, reason: str) -> None:

@@ -190,7 +190,7 @@ class CoordinatorLink:
     def _on_encoded_command(self, body: bytes) -> None:
         try:
             command = decode_command(body)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._log(f"a command that cannot be decoded: {error}")
         else:
             if isinstance(command, Lead):

@@ -315,7 +315,7 @@ class FleetServer:
         async for body in requests:
             try:
                 yield decode_report(body)
-            except (msgspec.MsgspecError, RecursionError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 self._refuse("malformed message", who, str(error)[:200])
 
     def _attached_link(self, first: Received, who: str, token_name: str) -> AgentLink | None:
@@ -356,7 +356,7 @@ class FleetServer:
             operation = decode_report(body)
             if not isinstance(operation, OperatorRequest):
                 raise msgspec.ValidationError(f"{type(operation).__name__} is no operation")
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._refuse("malformed message", peer, str(error)[:200])
             return
         answer = await self.listener.on_operation(operation)
