@@ -92,6 +92,18 @@ def test_an_oversized_message_ends_its_stream_and_no_other() -> None:
     asyncio.run(scene())
 
 
+def test_an_agent_whose_report_is_too_long_attaches_again_without_it() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            caller = wire.dial()
+            await until(lambda: wire.ear.reports)
+            caller.link.say(m.Fatal(0, "node-0", "x" * (MAX_REPORT_BYTES + 1), "DataError"))
+            await until(lambda: caller.greetings == 2 and caller.link.attached)
+            assert any("more than" in line for line in caller.lines)
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(
     "greeting",
     [b"", b"\xc1", encode(Greeting("Attach", (("name", "value"),))).replace(b"value", b"\xffalue")],
