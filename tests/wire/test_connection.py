@@ -58,6 +58,14 @@ def proven() -> Iterator[tuple[SealedConnection, SealedConnection]]:
         yield SealedConnection(near, ours), SealedConnection(far, theirs.result())
 
 
+def test_a_connection_that_this_end_has_closed_fails_as_any_other_under_a_deadline_too() -> None:
+    with connected() as (_, far):
+        far.set_deadline(PATIENCE_S)
+        far.close()
+        with pytest.raises(WireError):
+            far.receive(1)
+
+
 @settings(max_examples=25, deadline=None)
 @given(bodies=st.lists(st.binary(max_size=3000), max_size=4))
 def test_messages_and_their_raw_bytes_arrive_in_their_order(bodies: list[bytes]) -> None:
