@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from phalanx.launch.local import run_locally
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import LaunchSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
@@ -83,6 +85,23 @@ def test_an_exception_while_the_ranks_run_stops_them_and_is_raised_once_they_hav
     with pytest.raises(ZeroDivisionError):
         run_locally(run, 1, raise_at_an_event)
     assert [process.returncode for process in started] == [EXIT_STOPPED]
+
+
+def test_a_rank_that_hangs_with_one_that_has_stopped_is_ended_and_the_run_has_stopped(
+    run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = f'[ $PHALANX_RANK = 0 ] && code={EXIT_STOPPED} && trap "exit $code" TERM || trap "" TERM; '
+    ready = f"touch {tmp_path}/$PHALANX_RANK; while :; do sleep 0.01; done"
+    start_instead(monkeypatch, "sh", "-c", hangs + ready)
+
+    def stop_once_ready(ended: Callable[[], bool]) -> None:
+        while not all((tmp_path / rank).exists() for rank in "01"):
+            assert not ended()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    impatient = replace(run, spec=replace(run.spec, launch=LaunchSpec(grace_s=1.0)))
+    ending = run_locally(impatient, 2, stop_once_ready)
+    assert (ending.status, ending.unsaved) == ("stopped", False)
 
 
 def test_ranks_can_be_started_from_another_thread_than_the_main_one(

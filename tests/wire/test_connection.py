@@ -58,6 +58,14 @@ def proven() -> Iterator[tuple[SealedConnection, SealedConnection]]:
         yield SealedConnection(near, ours), SealedConnection(far, theirs.result())
 
 
+def test_a_connection_that_this_end_has_closed_fails_as_any_other_under_a_deadline_too() -> None:
+    with connected() as (_, far):
+        far.set_deadline(PATIENCE_S)
+        far.close()
+        with pytest.raises(WireError):
+            far.receive(1)
+
+
 @settings(max_examples=25, deadline=None)
 @given(bodies=st.lists(st.binary(max_size=3000), max_size=4))
 def test_messages_and_their_raw_bytes_arrive_in_their_order(bodies: list[bytes]) -> None:
@@ -92,6 +100,7 @@ def test_a_connection_that_ends_between_messages_is_no_error_and_one_that_ends_w
         (struct.pack("<I", 3) + b"abc", "not of this protocol"),
         (struct.pack("<I", 7) + msgspec.msgpack.encode({"a": 1, "b": 2}), "not of this protocol"),
         (struct.pack("<I", 2000) + b"\x91" * 2000, "not of this protocol"),
+        (struct.pack("<I", 3) + b"\xa2\xff\xff", "not of this protocol"),
     ],
 )
 def test_bytes_that_are_no_message_are_refused_with_the_peers_name(sent: bytes, reason: str) -> None:

@@ -54,7 +54,7 @@ def run_locally(
     """
     meeting_point = _fresh_meeting_point(run)
     orders = StopOrders(tell, STOP_WORDS)
-    processes = _Ranks(orders)
+    processes = _Ranks(orders, run.spec.launch.grace_s)
     try:
         with on_stop_signals(processes.ask_to_stop):
             for rank in range(ranks):
@@ -111,9 +111,10 @@ def _start(
 class _Ranks:
     """The ranks' processes: asked to stop by signals, watched, and ended when one has failed."""
 
-    def __init__(self, orders: StopOrders) -> None:
+    def __init__(self, orders: StopOrders, save_s: float) -> None:
         self.children: list[Child] = []
         self.orders = orders
+        self._save_s = save_s
         self._deadline_s: float | None = None
         self.first_failure: int | None = None
         self.failed: list[int] = []
@@ -144,8 +145,13 @@ class _Ranks:
             # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
             asked = self.orders.made > 0
             fine = {None, *_FINE} | ({-signal.SIGTERM, -signal.SIGKILL} if asked else set())
-            if asked and -signal.SIGTERM in codes and self._deadline_s is None:
-                self._deadline_s = time.monotonic() + _GRACE_S  # the others hang in a collective with it
+            if asked and self._deadline_s is None:
+                if -signal.SIGTERM in codes:
+                    self._deadline_s = time.monotonic() + _GRACE_S  # the others hang in a collective with it
+                elif (
+                    EXIT_STOPPED in codes
+                ):  # after a save the others follow; before a step they may hang likewise
+                    self._deadline_s = time.monotonic() + self._save_s
             failed = [rank for rank, code in enumerate(codes) if code not in fine]
             if failed:
                 self.first_failure = _culprit(failed, codes)

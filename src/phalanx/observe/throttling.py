@@ -98,7 +98,7 @@ def read_throttling(directory: RunDirectory, now: float) -> list[Throttling]:
     found = []
     with suppress(OSError):
         for path in sorted(Path(directory.machines).glob(f"*{_SUFFIX}")):
-            with suppress(OSError, msgspec.MsgspecError, RecursionError):
+            with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 note = msgspec.json.decode(read_small(path, 1 << 16), type=Throttling)
                 times = note.since_s, note.seen_s
                 possible = all(0 <= t < _LATEST_S for t in times) and now - note.seen_s <= 2 * OVER_S

@@ -92,8 +92,8 @@ class FramedConnection:
         """Fill ``view`` with raw bytes, straight into its memory."""
         done = 0
         while done < len(view):
-            self._observe_deadline()
             try:
+                self._observe_deadline()
                 count = self._socket.recv_into(view[done:])
             except OSError as error:
                 raise self._failure(error) from error

@@ -58,7 +58,7 @@ class MessageDecoder(Generic[_T]):
         """Return the message in ``body``. Raises MessageError if it is none of this protocol."""
         try:
             return self._decoder.decode(body)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError(f"sent a message that is not of this protocol: {error}") from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -97,10 +96,13 @@ class FrameStream:
     async def closed(self, within_s: float) -> None:
         """End the connection after what is queued, or after ``within_s``, whatever is left then."""
         self._writer.close()
-        with suppress(TimeoutError, OSError):
+        try:
             async with asyncio.timeout(within_s):
                 await self._writer.wait_closed()
-        self._writer.transport.abort()
+        except (TimeoutError, OSError):
+            pass
+        finally:
+            self._writer.transport.abort()
 
 
 class SealedStream:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -417,3 +419,42 @@ def test_cancelled_copies_end_at_once_and_commit_nothing(directory: RunDirectory
         copies.cancel()
         assert copies.settle()
     assert stored(store) == []
+
+
+class FailingDisk(DiskTier):
+    """A disk that answers with an error from its ``good``-th question on, and counts them."""
+
+    def __init__(self, root: Path, good: int) -> None:
+        super().__init__(root)
+        self.good, self.often = good, threading.Event()
+
+    def steps(self) -> list[int]:
+        self._fail()
+        return super().steps()
+
+    def has(self, step: int) -> bool:
+        self._fail()
+        return super().has(step)
+
+    def _fail(self) -> None:
+        self.good -= 1
+        if self.good < -20:
+            self.often.set()
+        if self.good < 0:
+            raise OSError("stale file handle")
+
+
+@pytest.mark.parametrize("good", range(4))
+def test_a_disk_that_fails_is_not_questioned_without_a_pause_and_holds_nobody_up(
+    directory: RunDirectory, good: int
+) -> None:
+    disk = FailingDisk(directory.checkpoints, good)
+    rules = CopyRules.of(RunSpec(train=TrainSpec(steps=1000)))
+    times = replace(TIMES, look_s=PATIENCE_S)
+    uploader = StoreUploader(disk, MemoryStore(), rules, "fleet1", lambda _: None, lambda _: None, times)
+    uploader.deal(CopyShare((0,), 1))
+    uploader.expect(2)
+    assert uploader.settle(5.0)
+    assert uploader.settle(5.0), "its thread lives on"
+    assert not disk.often.wait(0.2)
+    uploader.cancel()

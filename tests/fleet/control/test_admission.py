@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import resource
 import socket
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -259,6 +261,30 @@ def test_with_certificates_only_those_whom_the_runs_authority_vouches_for_get_in
                     await operate(wire.address, credentials, m.StopRun(), timeout_s=2.0)
 
     asyncio.run(scene())
+
+
+def test_strangers_who_begin_no_tls_handshake_make_room_as_others_do(tmp_path: Path) -> None:
+    credentials = dataclasses.replace(CREDENTIALS, certificates=certificates(tmp_path / "a"))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scene() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        async with Wire(credentials) as wire:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            with ExitStack() as opened:
+                strangers = [
+                    opened.enter_context(socket.create_connection(("127.0.0.1", wire.port)))
+                    for _ in range(300)
+                ]
+                friend = wire.dial(credentials=credentials)
+                await until(lambda: friend.link.attached)
+                strangers[0].setblocking(False)
+                assert strangers[0].recv(1) == b""
+
+    try:
+        asyncio.run(scene())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_missing_certificate_is_named(tmp_path: Path) -> None:

@@ -118,10 +118,11 @@ def test_each_start_of_a_run_has_claims_of_its_own(tmp_path: Path) -> None:
     assert register_in(tmp_path, 1).make(Claim(1, 1, "b", "y", settings(2)))
 
 
-def test_nobody_leads_on_by_an_earlier_claim_if_the_newest_is_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b'"\xff"'])
+def test_nobody_leads_on_by_an_earlier_claim_if_the_newest_is_damaged(tmp_path: Path, content: bytes) -> None:
     register = register_in(tmp_path)
     register.make(Claim(1, 1, "a", "x", settings(2)))
-    (tmp_path / "fleet" / "claims" / "000-00000002.json").write_bytes(b"")
+    (tmp_path / "fleet" / "claims" / "000-00000002.json").write_bytes(content)
     assert register.newest_term() == 2
     with pytest.raises(ClaimError, match="cannot read the newest claim"):
         register.newest()

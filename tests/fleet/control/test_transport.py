@@ -13,6 +13,7 @@ from phalanx.fleet.control.streams import Greeting
 from phalanx.fleet.control.transport import MAX_REPORT_BYTES, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
+from phalanx.wire.messages import EndedError, encode
 
 
 def test_reports_and_commands_arrive_in_order() -> None:
@@ -49,6 +50,7 @@ def test_another_version_of_the_vocabulary_is_refused() -> None:
         b"not json",
         b"[" * 100_000,
         b'{"type":"Nonsense"}',
+        b'{"type":"Durable","node":"\xff","incarnation":1,"epoch":0,"step":7}',
         b'{"type":"Tick"}',
         b'{"type":"Heartbeat","node":"node-0","incarnation":-1,"epoch":0,"step":0,"phase":"bound"}',
         m.encode(m.Heartbeat("node-9", 1, 0, 5, m.WorkerPhase.BOUND)),
@@ -86,6 +88,33 @@ def test_an_oversized_message_ends_its_stream_and_no_other() -> None:
             friend.link.say(m.Durable("node-1", 1, 0, 7))
             await until(lambda: m.Durable("node-1", 1, 0, 7) in wire.ear.reports)
             assert friend.greetings == 1
+
+    asyncio.run(scene())
+
+
+def test_an_agent_whose_report_is_too_long_attaches_again_without_it() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            caller = wire.dial()
+            await until(lambda: wire.ear.reports)
+            caller.link.say(m.Fatal(0, "node-0", "x" * (MAX_REPORT_BYTES + 1), "DataError"))
+            await until(lambda: caller.greetings == 2 and caller.link.attached)
+            assert any("more than" in line for line in caller.lines)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"", b"\xc1", encode(Greeting("Attach", (("name", "value"),))).replace(b"value", b"\xffalue")],
+)
+def test_what_is_no_greeting_is_refused_and_counted(greeting: bytes) -> None:
+    async def scene() -> None:
+        async with Wire() as wire, opened(wire.address) as stream:
+            await stream.frames.send(greeting)
+            with pytest.raises(EndedError):
+                await stream.receive()
+            assert wire.server.refused["malformed message"] == 1
 
     asyncio.run(scene())
 

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -336,6 +336,15 @@ def test_who_does_not_know_the_token_does_not_become_a_worker() -> None:
         with pytest.raises(UnprovenError):
             served.start(1, "both", model, token="guessed")
         assert list(served.router.peers) == [0]
+
+
+def test_strangers_that_connect_and_send_nothing_keep_no_worker_out() -> None:
+    model = built()
+    with fleet(model, "both") as served, ExitStack() as strangers:
+        for _ in range(80):
+            strangers.enter_context(socket.create_connection(served.address))
+        served.start(1, "both", model)
+        assert served.joined.get(timeout=60) == 1
 
 
 def test_a_worker_that_computes_other_bits_is_set_aside_and_texts_are_right_again() -> None:

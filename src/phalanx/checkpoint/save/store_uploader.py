@@ -201,21 +201,22 @@ class StoreUploader:
         seen: object = None
         again_s = math.inf
         while not self._cancelled:
-            requested, good = self._requested, False
+            requested, good, pause_s = self._requested, False, self._times.look_s
+            share = self._passing = self._share
             try:
-                look = (self._share, self._disk.steps(), self._condemned.after())
+                look = (share, self._disk.steps(), self._condemned.after())
                 if look != seen or requested > self._answered or time.monotonic() >= again_s:
                     seen = look
-                    self._passing = self._share
-                    good = self._copy_all(self._passing)
+                    good = self._copy_all(share)
                     again_s = math.inf if good else time.monotonic() + self._times.again_s
+                pause_s = self._pause_s()
             except Exception as error:  # a disk or a listing that fails now: the next look may be better
                 self._report_failure(_NO_STEP, error)
                 again_s = time.monotonic() + self._times.again_s
             with self._changed:
                 self._answered = requested
                 self._changed.notify_all()
-                self._changed.wait_for(self._hurried, self._pause_s())
+                self._changed.wait_for(self._hurried, pause_s)
 
     def _pause_s(self) -> float:
         waits = self._expected != _NO_STEP and not self._disk.has(self._expected)

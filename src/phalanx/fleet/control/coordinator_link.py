@@ -39,7 +39,7 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.fleet.core.succession import NOT_LED
-from phalanx.wire.messages import EndedError, UnprovenError, WireError
+from phalanx.wire.messages import EndedError, MessageError, UnprovenError, WireError
 from phalanx.wire.stream import FrameStream
 from phalanx.wire.token_proof import SEAL_BYTES, Seals
 
@@ -167,7 +167,7 @@ class CoordinatorLink:
                 for report in self._first_reports():
                     queue.put_nowait(report)
                 self._queue = queue
-                writing = asyncio.create_task(_send_all(frames, queue, seals))
+                writing = asyncio.create_task(_send_all(frames, queue, seals, self.drop))
                 while True:
                     sealed = await _receive_unless(frames, dropping)
                     self._on_encoded_command(seals.incoming.open(sealed))
@@ -190,7 +190,7 @@ class CoordinatorLink:
     def _on_encoded_command(self, body: bytes) -> None:
         try:
             command = decode_command(body)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._log(f"a command that cannot be decoded: {error}")
         else:
             if isinstance(command, Lead):
@@ -250,11 +250,17 @@ async def _proven(frames: FrameStream, credentials: Credentials, method: Method,
         raise UnprovenError(f"the program at {address} {error}") from error
 
 
-async def _send_all(frames: FrameStream, queue: asyncio.Queue[AgentMessage], seals: Seals) -> None:
-    with suppress(WireError):  # the reader sees the same end, and reports why
+async def _send_all(
+    frames: FrameStream, queue: asyncio.Queue[AgentMessage], seals: Seals, drop: Callable[[str], None]
+) -> None:
+    try:
         while True:
             sealed = seals.outgoing.close(encode(await queue.get()))
             await frames.send(sealed, MAX_REPORT_BYTES + SEAL_BYTES)
+    except MessageError as error:
+        drop(f"a report to it is {error}")
+    except WireError:
+        return  # the reader sees the same end, and reports why
 
 
 async def operate(

@@ -196,7 +196,7 @@ def read_fleet_file(run_dir: Path) -> FleetFile:
         raise FleetFileError(
             f"there is no {path}: no fleet was ever started there; start one with phalanx train RUN_FILE --nodes N"
         ) from None
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FleetFileError(f"cannot read {path}: {error}; is it of this version of Phalanx?") from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -23,7 +24,7 @@ RefusalCode = Literal["unauthenticated", "another start", "malformed"]
 Facts = tuple[tuple[str, str], ...]
 END = b""
 _LONGEST_HANDSHAKE_BYTES = 1 << 16
-_CONNECT_S = 20.0
+_CONNECT_S, _TLS_HANDSHAKE_S = 20.0, 30.0
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 60_000))
 """A half-open connection is noticed within these times; a busy machine must not be taken for one."""
 
@@ -98,13 +99,24 @@ async def connect(address: str, certificates: Certificates | None) -> FrameStrea
         raise EndedError(f"unavailable: no connection within {_CONNECT_S:g} s") from None
     except (OSError, ValueError) as error:
         raise EndedError(f"unavailable: {error or type(error).__name__}") from error
-    notice_half_open(writer)
+    _notice_half_open(writer.get_extra_info("socket"))
     return FrameStream(reader, writer)
 
 
-def notice_half_open(writer: asyncio.StreamWriter) -> None:
+async def accepted(connection: socket.socket, tls: ssl.SSLContext | None) -> FrameStream:
+    """Return the stream of an accepted connection, after its TLS handshake. Raises OSError."""
+    _notice_half_open(connection)
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=None if tls is None else _TLS_HANDSHAKE_S
+    )
+    return FrameStream(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+
+
+def _notice_half_open(connection: socket.socket) -> None:
     """Let the kernel end the connection if the peer's machine is gone, and send small messages at once."""
-    connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE:

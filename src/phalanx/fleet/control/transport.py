@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -23,7 +24,7 @@ import msgspec
 
 from phalanx.fleet.control.credentials import Credentials, Refusal, host_in
 from phalanx.fleet.control.descriptors import most_connections
-from phalanx.fleet.control.streams import END, Greeting, HandshakeStream, TurnedAway, notice_half_open
+from phalanx.fleet.control.streams import END, Greeting, HandshakeStream, TurnedAway, accepted
 from phalanx.fleet.core.commands import (
     Command,
     Fence,
@@ -44,6 +45,7 @@ from phalanx.fleet.core.messages import (
 from phalanx.hardware.local.network import family_of, join_address
 from phalanx.run.peers.clocks import own_clock_is_wrong
 from phalanx.wire.messages import EndedError, ForgedError, MessageError, WireError
+from phalanx.wire.port import shut
 from phalanx.wire.stream import FrameStream
 from phalanx.wire.token_proof import SEAL_BYTES, Seals, token_name
 
@@ -53,9 +55,9 @@ MAX_COMMAND_BYTES = 256 << 20
 """Largest message to an agent: a Bind onto another number of ranks may list the holders of every rank."""
 QUEUED = 256
 _FLUSH_S, _CLOSE_S, _LINGER_S = 0.2, 5.0, 1.0
-_TLS_HANDSHAKE_S = _GREETING_S = 30.0
+_GREETING_S = 30.0
 """Strangers who connect and send nothing give their descriptors back."""
-_BACKLOG = 4096
+_BACKLOG, _ACCEPT_PAUSE_S = 4096, 0.2
 _LONGEST_REASON = 8192
 _HOSTS_COMPARED, _LONGEST_NAME = 50_000, 255
 """Whoever dials names its host before it has proven anything: names do not fill the memory."""
@@ -121,15 +123,13 @@ class FleetServer:
         self.refused: Counter[str] = Counter()
         self._clocks: dict[str, float] = {}
         """Host -> seconds by which its clock is ahead of this machine's when it dialed last; 0 where it agrees."""
-        self._server: asyncio.Server | None = None
-        self._most_connections = 0
+        self._listening: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._newcomers: dict[asyncio.StreamWriter, None] = {}
+        self._newcomers: dict[socket.socket, None] = {}
         """Connections that have not proven themselves, the oldest first."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port (a free one for 0). Raises ``TransportError`` if the port is taken."""
-        self._most_connections = most_connections()
         certificates = self.credentials.certificates
         tls = None if certificates is None else certificates.server_context()
         dual = host == "::" and socket.has_dualstack_ipv6()
@@ -141,26 +141,22 @@ class FleetServer:
             raise TransportError(
                 f"cannot listen on {join_address(host, port)}; set fleet.port to a free one: {error}"
             ) from error
-        self._server = await asyncio.start_server(
-            self._accept,
-            sock=listener,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else _TLS_HANDSHAKE_S,
-            backlog=_BACKLOG,
-        )
+        listener.setblocking(False)
+        self._listening = asyncio.create_task(self._listen(listener, tls, most_connections()))
         return int(listener.getsockname()[1])
 
     async def stop(self, grace_s: float = 0.5) -> None:
         """End all streams, after what is queued has been sent or the grace has passed."""
-        if self._server is not None:
-            self._server.close()
+        listening = [] if self._listening is None else [self._listening]
+        for task in listening:
+            task.cancel()
         for link in list(self.links.values()):
             link.close()
         if self._connections:
             await asyncio.wait(self._connections, timeout=grace_s)
         for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*listening, *self._connections, return_exceptions=True)
 
     def lead(self, reign: int, *, again: bool = False) -> None:
         """Tells the agents that have attached since the last call that this coordinator leads; with ``again``, all of them."""
@@ -198,31 +194,43 @@ class FleetServer:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood does not fill the log
             self.listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        self._newcomers[writer] = None
-        if len(self._connections) > self._most_connections:
-            oldest = next(iter(self._newcomers))
-            del self._newcomers[oldest]
-            oldest.transport.abort()
-        frames = FrameStream(reader, writer)
+    async def _listen(self, listener: socket.socket, tls: ssl.SSLContext | None, most: int) -> None:
+        """Accept connections until cancelled. Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included."""
+        with listener:
+            while True:
+                try:
+                    connection, address = await asyncio.get_running_loop().sock_accept(listener)
+                except OSError as error:  # no descriptor is left, say: others may be closed in a moment
+                    self._refuse("connection", "a client", str(error))
+                    await asyncio.sleep(_ACCEPT_PAUSE_S)
+                    continue
+                self._newcomers[connection] = None
+                task = asyncio.create_task(self._accept(connection, join_address(*address[:2]), tls))
+                self._connections.add(task)
+                task.add_done_callback(self._connections.discard)
+                if len(self._connections) > most:
+                    oldest = next(iter(self._newcomers))
+                    del self._newcomers[oldest]
+                    shut(oldest)
+                await asyncio.sleep(0)  # a flood of connections does not hold up those that are served
+
+    async def _accept(self, connection: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
+        frames = None
         try:
-            notice_half_open(writer)
-            address = writer.get_extra_info("peername")
-            await self._serve(frames, writer, join_address(*address[:2]))
+            frames = await accepted(connection, tls)
+            await self._serve(frames, connection, peer)
         except (WireError, OSError, TimeoutError):
             pass
         except asyncio.CancelledError:
-            pass  # by ``stop``; asyncio's streams report a cancelled task as a defect
+            pass  # by ``stop``
         finally:
-            self._newcomers.pop(writer, None)
-            with suppress(asyncio.CancelledError):
-                await frames.closed(_CLOSE_S)
-            self._connections.discard(task)
+            self._newcomers.pop(connection, None)
+            if frames is not None:
+                with suppress(asyncio.CancelledError):
+                    await frames.closed(_CLOSE_S)
+            connection.close()
 
-    async def _serve(self, frames: FrameStream, writer: asyncio.StreamWriter, peer: str) -> None:
+    async def _serve(self, frames: FrameStream, connection: socket.socket, peer: str) -> None:
         stream = HandshakeStream(frames)
         try:
             async with asyncio.timeout(min(_GREETING_S, self.credentials.handshake_timeout_s)):
@@ -236,7 +244,7 @@ class FleetServer:
         seals = await self._admit(stream, greeting, peer)
         if seals is None:
             return
-        self._newcomers.pop(writer, None)
+        self._newcomers.pop(connection, None)
         if greeting.method == "Attach":
             await self._attach(frames, seals, peer)
         else:
@@ -259,7 +267,7 @@ class FleetServer:
         with suppress(TimeoutError, WireError):
             async with asyncio.timeout(_LINGER_S):
                 while True:
-                    await stream.frames.receive()
+                    await stream.receive()
         return None
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
@@ -315,7 +323,7 @@ class FleetServer:
         async for body in requests:
             try:
                 yield decode_report(body)
-            except (msgspec.MsgspecError, RecursionError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 self._refuse("malformed message", who, str(error)[:200])
 
     def _attached_link(self, first: Received, who: str, token_name: str) -> AgentLink | None:
@@ -356,7 +364,7 @@ class FleetServer:
             operation = decode_report(body)
             if not isinstance(operation, OperatorRequest):
                 raise msgspec.ValidationError(f"{type(operation).__name__} is no operation")
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._refuse("malformed message", peer, str(error)[:200])
             return
         answer = await self.listener.on_operation(operation)

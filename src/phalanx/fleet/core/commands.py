@@ -201,5 +201,5 @@ _commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
 
 def decode_command(line: bytes) -> Command:
-    """Decodes a command. Raises msgspec.ValidationError naming the field, or DecodeError."""
+    """Decodes a command. Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError."""
     return _commands.decode(line)

@@ -434,13 +434,13 @@ def encode(message: WireMessage) -> bytes:
 
 
 def decode_event(line: bytes) -> CoreEvent:
-    """Decodes any event. Raises msgspec.ValidationError naming the field, or DecodeError."""
+    """Decodes any event. Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError."""
     return _events.decode(line)
 
 
 def decode_report(line: bytes) -> Received:
     """Decodes a message of an agent, an aggregator or an operator; refuses what only the coordinator's shell may send.
 
-    Raises msgspec.ValidationError naming the field, or DecodeError.
+    Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError.
     """
     return _reports.decode(line)

@@ -103,7 +103,7 @@ def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> Repla
                 restarts += 1
             state, found = replay_batch(state, happened.events, happened.now_s, step)
             contradiction, in_last_line = found or contradiction, found is not None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise JournalError(f"the journal was written by another version ({error}); {_REMEDY}") from error
     if contradiction is not None and not in_last_line:
         # The coordinator that wrote the lines behind it had another state: what it ordered then is not known here.

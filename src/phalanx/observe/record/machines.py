@@ -169,7 +169,7 @@ def read_machines(directory: RunDirectory, attempt: int | None = None) -> list[M
     with suppress(OSError):
         for name in sorted(os.listdir(directory.machines)):
             if name.endswith(".json") and not name.startswith("."):
-                with suppress(OSError, msgspec.MsgspecError, RecursionError):
+                with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     found.append(msgspec.json.decode(read_small(directory.machines / name), type=Machine))
     return [machine for machine in found if attempt is None or machine.attempt == attempt]
 

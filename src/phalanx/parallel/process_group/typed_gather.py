@@ -107,7 +107,7 @@ def _tensor(body: bytes) -> torch.Tensor:
 def _decoded(message: torch.Tensor, kind: type[_T], rank: int) -> _T:
     try:
         return msgspec.msgpack.decode(message.numpy().tobytes(), type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RankMessageError(
             f"the message of rank {rank} cannot be read: {error}; all ranks must run the same version of Phalanx"
         ) from error

@@ -25,12 +25,13 @@ from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.link import PROOF_S, StageLink
 from phalanx.serve.stages.stage_main import StageTask
 from phalanx.wire.messages import WireError
+from phalanx.wire.port import Doorway, Newcomer
 
 BEGIN_S = 600.0
 _COMMAND = (sys.executable, "-P", "-m", "phalanx.serve.stages.stage_main")
 _LOOK_S = 0.05
 _MOST_PROVING = 64
-"""Connections that may be proving at a time that they are of stages."""
+"""Connections that may be proving at a time that they are of stages; a further one ends the oldest."""
 _SHORTEST_TOKEN = 16
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Door:
         end = time.monotonic() + BEGIN_S
         came: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
         found: list[tuple[int, StageLink]] = []
-        proving: list[Thread] = []
+        doorway = Doorway(_MOST_PROVING)
         self.listener.settimeout(_LOOK_S)
         while len(found) < count:
             ended = [code for child in self.children if (code := child.exit_code()) is not None]
@@ -62,16 +63,12 @@ class Door:
                 raise EngineError(f"a stage's process {describe_exit(ended[0])} before it connected")
             if time.monotonic() > end:
                 raise EngineError(f"{len(found)} of {count} stages have joined within {BEGIN_S:g} s")
-            proving = [thread for thread in proving if thread.is_alive()]
             with suppress(TimeoutError):
                 connection, address = self.listener.accept()
-                if len(proving) >= _MOST_PROVING:
-                    connection.close()
-                    continue
+                newcomer = doorway.enter(connection, address[0])
                 # Each by itself: whoever says nothing keeps no stage waiting.
                 peer = f"{address[0]}:{address[1]}"
-                proving.append(Thread(target=self._prove, args=(connection, peer, came), daemon=True))
-                proving[-1].start()
+                Thread(target=self._prove, args=(newcomer, peer, came, doorway), daemon=True).start()
             while len(found) < count and not came.empty():
                 found.append(came.get())
             for gone in [one for one in found if one[1].ended()]:
@@ -82,15 +79,19 @@ class Door:
 
     def _prove(
         self,
-        connection: socket.socket,
+        newcomer: Newcomer,
         peer: str,
         came: SimpleQueue[tuple[int, StageLink]],
+        doorway: Doorway,
     ) -> None:
+        connection = newcomer.connection
         try:
             link = StageLink(connection, self.token, "server", peer, proof_timeout_s=self.proof_timeout_s)
+            doorway.leave(newcomer, proven=True)
             here = link.receive(m.FROM_STAGE)
         except (WireError, OSError) as error:
             _log.warning("whoever connected from %s is no stage of this server: %s", peer, error)
+            doorway.leave(newcomer, proven=False)
             connection.close()
             return
         came.put((here.number if isinstance(here, m.Here) else -1, link))

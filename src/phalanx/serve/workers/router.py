@@ -24,7 +24,7 @@ from phalanx.wire.stream import SealedStream, sealed_stream
 
 _PROOF_S = 5.0
 _NEWCOMERS = 64
-"""Connections that may be proving themselves at once; a stranger is shut out before a worker is."""
+"""Connections that may be proving themselves at once; a further one ends the oldest, which most likely proves nothing."""
 
 Sink = Callable[[Sequence[EngineOutput]], None]
 """Takes the outputs of a request, in their order."""
@@ -82,7 +82,8 @@ class Router:
 
     def __post_init__(self) -> None:
         self._root, self._failed, self._ending = b"", "", False
-        self._lives = self._newcomers = 0
+        self._lives = 0
+        self._newcomers: dict[asyncio.StreamWriter, None] = {}
         self._sinks: dict[str, Sink] = {}
         self._refusals: dict[int, str] = {}  # life -> reason
         self._late: set[int] = set()  # lives that were reported as late
@@ -137,17 +138,19 @@ class Router:
         writer.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._newcomers >= _NEWCOMERS:
-            return
+        if len(self._newcomers) >= _NEWCOMERS:
+            oldest = next(iter(self._newcomers))
+            del self._newcomers[oldest]
+            oldest.transport.abort()
+        self._newcomers[writer] = None
         self._lives += 1
         life = self._lives
-        self._newcomers += 1
         try:
             stream = await sealed_stream(reader, writer, self.token, m.PURPOSE, _PROOF_S)
         except WireError:
             return
         finally:
-            self._newcomers -= 1
+            self._newcomers.pop(writer, None)
         peer, reason = Peer(stream, life), "its connection ended"
         try:
             await self._converse(peer)

@@ -101,7 +101,7 @@ def read_failure(log: Path) -> Failure | None:
     """The record of the process that wrote ``log``; ``None`` if it left none that can be read."""
     try:
         return msgspec.json.decode(read_small(failure_file(log)), type=Failure)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

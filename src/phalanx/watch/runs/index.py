@@ -121,7 +121,7 @@ class _Cache:
         wanted, found = set(keys), {}
         for key, signature, facts in self._selected(wanted):
             if key in wanted:
-                with suppress(msgspec.MsgspecError, RecursionError):
+                with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     found[key] = (signature, msgspec.msgpack.decode(facts, type=RunFacts))
         return found
 

@@ -68,7 +68,7 @@ def _standing(directory: RunDirectory) -> list[tuple[_Address, float]]:
     """The candidates that stand, or have died standing, and when each last said that it does (by the clock of the file system)."""
     found: list[tuple[_Address, float]] = []
     for path in sorted(candidates_in(directory).glob("*.json")):
-        with suppress(OSError, msgspec.MsgspecError):
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             content = msgspec.json.decode(read_small(path), type=_Address)
             found.append((content, path.stat().st_mtime))
     return found

@@ -64,7 +64,7 @@ class ClaimRegister:
         try:
             term = self.newest_term()
             return self.read(term) if term else None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ClaimError(f"cannot read the newest claim in {self._folder}: {error}") from error
 
     def read(self, term: int) -> Claim:

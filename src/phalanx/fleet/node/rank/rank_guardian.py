@@ -319,7 +319,7 @@ class RankGuardian(Guardian):
             if start > self._claims.attempt:
                 raise EpochSupersededError("the run was started again")
             claim = self._claims.read(term) if term else None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot tell whether epoch {self.epoch} is the newest: {error}") from error
         if claim is not None and is_superseded(claim, self.epoch):
             reason = f"epoch {claim.epoch} has begun" if claim.epoch > self.epoch else "the run is over"
