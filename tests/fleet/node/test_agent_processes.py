@@ -135,11 +135,9 @@ def test_a_stopped_worker_is_killed_by_its_agent_and_replaced(tmp_path: Path) ->
         os.kill(victim, signal.SIGSTOP)
         fleet.held(HELD, epoch=1)
         assert not alive(victim)
-        seen = ends_well(fleet)
-        assert seen.recoveries == 1
-        said = [one.what for one in seen.happenings]
-        # On a loaded machine a peer may notice first; then it is killed because it does not leave.
-        assert any("hung" in what or "called back" in what for what in said), said
+        assert ends_well(fleet).recoveries == 1
+        # The coordinator's note depends on what it reads first: the worker's silence, a peer's collective, or the node's next heartbeat.
+        assert "was killed by SIGKILL by its agent" in fleet.logs()
 
 
 def test_training_goes_on_without_the_coordinator_and_a_new_one_knows_what_the_old_one_knew(
