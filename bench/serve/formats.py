@@ -21,7 +21,7 @@ from bench.common.small_run import SmallRun
 from bench.running import run_bench
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.writer import pack
-from phalanx.cli.weights.export_command import held_out_prompts
+from phalanx.cli.weights.verify_export import held_out_prompts
 from phalanx.serve.weights.scorer import scorer_of
 from phalanx.train.score.score import Compute
 from tiny_runs import make_dataset

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from phalanx.hardware.local.network import join_address, resolved
 from phalanx.run.peers.addresses import AddressError, read_address, read_host
 
 _EVERY_INTERFACE = ("0.0.0.0", "::")
@@ -31,7 +30,7 @@ class HostName(click.ParamType[str]):
                 self.fail(
                     f"{host} means every interface, and others connect to one: give its address", param, ctx
                 )
-        elif not resolved(host):
+        elif not _is_known(host):
             self.fail(f"no address is known for {host}: give an address of this machine", param, ctx)
         return host
 
@@ -45,7 +44,15 @@ class HostAndPort(click.ParamType[str]):
         """Return "host:port", with brackets around an IPv6 address; fail for another form."""
         if not value:
             return ""
+        from phalanx.hardware.local.network import join_address
+
         try:
             return join_address(*read_address(str(value)))
         except AddressError as error:
             self.fail(str(error), param, ctx)
+
+
+def _is_known(host: str) -> bool:
+    from phalanx.hardware.local.network import resolved
+
+    return bool(resolved(host))

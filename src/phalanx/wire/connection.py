@@ -10,7 +10,8 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import TypeVar
 
@@ -66,7 +67,9 @@ class FramedConnection:
 
     def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
         """Return the next message. Raises MessageError if it is none of the decoder's."""
-        return self._decoded(decoder, self.receive_frame())
+        body = self.receive_frame()
+        with _naming(self.peer):
+            return decoder.decode(body)
 
     def receive_message_or_end(self, decoder: MessageDecoder[_T]) -> _T | None:
         """Return the next message; None if the peer closed the connection between two messages."""
@@ -76,7 +79,9 @@ class FramedConnection:
             raise self._failure(error) from error
         if not first:
             return None
-        return self._decoded(decoder, self._body(first + self.receive(LENGTH_BYTES - 1)))
+        body = self._body(first + self.receive(LENGTH_BYTES - 1))
+        with _naming(self.peer):
+            return decoder.decode(body)
 
     def receive_frame(self) -> bytes:
         """Return the bytes of the next frame. Raises MessageError if it is too long."""
@@ -123,23 +128,15 @@ class FramedConnection:
             raise self._failure(error) from error
 
     def _body(self, head: bytes) -> bytes:
-        try:
+        with _naming(self.peer):
             length = body_length(head)
-        except MessageError as error:
-            raise MessageError(f"{self.peer}: {error}") from error
         return self.receive(length)
-
-    def _decoded(self, decoder: MessageDecoder[_T], body: bytes) -> _T:
-        try:
-            return decoder.decode(body)
-        except MessageError as error:
-            raise MessageError(f"{self.peer}: {error}") from error
 
     def _observe_deadline(self) -> None:
         if self._deadline_s is not None:
             remaining_s = self._deadline_s - time.monotonic()
             if remaining_s <= 0:
-                raise SilentError(f"{self.peer}: took too long to prove that it knows the token")
+                raise SilentError(f"{self.peer}: did not send everything in time")
             self._socket.settimeout(remaining_s)
 
     def _failure(self, error: OSError) -> WireError:
@@ -149,6 +146,15 @@ class FramedConnection:
         elif isinstance(error, TimeoutError):
             kind = SilentError
         return kind(f"{self.peer}: {error or type(error).__name__}")
+
+
+@contextmanager
+def _naming(peer: str) -> Iterator[None]:
+    """Put the peer before the reason why a message is refused."""
+    try:
+        yield
+    except (MessageError, ForgedError) as error:
+        raise type(error)(f"{peer}: {error}") from error
 
 
 def authenticate(
@@ -207,10 +213,9 @@ class SealedConnection:
 
     def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
         """Return the next message. Raises WireError, ForgedError if it was altered, MessageError if it is none of the decoder's."""
-        try:
-            return decoder.decode(self.receive())
-        except MessageError as error:
-            raise MessageError(f"{self.peer}: {error}") from error
+        body = self.receive()
+        with _naming(self.peer):
+            return decoder.decode(body)
 
     def receive_body(self, nbytes: int) -> bytearray:
         """Return the bytes that the last message announced. Raises WireError."""
@@ -222,10 +227,8 @@ class SealedConnection:
     def receive(self) -> bytes:
         """Return the content of the next sealed frame. Raises WireError."""
         sealed = self.raw.receive_frame()
-        try:
+        with _naming(self.peer):
             return self._seals.incoming.open(sealed)
-        except ForgedError as error:
-            raise ForgedError(f"{self.peer}: {error}") from error
 
     def _send(self, content: bytes) -> None:
         self.raw.send_frame(self._seals.outgoing.close(content))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from phalanx.hardware.local.network import family_of
+from phalanx.hardware.local.network import family_of, join_address
 from phalanx.wire.connection import FramedConnection, SealedConnection, authenticate
 from phalanx.wire.messages import WireError
 
@@ -155,7 +155,7 @@ class ProvenPort:
                     _log.warning("%s: cannot accept connections: %s", self._name, error)
                 continue
             newcomer = self._doorway.enter(connection, address[0])
-            peer = f"{address[0]}:{address[1]}"
+            peer = join_address(*address[:2])
             try:
                 threading.Thread(
                     target=self._serve, args=(newcomer, peer), name=self._name, daemon=True

@@ -31,7 +31,7 @@ from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.fleet.control.distrust import distrusted_after, forget_distrust, record_distrust
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Message
-from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec, TrainSpec
 from phalanx.store.errors import UnavailableError
 from store.memory_store import MemoryStore
@@ -265,6 +265,19 @@ def test_a_step_that_was_deleted_before_it_was_copied_is_named(directory: RunDir
         until(lambda: bool(events(directory, CheckpointFailed)))
     (failed,) = events(directory, CheckpointFailed)
     assert "deleted from disk before it was copied" in failed.reason
+
+
+def test_a_step_whose_index_cannot_be_read_is_reported_with_the_cause(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    index = DiskTier(directory.checkpoints).folder(2) / CHECKPOINT_INDEX
+    index.unlink()
+    index.mkdir()
+    with uploaders(directory, store, (0, 1, 2, 3)) as (agent,):
+        assert agent.settle()
+    (failed,) = events(directory, CheckpointFailed)
+    assert failed.step == 2
+    assert "Is a directory" in failed.reason
 
 
 class FakeTime:

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
-from phalanx.cli.weights.export_command import command, held_out_prompts
+from phalanx.cli.weights.export_command import command
+from phalanx.cli.weights.verify_export import held_out_prompts
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import read_chat_template

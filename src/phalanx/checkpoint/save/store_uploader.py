@@ -226,7 +226,7 @@ class StoreUploader:
         return self._cancelled or self._requested > self._answered or self._share != self._passing
 
     def _given_up(self) -> bool:
-        """True if what is under way is not wanted any more: the ranks were dealt anew, or the agent ends."""
+        """Return True if the copy under way is not needed any more: the ranks were dealt again, or the process ends."""
         return self._cancelled or self._share != self._passing
 
     def _copy_all(self, share: CopyShare) -> bool:
@@ -287,7 +287,7 @@ class StoreUploader:
 
     def _copy(self, tier: ObjectTier, step: int, share: CopyShare) -> CheckpointError | None:
         """Copy this process's share of a step, and commit it if that is this process's part; return the error that kept it from that."""
-        began_s = time.monotonic()
+        began_s, draft = time.monotonic(), None
         try:
             draft = ObjectDraft(tier, step, self._disk.index_bytes(step), self._tag)
             if (draft.folder, share) not in self._copied:
@@ -297,10 +297,9 @@ class StoreUploader:
             if share.commits:
                 self._commit(step, draft)
         except CheckpointError as error:
-            if self._disk.has(step):
+            if draft is not None:
                 self._copied.discard((draft.folder, share))
-                return error
-            return AbandonedError(_LOST.format(step))
+            return error if self._disk.has(step) else AbandonedError(_LOST.format(step))
         self._log(f"step {step}: its files are in {self._store.url}")
         if share.commits:
             self._missing.discard(step)

@@ -5,30 +5,28 @@ They are the console, the display of events while ranks run, and the messages wi
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 import click
-from rich.table import Table
-from rich.text import Text
 
 from phalanx.cli.safe_output import unfiltered
 from phalanx.cli.text_console import text_console
+from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.directory.result import RunResult
-from phalanx.run.rules.expected_weights import Comparison, compared
+from phalanx.run.rules.expected_weights import compared
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.child_run import changes_from_parent
@@ -38,113 +36,6 @@ from phalanx.train.start.open_run import OpenRun, key_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-# The closing table of a run.
-
-_ABOVE = " (above the measured peak: other work slowed that measurement when the run began)"
-
-
-_COMPARED = {
-    "equal": (
-        ("equal", "green"),
-        " to the hash in the run file: this machine computes what others have computed",
-    ),
-    "different": (
-        ("different", "red"),
-        " from the hash in the run file: please report it with the file record.json of the run directory",
-    ),
-    "not expected": (("not compared", ""), ": the run file has no hash for this run on this dataset"),
-}
-
-
-def result_table(
-    result: RunResult,
-    directory: RunDirectory,
-    program: Sequence[str] = ("phalanx",),
-    comparison: Comparison | None = None,
-) -> Table:
-    """The figures by which runs are compared, in two columns, and the command that shows them beside other runs'.
-
-    ``program`` are the words by which this program is called, ``comparison`` is that with the weights that the run file expects.
-    """
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for label, value in _rows(result, directory):
-        table.add_row(label, value)
-    if comparison is not None:
-        run = f" ({directory.path.name})" if comparison == "not expected" else ""
-        table.add_row("expected", Text.assemble(*_COMPARED[comparison], run))
-    table.add_row("see all of it", page_command(directory, program))
-    return table
-
-
-def page_command(directory: RunDirectory, program: Sequence[str]) -> str:
-    """The command that opens the page over the folder in which the run lies; that folder goes without saying where it is the usual one."""
-    folder = directory.path.parent
-    usual = folder.resolve() == (Path.cwd() / "runs").resolve()
-    return shlex.join([*program, "ui", *([] if usual else [str(folder)])])
-
-
-def _rows(result: RunResult, directory: RunDirectory) -> Iterator[tuple[str, str]]:
-    if result.bits_per_byte is not None:
-        text = f"{result.bits_per_byte:.3f} bits per byte"
-        if result.xz_bits_per_byte is not None:
-            text += f" (xz -9 reaches {result.xz_bits_per_byte:.3f} on the same text)"
-        yield "held-out text", text
-    if result.tokens_per_s and result.mfu is not None:
-        yield (
-            "speed",
-            f"{result.tokens_per_s:,.0f} tokens/s, MFU {result.mfu:.1%} of {result.peak_source}{_ABOVE if result.mfu > 1 else ''}",
-        )
-    yield "run directory", str(directory.path)
-    yield "loss curve", str(directory.curve)
-    yield "weights", f"sha256 {result.weights_sha256}"
-
-
-# The stream that a run is shown on: a full disk or a closed pipe behind it is no reason to end the run.
-
-
-class DisplayStream(io.TextIOBase):
-    """Writes to ``stream`` until that fails; warns on stderr once then, and drops everything from there on."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._failed = False
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # read by rich, which never sets it
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if not self._failed:
-            try:
-                self._stream.write(text)
-            except (OSError, ValueError) as error:  # ValueError: it was closed
-                self._give_up(error)
-        return len(text)
-
-    def flush(self) -> None:
-        if not self._failed:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError) as error:
-                self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._failed = True
-        with suppress(OSError, ValueError):  # stderr may be what has failed
-            print(f"warning: the display failed: {error}; training goes on", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -311,7 +202,7 @@ def _report(
         console.print(text)
         console.rule()
         table["sample"] = text
-    from phalanx.cli.train.session import result_table
+    from phalanx.cli.train.result_table import result_table
 
     comparison = compared(spec, _key_of(directory), result.weights_sha256)
     if comparison is not None:

@@ -161,16 +161,20 @@ class CoordinatorLink:
         on_refused: Callable[[], None] | None = None
         try:
             async with _opened(address, self._credentials) as frames:
-                self._stream = frames
-                seals = await _proven(frames, self._credentials, "Attach", address)
-                proven = True
-                for report in self._first_reports():
-                    queue.put_nowait(report)
-                self._queue = queue
-                writing = asyncio.create_task(_send_all(frames, queue, seals, self.drop))
-                while True:
-                    sealed = await _receive_unless(frames, dropping)
-                    self._on_encoded_command(seals.incoming.open(sealed))
+                try:
+                    self._stream = frames
+                    seals = await _proven(frames, self._credentials, "Attach", address)
+                    proven = True
+                    for report in self._first_reports():
+                        queue.put_nowait(report)
+                    self._queue = queue
+                    writing = asyncio.create_task(_send_all(frames, queue, seals, self.drop))
+                    while True:
+                        sealed = await _receive_unless(frames, dropping)
+                        self._on_encoded_command(seals.incoming.open(sealed))
+                finally:
+                    # Before the stream is closed, which takes a moment: a report to it would be lost.
+                    self._led_s = self._queue = self._stream = None
         except _Dropped:
             return dropping.result(), False
         except EndedError as error:
@@ -181,7 +185,7 @@ class CoordinatorLink:
         except WireError as error:
             return str(error), proven
         finally:
-            self._led_s = self._dropping = self._queue = self._stream = None
+            self._dropping = None
             if writing is not None:
                 writing.cancel()
             if on_refused is not None:

@@ -17,7 +17,6 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from socket import gethostname
 from typing import Protocol, TypeGuard
 
 import msgspec
@@ -217,12 +216,9 @@ class FleetServer:
     async def _accept(self, connection: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         frames = None
         try:
-            frames = await accepted(connection, tls)
-            await self._serve(frames, connection, peer)
-        except (WireError, OSError, TimeoutError):
-            pass
-        except asyncio.CancelledError:
-            pass  # by ``stop``
+            with suppress(WireError, OSError, asyncio.CancelledError):  # the last by ``stop``
+                frames = await accepted(connection, tls)
+                await self._serve(frames, connection, peer)
         finally:
             self._newcomers.pop(connection, None)
             if frames is not None:
@@ -272,7 +268,7 @@ class FleetServer:
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
         """The refusal, saying so if it is this machine's clock that is wrong."""
-        own = gethostname()
+        own = socket.gethostname()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
         unfit = not 0 < len(host) <= _LONGEST_NAME or not host.isprintable()
         if host == own or full or unfit or (refusal is not None and not refusal.ahead_s):

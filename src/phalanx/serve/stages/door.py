@@ -18,6 +18,7 @@ from threading import Thread
 
 import msgspec
 
+from phalanx.hardware.local.network import join_address
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.run.peers.addresses import AddressError, read_host, read_port
 from phalanx.serve.engine.errors import EngineError
@@ -67,7 +68,7 @@ class Door:
                 connection, address = self.listener.accept()
                 newcomer = doorway.enter(connection, address[0])
                 # Each by itself: whoever says nothing keeps no stage waiting.
-                peer = f"{address[0]}:{address[1]}"
+                peer = join_address(*address[:2])
                 Thread(target=self._prove, args=(newcomer, peer, came, doorway), daemon=True).start()
             while len(found) < count and not came.empty():
                 found.append(came.get())

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tomli_w
 
@@ -36,10 +35,6 @@ from phalanx.run.rules.portable import ARITHMETIC
 from phalanx.run.spec import RunSpec
 from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
 from phalanx.store.open_store import open_store
-
-if TYPE_CHECKING:
-    from phalanx.run.spec import RunSpec
-
 
 # Makes sure whose the checkpoints in a store are, before a rank is started that could restore them or add to them.
 #
