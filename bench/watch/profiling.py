@@ -73,7 +73,7 @@ def train_watched(spec: RunSpec, watched: bool) -> list[float]:
     from phalanx.train.step.step import Stepper
 
     seconds: list[float] = []
-    original, begin = Stepper.run, loop._begin
+    original, train = Stepper.run, loop.train
 
     def timed(self: Stepper, *args: Any, **kwargs: Any) -> Any:
         begin_s = time.thread_time()
@@ -83,9 +83,9 @@ def train_watched(spec: RunSpec, watched: bool) -> list[float]:
 
     def blind(training: Any) -> Any:
         training.profiles = None
-        return begin(training)
+        return train(training)
 
-    with replaced(Stepper, "run", timed), replaced(loop, "_begin", begin if watched else blind):
+    with replaced(Stepper, "run", timed), replaced(loop, "train", train if watched else blind):
         train_on_this_rank(spec)
     return seconds
 

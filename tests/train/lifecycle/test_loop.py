@@ -13,11 +13,19 @@ import pytest
 from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Message, NonFinite, Restored, Step
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Evaluated,
+    Finished,
+    Message,
+    NonFinite,
+    Restored,
+    Step,
+)
 from phalanx.observe.ledger.goodput import goodput
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
-from phalanx.train.lifecycle import loop
+from phalanx.train.lifecycle import loop, observers
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -59,6 +67,14 @@ def test_a_restart_goes_on_from_the_newest_checkpoint(finished: Path) -> None:
 
 def test_evaluations_come_when_they_are_due_and_at_the_end(finished: Path) -> None:
     assert {evaluation.step for evaluation in bodies(finished, Evaluated)} == {2, 4, 6}
+
+
+def test_a_step_is_logged_then_evaluated_then_reported_as_saved(finished: Path) -> None:
+    kinds = Step, Evaluated, CheckpointSaved
+    events = list(read_events(finished / "events.jsonl"))
+    bodies = [event.body for event in events if event.attempt == events[-1].attempt]
+    order = [type(body) for body in bodies if isinstance(body, kinds) and body.step == 4]
+    assert order == list(kinds)
 
 
 def test_old_checkpoints_are_let_go(finished: Path) -> None:
@@ -148,12 +164,13 @@ def train_without_memory_for(what: str, spec: RunSpec) -> Any:
     def no_memory(*_args: object) -> Any:
         raise MemoryError(what)
 
-    kept = getattr(loop, what)
-    setattr(loop, what, no_memory)
+    user = loop if what == "weights_sha256" else observers
+    kept = getattr(user, what)
+    setattr(user, what, no_memory)
     try:
         return train_on_this_rank(spec)
     finally:
-        setattr(loop, what, kept)
+        setattr(user, what, kept)
 
 
 @pytest.mark.parametrize("what", ["evaluate", "weights_sha256"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from phalanx.checkpoint.committed.retention import Retention
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.save.interval import RANK_HOURS_BETWEEN_FAILURES, SaveInterval
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -34,19 +32,17 @@ from phalanx.parallel.mesh.machines import BOOT_ID, count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.spec import CheckpointSpec, RunSpec
+from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.train.assembly.compose import build_model
 from phalanx.train.assembly.take_over import take_over
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
-from phalanx.train.lifecycle.reporter import Reporter
-from phalanx.train.lifecycle.run_record import first_of_node, leave_own_machine
+from phalanx.train.lifecycle.reporter import Reporter, first_of_node, leave_own_machine
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
 from phalanx.train.profile.desk import ProfileDesk
 from phalanx.train.start.open_run import check_data
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
-from phalanx.train.step.step import StepFlags
 
 _PEAK_BUDGET_S = 0.02
 
@@ -112,33 +108,12 @@ class Training:
     restored: RestoredState | None
     numerics: Numerics
     """What the probes of this rank's machine gave."""
-    memory_bytes: dict[str, int] = field(default_factory=dict)
-    """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
-    stalls_s: dict[int, float] = field(default_factory=dict)
-    """The time for which each save held training up, by step."""
-    last_saved_step: int | None = None
-    interval: SaveInterval | None = None
-    """Rank 0's choice of when to save, where the run file leaves it open."""
-    logged_s: float = 0.0
-    """Time in steps of this attempt up to the last one that was logged; ``logged_wait_s`` of it was spent waiting for samples."""
-    logged_wait_s: float = 0.0
-    told_of_waiting: bool = False
-    last_save_good: bool = True
-    """True if the newest save that has ended is durable; known to rank 0 only."""
-    profiles: ProfileDesk | None = None
+    profiles: ProfileDesk | None
     """Where people ask for a profile, on rank 0."""
 
-    def flags(self) -> StepFlags:
-        """This rank's requests to all, for the next step."""
-        guardian = self.inputs.guardian
-        save = self.interval is not None and self.interval.due(time.monotonic())
-        profile = self.profiles is not None and self.profiles.pending()
-        return StepFlags(self.inputs.stop.made, not guardian.safe(), guardian.leaving(), save, profile)
-
-    def fence(self) -> None:
-        """Waits until no save or snapshot copies the weights any more: they are about to change."""
-        self.saver.fence()
-        self.inputs.guardian.fence()
+    def mfu(self, tokens_per_s: float) -> float:
+        """Model FLOP/s at this speed, as a share of the peak."""
+        return self.built.flops_per_token * tokens_per_s / self.peak.flops_per_s
 
 
 def make_deterministic(spec: RunSpec, device: torch.device) -> None:
@@ -215,21 +190,12 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         peak=Peak(warm.peak_of_rank.flops_per_s * mesh.ranks, f"{mesh.ranks} x {warm.peak_of_rank.source}"),
         restored=restored,
         numerics=warm.numerics,
-        interval=_interval(spec.checkpoint, mesh),
         profiles=None
         if mesh.rank
         else ProfileDesk(
             inputs.directory, functools.partial(reporter.warn, incident=IncidentKind.PROFILE_REFUSED)
         ),
     )
-
-
-def _interval(checkpoint: CheckpointSpec, mesh: Mesh) -> SaveInterval | None:
-    """The choice of when to save, on rank 0 of a run that leaves it open."""
-    if checkpoint.every_steps or mesh.rank:
-        return None
-    hours = checkpoint.hours_between_failures or RANK_HOURS_BETWEEN_FAILURES / mesh.ranks
-    return SaveInterval(3600 * hours)
 
 
 def _rank_copies(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) -> RankCopies:

@@ -1,13 +1,25 @@
-"""The progress of a run: the part of its state that is not tensors. All of it goes into checkpoints and snapshots."""
+"""The progress of a run: how a step advances it, what a bad step leads to, and which samples come next.
+
+Progress is the part of a run's state that is not tensors. All of it goes into checkpoints and snapshots.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from phalanx.run.spec import TrainSpec
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.reading.dataset import RunData
+from phalanx.data.reading.prefetch import Prefetch
+from phalanx.observe.events import IncidentKind, LossSpike, NonFinite
+from phalanx.parallel.mesh.slots import Round
+from phalanx.run.spec import RunSpec, TrainSpec
+from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.step.spikes import Spike, SpikeRule
 from phalanx.train.step.step import StepReport
 
@@ -16,6 +28,11 @@ _SPIKES_KEPT = 3
 _LEFT_OUT_KEPT = 256
 """So many of the newest stretches of samples that were left out are listed; the event stream has them all."""
 _SINCE_0_1 = {"recent", "spikes", "left_out"}
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return True if something that is done every so many steps, 0 for never, is done after this one."""
+    return every > 0 and step % every == 0
 
 
 @dataclass
@@ -32,7 +49,7 @@ class TrainProgress:
     next_sample: int = 0
     """The first sample of the next step, in the run's order: the place in the data."""
     recent: list[list[float]] = field(default_factory=list)
-    """Loss and gradient norm of the last ``train.spike_window`` steps, by which spikes are told. Never changed in place, as those below."""
+    """Loss and gradient norm of the last ``train.spike_window`` steps, by which spikes are found. Never changed in place, as those below."""
     spikes: list[list[int]] = field(default_factory=list)
     """First and last step of the newest spikes."""
     left_out: list[list[int]] = field(default_factory=list)
@@ -41,8 +58,8 @@ class TrainProgress:
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> TrainProgress:
         """Reads the progress back from a checkpoint's ``extra``; one of an older version has no history of losses."""
-        known = (one.name for one in fields(cls) if one.name in extra or one.name not in _SINCE_0_1)
-        return cls(**{name: extra[name] for name in known})
+        names = (entry.name for entry in fields(cls))
+        return cls(**{name: extra[name] for name in names if name in extra or name not in _SINCE_0_1})
 
     def withholds(self, train: TrainSpec, loss: float, grad_norm: float) -> bool:
         """True if the update of the next step, with this loss and gradient norm, is not to be applied because it is a spike."""
@@ -78,3 +95,167 @@ class TrainProgress:
             self.left_out = [*self.left_out[:-1], [self.left_out[-1][0], self.left_out[-1][1] + samples]]
         elif samples:
             self.left_out = [*self.left_out, [first_sample, samples]][-_LEFT_OUT_KEPT:]
+
+
+# Bad steps: a step that was not finite, or a spike, is skipped, taken, or ends the run. All ranks decide alike, by the same numbers.
+
+
+class NonFiniteError(RunFailedError):
+    """The loss or the gradient was infinite or not a number, and the run is to stop at that."""
+
+
+class LossSpikeError(RunFailedError):
+    """The loss or the gradient norm was far above what is usual, and the run is to stop at that."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """The decision on a step that was not finite or a spike."""
+
+    event: NonFinite | LossSpike
+    problem: str
+    remedy: str = ""
+    """The action for the user, if the run ends; empty if training continues with or without the step."""
+
+    def error(self, *, saved: bool) -> RunFailedError:
+        """The error that ends the run. ``saved``: the weights as they were before the step are durable."""
+        kept = "and saved" if saved else "but could not be saved: older checkpoints are kept"
+        step = self.event.step
+        kind = NonFiniteError if isinstance(self.event, NonFinite) else LossSpikeError
+        weights = f"the weights are those of step {step - 1}, {kept}"
+        return kind(f"step {step}: {self.problem}; {weights}. {self.remedy}", self.remedy)
+
+
+def judge_nonfinite(train: TrainSpec, progress: TrainProgress, report: StepReport) -> BadStep:
+    """Decide on a step that was not finite: skip it, or end the run."""
+    skip = train.on_nonfinite == "skip" and progress.skipped_in_a_row + 1 < train.max_skipped
+    sources = ", ".join(report.nonfinite[:3])
+    if len(report.nonfinite) > 3:
+        sources += f" and {len(report.nonfinite) - 3} more"
+    problem = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}: not finite are {sources}"
+    event = NonFinite(
+        progress.step + 1,
+        problem,
+        skipped=skip,
+        first_sample=progress.next_sample,
+        samples=train.batch_size,
+        ranks=list(report.nonfinite_ranks),
+        slots=list(report.nonfinite_slots),
+        parameters=list(report.nonfinite_parameters),
+    )
+    if skip:
+        return BadStep(event, problem)
+    remedy = (
+        f"{train.max_skipped} steps in a row were skipped; lower optimizer.lr or lengthen schedule.warmup_steps"
+        if train.on_nonfinite == "skip"
+        else 'lower optimizer.lr, lengthen schedule.warmup_steps, or set train.on_nonfinite = "skip"'
+    )
+    return BadStep(event, problem, remedy)
+
+
+def judge_spike(
+    train: TrainSpec, progress: TrainProgress, report: StepReport, spike: Spike, run: Path
+) -> BadStep:
+    """Decide on a spike: continue with or without its update, or end the run. ``run`` is the run's directory, for the remedy."""
+    step = progress.step + 1
+    too_many = train.on_spike == "skip" and progress.skipped_in_a_row + 1 >= train.max_skipped
+    often = f", and {train.max_skipped} steps in a row were not applied" if too_many else ""
+    problem = (
+        f"the {spike.what} is {spike.deviations:.3g} deviations above what is usual{often}: loss {report.loss:.4g} (usual "
+        f"{spike.typical_loss:.4g}), gradient norm {report.grad_norm:.4g} (usual {spike.typical_grad_norm:.4g})"
+    )
+    event = LossSpike(
+        step=step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        typical_loss=spike.typical_loss,
+        deviations=spike.deviations,
+        action="stop" if too_many else train.on_spike,
+        first_sample=progress.next_sample,
+        samples=train.batch_size,
+        typical_grad_norm=spike.typical_grad_norm,
+        what=spike.what,
+        slot=report.worst_slot,
+        slot_loss=report.worst_slot_loss,
+    )
+    if event.action != "stop":
+        return BadStep(event, problem)
+    action = "continue" if too_many else "skip"
+    remedy = (
+        f"look at the batch with `phalanx data show {run} --step {step}`; "
+        f"`phalanx train {run} --from {progress.step} --set train.on_spike={action}` "
+        + ("takes it as it is" if too_many else "leaves its samples out")
+    )
+    return BadStep(event, problem, remedy)
+
+
+# Samples: a run's order of samples is fixed, and ``TrainProgress.next_sample`` is the place in it.
+
+
+class SampleSupply:
+    """The samples of a rank's slots in each step of one attempt, and how far ahead they are read."""
+
+    def __init__(self, data: RunData, spec: RunSpec, rounds: Sequence[Round], begun: TrainProgress) -> None:
+        self._data, self._spec, self._rounds = data, spec, rounds
+        self._begun_step, self._begun_sample = begun.step, begun.next_sample
+
+    def samples(self, step: int, slot: int) -> NDArray[np.int64]:
+        """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1)."""
+        return self._data.train_samples(*self._numbers(step, slot))
+
+    def prefetch(
+        self, rank: int, warn: Callable[[str, IncidentKind], None], enough: Callable[[], bool] | None
+    ) -> Prefetch[NDArray[np.int64]]:
+        """The samples of this rank's rounds, step after step, each read while the one before is computed.
+
+        Args:
+            rank: The rank that ``warn`` names.
+            warn: Called if the rank waits long for samples from an object store.
+            enough: Looked at while the rank waits; once it is true, ``WaitEndedError`` is raised.
+        """
+        rounds, cached = len(self._rounds), self._data.cached
+        numbers = range(self._begun_step * rounds, self._spec.train.steps * rounds)
+        depth, next_ahead = self._rounds_ahead(), numbers.start
+
+        def samples_of_round(number: int) -> NDArray[np.int64]:
+            nonlocal next_ahead
+            while next_ahead < min(number + depth, numbers.stop):
+                step, turn = divmod(next_ahead, rounds)
+                self._data.read_ahead(*self._numbers(step + 1, self._rounds[turn].slot))
+                next_ahead += 1
+            step, turn = divmod(number, rounds)
+            return self.samples(step + 1, self._rounds[turn].slot)
+
+        def warn_of_wait(waited_s: float) -> None:
+            warn(
+                f"rank {rank} has waited {waited_s:.0f} s for samples from {', '.join(dataset.url for dataset in cached)}; the run waits "
+                f"until data.timeout_s = {self._spec.data.timeout_s:g} s are over and ends with its last checkpoint then (asked to stop twice, at once)",
+                IncidentKind.DATA_WAIT,
+            )
+
+        return Prefetch(
+            samples_of_round,
+            numbers,
+            give_up=self._data.give_up,
+            on_wait=warn_of_wait if cached else None,
+            enough=enough if cached else None,
+        )
+
+    def _rounds_ahead(self) -> int:
+        """The rounds of samples that are fetched ahead of the requested one; none if all data are in folders."""
+        spec, cached = self._spec, self._data.cached
+        if not cached:
+            return 0
+        token_bytes = max(dataset.index.item_bytes for dataset in cached)
+        round_bytes = spec.train.batch_size // spec.train.slots * (spec.train.seq_len + 1) * token_bytes
+        return int(spec.data.read_ahead_mib * (1 << 20) / round_bytes)
+
+    def _numbers(self, step: int, slot: int) -> tuple[int, int]:
+        """The first sample of slot ``slot`` in step ``step`` (from 1), and the number of samples.
+
+        Counted from where this attempt began: before, the run's parent may have had another batch size.
+        """
+        train = self._spec.train
+        per_slot = train.batch_size // train.slots
+        first = self._begun_sample + (step - 1 - self._begun_step) * train.batch_size
+        return first + slot * per_slot, per_slot

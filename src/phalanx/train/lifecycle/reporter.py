@@ -1,4 +1,4 @@
-"""Reports a rank's events to the event stream and the sinks, without ever stopping training.
+"""Events of a rank, sent to the event stream and the sinks without ever stopping training, and the record of a start.
 
 Rank 0 writes the event stream; the others report nothing. A disk that is too full for an event leads to a warning, not to the
 loss of a run.
@@ -6,11 +6,18 @@ loss of a run.
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.checkpoint.save.saver import SaveOutcome
+from phalanx.data.origin.show import provenance
+from phalanx.data.reading.sources import DataIndex
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import (
     CheckpointFailed,
@@ -21,7 +28,15 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.rank_file.recorder import RankRecorder
 from phalanx.observe.rank_stream import RankFrame
+from phalanx.observe.record.code_patch import CodePatch, code_patch
+from phalanx.observe.record.machines import leave_machine, machine_differences, newest_machines
+from phalanx.observe.record.records import environment_record
 from phalanx.observe.sinks.background import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
+from phalanx.run.data_folders import addresses
+from phalanx.run.directory.durable import create_once, write_atomically
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.directory.regular_file import read_small
+from phalanx.run.spec import RunSpec
 
 
 @dataclass
@@ -90,3 +105,98 @@ class Reporter:
         if self.log is not None:
             self.log.close()
             self.log = None
+
+
+# The record of a start: code with its changes, packages, machine, command, data, and the differences between machines.
+#
+# Rank 0 writes it into the first event of each attempt, and puts what is too long for an event into files of the run directory. Each node
+# records its own machine (``observe.record.machines``). A thread compares the machines, so that a step never waits for it.
+
+_LATE_S = 60.0
+"""By then a network file system shows what other machines have written into a folder."""
+
+
+@functools.cache
+def _own_patch() -> CodePatch | None:
+    return code_patch()
+
+
+def start_record(
+    spec: RunSpec, directory: RunDirectory, index: DataIndex, numerics: Mapping[str, str]
+) -> dict[str, object]:
+    """The ``environment`` of ``RunStarted``. Writes the patch of changed code into the run directory, if there is one."""
+    record = environment_record()
+    patch = _own_patch()
+    if patch is not None:
+        _keep(directory, patch)
+        record["code"] = {**own, **patch.facts()} if isinstance(own := record["code"], dict) else own
+    return {
+        **record,
+        "data_fingerprint": index.fingerprint,
+        "data": provenance(index, addresses(spec.data)),
+        "numerics": dict(numerics),
+    }
+
+
+def _keep(directory: RunDirectory, patch: CodePatch) -> None:
+    if not patch.patch:
+        return
+    try:
+        directory.code.mkdir(exist_ok=True)
+        create_once(directory.code / f"{patch.sha256[:12]}.patch", patch.patch)
+    except OSError as error:
+        _complain(f"the changes of the code are not kept in {directory.code}: {error.strerror}")
+
+
+def leave_own_machine(directory: RunDirectory, node: str = "") -> None:
+    """Record this node, in one of its processes. If it cannot be written, print a warning and continue."""
+    try:
+        leave_machine(directory, node, directory.newest_attempt())
+    except (OSError, RunDirectoryError) as error:
+        _complain(f"this machine is not recorded in {directory.machines}: {error}")
+
+
+def first_of_node() -> bool:
+    """True in one of the processes that hold a node's ranks, as far as their launcher numbers them."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = _LATE_S) -> threading.Thread:
+    """Compare the machines of this start on a thread, now and after ``late_s``, and report differences that are new."""
+
+    def look_twice() -> None:
+        for wait_s in (0.0, late_s):
+            time.sleep(wait_s)
+            if not reporter.speaks:
+                return  # the epoch is over: a report would be lost, and the next epoch would take it for made
+            try:
+                report_differences(directory, reporter.warn)
+            except OSError as error:
+                _complain(f"the machines in {directory.machines} are not compared: {error.strerror}")
+
+    thread = threading.Thread(target=look_twice, name="machines", daemon=True)
+    thread.start()
+    return thread
+
+
+def report_differences(directory: RunDirectory, warn: Callable[[str], None]) -> None:
+    """Report the differences between the machines of the newest start, and write them down so that each is reported once. Raises ``OSError``."""
+    file = directory.machines / "differences"
+    differences = [difference.sentence for difference in machine_differences(newest_machines(directory))]
+    try:
+        before = json.loads(read_small(file))
+    except (OSError, ValueError):
+        before = []
+    if differences == before:
+        return
+    write_atomically(file, (json.dumps(differences, indent=1) + "\n").encode(), durable=False)
+    new = [line for line in differences if line not in before]
+    if new:
+        warn(
+            "machines of this run differ, which may change the bits of the weights or the speed: "
+            + "; ".join(new)
+        )
+
+
+def _complain(text: str) -> None:
+    print(f"phalanx: warning: {text}", file=sys.stderr, flush=True)

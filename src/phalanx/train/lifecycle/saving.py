@@ -1,6 +1,6 @@
-"""Saving within the loop: when a checkpoint is due, handing the state over, and hearing how it ended.
+"""Saving within the loop: when a checkpoint is due, handing the state over, and collecting how saves ended.
 
-Training waits for one memory copy; files, copies to a store and their commit are made beside it, and what became of them is asked for after
+Training waits for one memory copy. Files, copies to a store and their commit are made beside it, and their outcomes are collected after
 each step.
 """
 
@@ -9,124 +9,151 @@ from __future__ import annotations
 import time
 
 from phalanx.checkpoint.committed.retention import is_copied
-from phalanx.checkpoint.save.interval import SaveInterval
+from phalanx.checkpoint.save.interval import RANK_HOURS_BETWEEN_FAILURES, SaveInterval
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.events import Message
 from phalanx.observe.ledger.ledger import Bucket
 from phalanx.observe.throughput import format_duration
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.guardian import EpochSupersededError
-from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.lifecycle.progress import TrainProgress, is_due
 
 _LOOK_S = 0.2
 
 
-def due(step: int, every: int) -> bool:
-    """True if something that is done every so many steps, 0 for never, is done after this one."""
-    return every > 0 and step % every == 0
-
-
 def save_due(spec: RunSpec, step: int) -> bool:
-    """True if the run file says that this step is saved; where it leaves the interval open, those are what is kept or copied for good."""
+    """Return True if the run file has this step saved; where it leaves the interval open, those are what is kept or copied for good."""
     checkpoint = spec.checkpoint
     if checkpoint.every_steps:
-        return due(step, checkpoint.every_steps)
-    for_good = due(step, checkpoint.store_keep_every) and is_copied(
-        step, checkpoint.store_every_steps, spec.train.steps
-    )
-    return due(step, checkpoint.keep_every) or (
-        bool(checkpoint.store) and (for_good or due(step, checkpoint.store_every_steps))
+        return is_due(step, checkpoint.every_steps)
+    for_good = is_due(step, checkpoint.store_keep_every) and _is_copied(spec, step)
+    return is_due(step, checkpoint.keep_every) or (
+        bool(checkpoint.store) and (for_good or is_due(step, checkpoint.store_every_steps))
     )
 
 
-def save(training: Training, progress: TrainProgress) -> None:
-    """Hands the state to the saver; training waits for one memory copy."""
-    if training.last_saved_step == progress.step:
-        return
-    training.last_saved_step = progress.step
-    extra = extra_of(training, progress)
-    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-        receipt = training.saver.save(progress.step, training.shards, extra)
-    training.stalls_s[progress.step] = receipt.stall_s
-    if training.interval is not None:
-        training.interval.saved(time.monotonic(), receipt.stall_s)
-
-
-def extra_of(training: Training, progress: TrainProgress) -> dict[str, object]:
-    """The part of a run's state that is not tensors, for checkpoints and snapshots."""
-    return {
-        **vars(progress),
-        "seed": training.inputs.spec.runtime.seed,
-        "data_fingerprint": training.data.fingerprint,
-    }
-
-
-def collect(training: Training) -> None:
-    """Report the saves that have ended since the last call. Raises ``EpochSupersededError``."""
-    outcomes = training.saver.poll()
-    for outcome in outcomes:
-        training.last_save_good = outcome.status != "failed"
-        if training.interval is not None:
-            _tell_interval(training, training.interval, outcome)
-        if outcome.status == "committed":
-            training.inputs.guardian.saved(outcome.step)
-        if training.copies and outcome.status != "failed" and _copied(training, outcome.step):
-            training.copies.expect(outcome.step)
-    if training.copies:
-        for event in training.copies.collect():
-            training.reporter.emit(event)
-    training.reporter.saved(outcomes, training.stalls_s, str(training.inputs.directory.checkpoints))
-    for outcome in outcomes:
-        if isinstance(outcome.error, EpochSupersededError):
-            raise outcome.error
-
-
-def _tell_interval(training: Training, interval: SaveInterval, outcome: SaveOutcome) -> None:
-    """Takes in how a save ended, and says what follows from the first."""
-    if outcome.status == "failed":
-        interval.failed(time.monotonic())
-        return
-    first = not interval.write_s
-    interval.written(outcome.seconds)
-    if first:
-        training.reporter.emit(
-            Message(
-                "info",
-                f"checkpoints are saved every {format_duration(interval.seconds)}: a save holds training up for {interval.stall_s:.2g} s, and a "
-                f"failure is expected every {format_duration(interval.mtti_s)} (checkpoint.hours_between_failures)",
-            )
-        )
-
-
-def _copied(training: Training, step: int) -> bool:
-    """True if a saved step is to be copied to the store."""
-    spec = training.inputs.spec
+def _is_copied(spec: RunSpec, step: int) -> bool:
+    """Return True if a saved step is to be copied to the store."""
     return is_copied(step, spec.checkpoint.store_every_steps, spec.train.steps)
 
 
-def settle(training: Training) -> bool:
-    """Waits until all saves have ended. True, on every rank, if the last of them is durable."""
-    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-        training.saver.wait()
-        collect(training)
-        return broadcast_typed(training.last_save_good, bool)
+def _interval(checkpoint: CheckpointSpec, ranks: int) -> SaveInterval | None:
+    """The choice of when to save; ``None`` if the run file makes it."""
+    if checkpoint.every_steps:
+        return None
+    hours = checkpoint.hours_between_failures or RANK_HOURS_BETWEEN_FAILURES / ranks
+    return SaveInterval(3600 * hours)
 
 
-def settle_copies(training: Training) -> None:
-    """Wait until all copies to the store have ended, one way or the other; after a request to stop, for half of launch.grace_s at most."""
-    copies, stop = training.copies, training.inputs.stop
-    if copies is None:
-        return
-    patience_s, requested_s = training.inputs.spec.launch.grace_s / 2, None
-    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-        while not copies.settle(_LOOK_S):
-            requested_s = requested_s or (time.monotonic() if stop.made else None)
-            if requested_s is not None and time.monotonic() - requested_s > patience_s:
-                training.reporter.warn(
-                    f"copies to {copies.url} were given up {patience_s:g} s after the request to stop (half of launch.grace_s): the checkpoints are on disk"
+class Saving:
+    """The saves of one attempt on one rank, with their copies to the store."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._spec = training, training.inputs.spec
+        mesh = training.mesh
+        self._interval = None if mesh.rank else _interval(self._spec.checkpoint, mesh.ranks)
+        """Rank 0's choice of when to save, where the run file leaves it open."""
+        self._stalls_s: dict[int, float] = {}
+        """The time for which each save held training up, by step."""
+        self._last_step: int | None = None
+        self._last_is_durable = True
+        """True if the newest save that has ended is durable; known to rank 0 only."""
+
+    def wanted(self) -> bool:
+        """Return True if this rank's choice of interval has a save due now."""
+        return self._interval is not None and self._interval.due(time.monotonic())
+
+    def save(self, progress: TrainProgress) -> None:
+        """Hand the state to the saver, unless this step was saved already; training waits for one memory copy."""
+        if self._last_step == progress.step:
+            return
+        self._last_step = progress.step
+        training = self._training
+        with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+            receipt = training.saver.save(progress.step, training.shards, self.extra(progress))
+        self._stalls_s[progress.step] = receipt.stall_s
+        if self._interval is not None:
+            self._interval.saved(time.monotonic(), receipt.stall_s)
+
+    def extra(self, progress: TrainProgress) -> dict[str, object]:
+        """The part of a run's state that is not tensors, for checkpoints and snapshots."""
+        return {
+            **vars(progress),
+            "seed": self._spec.runtime.seed,
+            "data_fingerprint": self._training.data.fingerprint,
+        }
+
+    def keep_before_spikes(self, progress: TrainProgress) -> None:
+        """Keep the checkpoints before the newest spikes, so that one can go back to them."""
+        self._training.saver.keep_before([first for first, _ in progress.spikes])
+
+    def fence(self) -> None:
+        """Wait until no save or snapshot copies the weights any more: they are about to change."""
+        self._training.saver.fence()
+        self._training.inputs.guardian.fence()
+
+    def collect(self) -> None:
+        """Report the saves that have ended since the last call. Raises ``EpochSupersededError``."""
+        training = self._training
+        outcomes = training.saver.poll()
+        for outcome in outcomes:
+            self._last_is_durable = outcome.status != "failed"
+            if self._interval is not None:
+                self._note_in_interval(self._interval, outcome)
+            if outcome.status == "committed":
+                training.inputs.guardian.saved(outcome.step)
+            if training.copies and outcome.status != "failed" and _is_copied(self._spec, outcome.step):
+                training.copies.expect(outcome.step)
+        if training.copies:
+            for event in training.copies.collect():
+                training.reporter.emit(event)
+        training.reporter.saved(outcomes, self._stalls_s, str(training.inputs.directory.checkpoints))
+        for outcome in outcomes:
+            if isinstance(outcome.error, EpochSupersededError):
+                raise outcome.error
+
+    def _note_in_interval(self, interval: SaveInterval, outcome: SaveOutcome) -> None:
+        """Note how a save ended, and report the interval that follows from the first."""
+        if outcome.status == "failed":
+            interval.failed(time.monotonic())
+            return
+        first = not interval.write_s
+        interval.written(outcome.seconds)
+        if first:
+            self._training.reporter.emit(
+                Message(
+                    "info",
+                    f"checkpoints are saved every {format_duration(interval.seconds)}: a save holds training up for {interval.stall_s:.2g} s, and a "
+                    f"failure is expected every {format_duration(interval.mtti_s)} (checkpoint.hours_between_failures)",
                 )
-                copies.cancel()
-                break
-        collect(training)
+            )
+
+    def settle(self) -> bool:
+        """Wait until all saves have ended. Return True, on every rank, if the last of them is durable."""
+        with self._training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+            self._training.saver.wait()
+            self.collect()
+            return broadcast_typed(self._last_is_durable, bool)
+
+    def settle_copies(self) -> None:
+        """Wait until all copies to the store have ended, one way or the other.
+
+        After a request to stop, wait for half of ``launch.grace_s`` at most.
+        """
+        training = self._training
+        copies, stop = training.copies, training.inputs.stop
+        if copies is None:
+            return
+        patience_s, requested_s = self._spec.launch.grace_s / 2, None
+        with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+            while not copies.settle(_LOOK_S):
+                requested_s = requested_s or (time.monotonic() if stop.made else None)
+                if requested_s is not None and time.monotonic() - requested_s > patience_s:
+                    training.reporter.warn(
+                        f"copies to {copies.url} were given up {patience_s:g} s after the request to stop (half of launch.grace_s): the checkpoints are on disk"
+                    )
+                    copies.cancel()
+                    break
+            self.collect()

@@ -81,8 +81,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     from phalanx.observe.throttling import ThrottlingWatch
     from phalanx.train.assembly.assemble import assemble
     from phalanx.train.lifecycle.loop import train
-    from phalanx.train.lifecycle.reporter import Reporter
-    from phalanx.train.lifecycle.run_record import first_of_node
+    from phalanx.train.lifecycle.reporter import Reporter, first_of_node
 
     first, directory = dist.get_rank() == 0, inputs.directory
     reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
@@ -178,8 +177,8 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
     from phalanx.run.rules.portable import NotPortableError
-    from phalanx.train.lifecycle.bad_steps import LossSpikeError, NonFiniteError
     from phalanx.train.lifecycle.loop import UnsavedError
+    from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError
     from phalanx.train.step.state import NoGoodCheckpointError
 

@@ -33,6 +33,7 @@ from phalanx.observe.profile.recorded_step import ORDER_FILE, rank_file, write_r
 from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.durable import write_atomically
+from phalanx.train.lifecycle.observers import Observer, StepEnd
 from phalanx.train.profile.capture import make_profiler, rank_trace
 from phalanx.train.profile.choose import chosen_ranks
 from phalanx.train.profile.instruments import instruments
@@ -60,17 +61,21 @@ class RecordingOrder:
     """The ranks that record, with the reason for each."""
 
 
-class Recording:
-    """One rank's side of all profiles of an attempt. Inside ``with``, ``turn`` is called before each step.
+class Recording(Observer):
+    """One rank's side of all profiles of an attempt.
 
     Args:
         training: The run.
         stepper: What runs its steps.
-        slowest: Gives the rank that computes longest, if that is known; asked on rank 0 only, when a request is taken.
+        slowest: Gives the rank that computes longest, if that is known; called on rank 0 only, when a request is taken.
+        measured_step: A step that is measured in another way, and slower for it: no recording begins with it.
     """
 
-    def __init__(self, training: Training, stepper: Stepper, slowest: Callable[[], int | None]) -> None:
+    def __init__(
+        self, training: Training, stepper: Stepper, slowest: Callable[[], int | None], measured_step: int
+    ) -> None:
         self._training, self._stepper, self._slowest = training, stepper, slowest
+        self._measured_step = measured_step
         self._order: RecordingOrder | None = None
         self._left = 0
         """Steps that are still to be recorded of the present order."""
@@ -94,24 +99,23 @@ class Recording:
         for writer in self._writers:
             writer.join(_WRITE_TIMEOUT_S if error is None else 0.0)
 
-    def asked(self, *, ending: bool = False) -> None:
-        """Hears from rank 0 what is to be recorded, if training is not ``ending`` with this step. A collective call, in a step in which some rank's flag was up."""
+    def after_save(self, end: StepEnd) -> None:
+        """Receive from rank 0 what is to be recorded, in a step in which some rank's flag was up. A collective call then."""
+        if not end.report.flags.profile:
+            return
         training = self._training
         order = RecordingOrder("", 0, {})
         if training.profiles is not None:
             request = training.profiles.take()
             if request is not None:
-                order = self._decided(request, ending)
+                order = self._decided(request, end.ending)
         order = broadcast_typed(order, RecordingOrder)
         if order.ranks and not self._left:
             self._order = order
 
-    def turn(self, step: int, *, measured: bool = False) -> None:
-        """Called before step ``step``, on all ranks alike: begins, goes on with, or ends a recording.
-
-        None begins with a step that is ``measured`` in another way, and slower for it.
-        """
-        if not self._left and (self._order is None or measured):
+    def before_step(self, step: int) -> None:
+        """Begin, continue, or end a recording before step ``step``, on all ranks alike."""
+        if not self._left and (self._order is None or step == self._measured_step):
             return
         if self._order is not None:
             self._begin(self._order, step)
@@ -123,8 +127,8 @@ class Recording:
         if not self._left:
             self._end()
 
-    def last(self) -> None:
-        """Called after the run's last step: what was recorded of a profile until then is kept."""
+    def at_end(self) -> None:
+        """Keep what was recorded of a profile until now."""
         if self._left:
             self._left = 0
             if self._camera is not None:

@@ -11,8 +11,7 @@ import pytest
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.record.machines import leave_machine, read_machines
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.train.lifecycle.reporter import Reporter
-from phalanx.train.lifecycle.run_record import leave_own_machine, tell_differences, watch_machines
+from phalanx.train.lifecycle.reporter import Reporter, leave_own_machine, report_differences, watch_machines
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def change(directory: RunDirectory, node: str, **changes: object) -> None:
 
 def test_equal_machines_are_nothing_to_tell(directory: RunDirectory) -> None:
     told: list[str] = []
-    tell_differences(directory, told.append)
+    report_differences(directory, told.append)
     assert told == []
 
 
@@ -40,7 +39,7 @@ def test_a_node_with_another_driver_is_told_by_name_once(directory: RunDirectory
     told: list[str] = []
     change(directory, "node-1", driver="560.1")
     for _ in range(3):  # as at every epoch of a fleet
-        tell_differences(directory, told.append)
+        report_differences(directory, told.append)
     (text,) = told
     assert "driver: node-1 with 560.1; the others with none" in text
 
@@ -48,9 +47,9 @@ def test_a_node_with_another_driver_is_told_by_name_once(directory: RunDirectory
 def test_only_what_is_new_is_told_later(directory: RunDirectory) -> None:
     told: list[str] = []
     change(directory, "node-1", driver="560.1")
-    tell_differences(directory, told.append)
+    report_differences(directory, told.append)
     change(directory, "node-2", cores=1)
-    tell_differences(directory, told.append)
+    report_differences(directory, told.append)
     assert "node-2 with 1" in told[1]
     assert "node-1" not in told[1]
 
@@ -64,7 +63,7 @@ def test_a_difference_that_shows_after_an_epoch_is_left_to_the_next_one_to_tell(
     change(directory, "node-1", driver="560.1")
     late.join()
     told: list[str] = []
-    tell_differences(directory, told.append)
+    report_differences(directory, told.append)
     assert len(told) == 1
 
 

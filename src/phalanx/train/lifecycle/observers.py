@@ -1,0 +1,252 @@
+"""Observers of training, which report and change no bit of the weights: events of steps, numbers of all ranks, evaluations.
+
+The loop calls each hook of all its observers in the order of its tuple, on every rank alike, so that a hook may contain collectives.
+Profiles are recorded by another observer, ``phalanx.train.profile.recording``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from phalanx.hardware.local.device import most_memory_bytes
+from phalanx.observe.event_log import newest_event
+from phalanx.observe.events import Evaluated, Evaluating, Restored, RunStarted, Step
+from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.throughput import typical
+from phalanx.train.assembly.assemble import Training
+from phalanx.train.lifecycle.progress import is_due
+from phalanx.train.lifecycle.reporter import start_record, watch_machines
+from phalanx.train.measure.numerics import Numerics, differing
+from phalanx.train.start.checks import start_notes
+from phalanx.train.start.disk_room import disk_notes
+from phalanx.train.step.evaluate import HeldOutLoss, evaluate
+from phalanx.train.step.rank_times import RankTimes
+from phalanx.train.step.step import StepReport
+
+_REPORT_EVALUATION_S = 5.0
+"""Time between two events on how far an evaluation is."""
+_MUCH_WAITING = 0.05
+"""Part of the time of steps from which waiting for samples is reported."""
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """A step that has been computed, judged and counted."""
+
+    step: int
+    tokens: int
+    """Training tokens of the run so far."""
+    report: StepReport
+    step_s: float
+    last: bool
+    """True if it is the run's last step."""
+
+    @property
+    def ending(self) -> bool:
+        """True if no step follows in this start, by the requests of all ranks during the step."""
+        return self.last or self.report.flags.stop or self.report.flags.leave
+
+
+class Observer:
+    """The hooks of the training loop; each does nothing here."""
+
+    def before_step(self, step: int) -> None:
+        """Run before ``step`` (from 1) is computed."""
+
+    def after_step(self, end: StepEnd) -> None:
+        """Run after a step, before its state is snapshotted and saved."""
+
+    def after_save(self, end: StepEnd) -> None:
+        """Run after a step once the saver has its state, if it is saved. May raise ``EvaluationStoppedError`` to stop the run."""
+
+    def at_end(self) -> None:
+        """Run after all other hooks of the last step of this start, before its saves have ended."""
+
+
+class StepLog(Observer):
+    """The event of each logged step, and a warning if steps wait for their samples."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._every = training.inputs.spec.observe.log_every_steps
+        self._recent_s = deque[float](maxlen=self._every)
+        self._in_steps_s = 0.0
+        """Time in steps of this attempt up to the newest logged one; ``_waited_s`` of it was spent waiting for samples."""
+        self._waited_s = 0.0
+        self._has_warned = False
+
+    def after_step(self, end: StepEnd) -> None:
+        training, report = self._training, end.report
+        self._recent_s.append(end.step_s)
+        if not (is_due(end.step, self._every) or end.last) or not training.reporter.speaks:
+            return
+        step_s = typical(list(self._recent_s)) or end.step_s
+        tokens_per_s = report.tokens / step_s
+        seconds = training.inputs.ledger.seconds()
+        in_steps_s = sum(value for name, value in seconds.items() if name.startswith("step."))
+        waited_s = seconds.get(Bucket.STEP_DATA_WAIT, 0.0)
+        is_first = self._in_steps_s == 0
+        logged_s, self._in_steps_s = in_steps_s - self._in_steps_s, in_steps_s
+        wait_s, self._waited_s = waited_s - self._waited_s, waited_s
+        training.reporter.emit(
+            Step(
+                step=end.step,
+                steps=training.inputs.spec.train.steps,
+                loss=report.loss,
+                grad_norm=report.grad_norm,
+                lr=report.lr,
+                tokens=end.tokens,
+                tokens_per_s=tokens_per_s,
+                step_s=step_s,
+                mfu=training.mfu(tokens_per_s),
+                goodput=(in_steps_s - waited_s) / sum(seconds.values()),
+                ledger=seconds,
+                peak_memory_bytes=most_memory_bytes(training.mesh.device),
+                balance=report.balance,
+                logged_s=logged_s,
+                data_wait_s=wait_s,
+                data_store=self._traffic(),
+            )
+        )
+        # The first logged steps wait for the store's first responses.
+        if training.data.cached and not is_first and wait_s >= _MUCH_WAITING * logged_s:
+            self._warn_of_waiting(end.step, wait_s, logged_s)
+
+    def _warn_of_waiting(self, step: int, wait_s: float, logged_s: float) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        self._training.reporter.warn(
+            f"training waits for its data: {wait_s / logged_s:.0%} of the time up to step {step:,}, {wait_s:.1f} s, since the last one that was "
+            "logged. More data.read_ahead_mib helps against slow answers, not against a store that gives too few bytes a second"
+        )
+
+    def _traffic(self) -> dict[str, int]:
+        """Bytes and requests of this rank's datasets in object stores; empty if all data are in folders."""
+        totals: Counter[str] = Counter()
+        for dataset in self._training.data.cached:
+            traffic = dataset.traffic
+            totals.update(
+                asked_bytes=traffic.asked_bytes,
+                fetched_bytes=traffic.fetched_bytes,
+                requests=traffic.requests,
+            )
+        return dict(totals)
+
+
+class RankWindows(Observer):
+    """The numbers of all ranks at the end of each window, for the rank file and for the guardian."""
+
+    def __init__(self, training: Training, ranks: RankTimes) -> None:
+        self._training, self._ranks = training, ranks
+
+    def after_step(self, end: StepEnd) -> None:
+        frame = self._ranks.step_ended(end.step, last=end.ending)
+        if frame is not None:
+            self._training.reporter.measured(frame)
+            self._training.inputs.guardian.measured(frame)
+
+
+class HeldOutEvaluation(Observer):
+    """Evaluations on held-out text, every ``evaluation.every_steps`` steps."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def after_save(self, end: StepEnd) -> None:
+        spec = self._training.inputs.spec.evaluation
+        if not end.last and not end.report.flags.stop and is_due(end.step, spec.every_steps):
+            self.run(end.step, spec.sequences)
+
+    def run(self, step: int, sequences: int) -> HeldOutLoss | None:
+        """Score held-out text and report it. Raises ``EvaluationStoppedError`` on a request to stop."""
+        training, inputs, built = self._training, self._training.inputs, self._training.built
+        with inputs.ledger.bucket(Bucket.EVAL):
+            begin_s = reported_s = time.perf_counter()
+
+            def report(scored: int, total: int) -> None:
+                nonlocal reported_s
+                if time.perf_counter() - reported_s > _REPORT_EVALUATION_S:
+                    reported_s = time.perf_counter()
+                    training.reporter.emit(Evaluating(step, scored, total))
+
+            evaluation = evaluate(
+                built.model,
+                built.runner,
+                training.data,
+                inputs.spec,
+                sequences,
+                report,
+                lambda: inputs.stop.made,
+            )
+            inputs.guardian.computed()
+            seconds = time.perf_counter() - begin_s
+            # Gathering weights and waiting for stages here was evaluation, not a step's.
+            for clock in built.waits.values():
+                clock.forget()
+        if evaluation is not None:
+            by_source = dict(evaluation.sources)
+            training.reporter.emit(
+                Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds, by_source)
+            )
+        return evaluation
+
+
+def report_start(training: Training) -> None:
+    """Report the start, what may be wrong with it, and the checkpoint that was restored."""
+    restored, reporter, inputs = training.restored, training.reporter, training.inputs
+    if reporter.speaks:
+        changed = _changed_numerics(training)
+        reporter.emit(_started(training))
+        watch_machines(inputs.directory, reporter)
+        if restored is not None and changed:
+            reporter.warn(
+                f"this machine computes {', '.join(changed)} with other bits than that of the start before: from here on, the bits of "
+                "the weights are those of this history of machines"
+            )
+    for note in disk_notes(inputs.spec, inputs.directory) if reporter.speaks else ():
+        reporter.warn(note)
+    if restored is None or restored.taken_over:
+        for note in start_notes(inputs.spec, training.data.index):
+            reporter.warn(note)
+        for folder in training.data.unchecked_folders if reporter.speaks else ():
+            reporter.warn(
+                f"{folder} was prepared without block sums and is too large to be read as a whole first: its tokens are trained on as they are "
+                f"read. `phalanx data verify {folder} --write-sums` adds them"
+            )
+    if restored is not None:
+        for line in restored.passed_over:
+            reporter.warn(f"passed over a damaged checkpoint: {line}")
+        source = restored.source or str(inputs.directory.checkpoints)
+        reporter.emit(Restored(restored.step, source, restored.seconds, moved_bytes=restored.moved_bytes))
+
+
+def _started(training: Training) -> RunStarted:
+    inputs, layout, index = training.inputs, training.mesh.layout, training.data.index
+    return RunStarted(
+        run=str(inputs.directory.path),
+        steps=inputs.spec.train.steps,
+        ranks=training.mesh.ranks,
+        layout={axis: degree for axis, degree in layout.degrees.items() if degree > 1},
+        device=str(training.mesh.device.type),
+        parameters=training.built.placement.parameter_count,
+        peak_flops_per_s=training.peak.flops_per_s,
+        peak_source=training.peak.source,
+        xz_bits_per_byte=index.held_out_xz_bits_per_byte,
+        environment=start_record(inputs.spec, inputs.directory, index, training.numerics.probes),
+    )
+
+
+def _changed_numerics(training: Training) -> list[str]:
+    """The probes whose bits on rank 0's machine differ from those of the run's newest start; none if that did not record them."""
+    started = newest_event(training.inputs.directory.events, lambda event: isinstance(event.body, RunStarted))
+    if started is None or not isinstance(started.body, RunStarted):
+        return []
+    before = started.body.environment.get("numerics")
+    if not isinstance(before, dict) or not before:
+        return []
+    return differing(
+        Numerics("", {str(name): str(value) for name, value in before.items()}), training.numerics
+    )
