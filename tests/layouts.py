@@ -118,9 +118,8 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -
     from phalanx.parallel.reduction.data_parallel import named_parameters
     from phalanx.train.assembly.assemble import make_deterministic
     from phalanx.train.assembly.compose import build_model
-    from phalanx.train.step.state import fill_initial, weight_shards
+    from phalanx.train.step.state import fill_initial, weight_shards, weights_sha256
     from phalanx.train.step.step import Stepper
-    from phalanx.train.step.weights_hash import weights_sha256
 
     device = torch.device("cpu")
     make_deterministic(spec, device)

@@ -31,8 +31,8 @@ from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle import loop, saving
 from phalanx.train.step.evaluate import evaluate
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
+from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Stepper
-from phalanx.train.step.weights_hash import weights_sha256
 
 START, END = "start", "end"
 """Collectives before the first step of an epoch, and after the last step of the run."""

@@ -63,7 +63,7 @@ PURE = (
     *(f"observe/logs/{name}.py" for name in ("assemble", "first_failure", "line", "masking")),
     *(f"observe/metrics/{name}.py" for name in ("samples", "exposition", "run_facts", "run_metrics")),
     "train/profile/choose.py",
-    "train/step/spikes.py",
+    "train/step/rules.py",
     *(f"watch/why/{name}.py" for name in ("judge", "observed", "reason", "thresholds")),
     "watch/why/rules",
     *(

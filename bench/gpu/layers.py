@@ -19,7 +19,7 @@ from phalanx.hardware.local.device import on_gpu
 from phalanx.model.layers.experts.expert_groups import groups_of_slots
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.run.spec import ModelSpec, MoeSpec
-from phalanx.train.step.memory_meter import MemoryMeter
+from phalanx.train.step.meters import MemoryMeter
 
 PER_TOKEN = 8
 

@@ -23,7 +23,7 @@ from phalanx.run.spec import (
     ScheduleSpec,
     TrainSpec,
 )
-from phalanx.train.step.weights_hash import weights_sha256
+from phalanx.train.step.state import weights_sha256
 
 Tell = Callable[[str, object], None]
 """Reports a finding under a name; it is kept whatever happens to the part later."""

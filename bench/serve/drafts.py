@@ -29,7 +29,7 @@ from phalanx.serve.engine.engine import Engine
 from phalanx.serve.numerics import Numerics
 from phalanx.serve.prompt import encode_prompt, load_run_tokenizer
 from phalanx.traffic.requests import Request, Sampling, Token
-from phalanx.train.score.restored import restored_model
+from phalanx.train.score.score import restored_model
 
 PROMPT = "def "
 COUNT = 256

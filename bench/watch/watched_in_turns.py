@@ -126,7 +126,7 @@ def install(order: Order) -> None:
     from phalanx.train.lifecycle.progress import TrainProgress
     from phalanx.train.profile.desk import ProfileDesk
     from phalanx.train.profile.recording import Recording
-    from phalanx.train.step.rank_times import RankTimes
+    from phalanx.train.step.meters import RankTimes
 
     turns = Turns(order, int(os.environ["PHALANX_RANK"]))
     log = logging.getLogger("phalanx.bench")

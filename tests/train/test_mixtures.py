@@ -16,7 +16,7 @@ from phalanx.observe.events import Evaluated
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
-from phalanx.train.start.child_run import child_run
+from phalanx.train.start.origins import child_run
 from phalanx.train.start.prepare import prepare_run, resolve
 from quick_cases import quick
 from ranks import Ranks

@@ -30,8 +30,8 @@ from phalanx.run.read import read_run
 from phalanx.run.rules.check import check
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import Ending, RunFailedError
-from phalanx.train.start.child_run import child_run
 from phalanx.train.start.open_run import OpenRun
+from phalanx.train.start.origins import child_run
 from phalanx.train.start.prepare import prepare_run
 
 if TYPE_CHECKING:

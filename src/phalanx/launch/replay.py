@@ -26,8 +26,7 @@ from phalanx.run.problems import listing
 from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.logged import Logged
-from phalanx.train.compare.observation import Replay
-from phalanx.train.compare.orders import RankReplay, ReplayOrder, order_file, seen_file
+from phalanx.train.compare.observation import RankReplay, Replay, ReplayOrder, order_file, seen_file
 from phalanx.train.start.open_run import OpenRun, take_lock
 
 _PROGRAM = "phalanx.train.compare.replay_worker"

@@ -198,7 +198,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class LossSpike:
-    """The loss or gradient norm of ``step`` was far above that of the steps before (``phalanx.train.step.spikes``)."""
+    """The loss or gradient norm of ``step`` was far above that of the steps before (``phalanx.train.step.rules``)."""
 
     step: int
     loss: float

@@ -25,7 +25,7 @@ from phalanx.serve.numerics import Numerics
 from phalanx.serve.sampling import draw, require_sampling
 from phalanx.traffic.block_table import PAGE
 from phalanx.traffic.requests import Ended, Request, Sampling, Token
-from phalanx.train.score.restored import restored_model
+from phalanx.train.score.score import restored_model
 
 _ROWS = 512
 """Tokens of a prompt that go through the model at once."""

@@ -16,8 +16,7 @@ from phalanx.cli.train.train_command import command
 from phalanx.cli.watch.text.diff_text import left_out_lines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.observation import Compared, Replay
-from phalanx.train.compare.orders import RankReplay, ReplayOrder
+from phalanx.train.compare.observation import Compared, RankReplay, Replay, ReplayOrder
 from phalanx.train.compare.replay import replay
 from ranks import Ranks
 

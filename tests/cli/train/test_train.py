@@ -24,7 +24,7 @@ from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from phalanx.train.lifecycle.worker import EXIT_FAILED
-from phalanx.train.start.disk_room import checkpoint_bytes
+from phalanx.train.start.checks import checkpoint_bytes
 from phalanx.train.start.open_run import OpenRun
 from run.specs import replace_at
 from tiny_runs import tiny_run

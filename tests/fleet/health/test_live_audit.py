@@ -43,9 +43,8 @@ def audited_steps(
     from phalanx.parallel.reduction.data_parallel import local
     from phalanx.train.assembly.assemble import make_deterministic
     from phalanx.train.assembly.compose import build_model
-    from phalanx.train.step.state import fill_initial, state_tensors
+    from phalanx.train.step.state import fill_initial, state_tensors, weights_sha256
     from phalanx.train.step.step import Stepper
-    from phalanx.train.step.weights_hash import weights_sha256
 
     device = torch.device("cpu")
     make_deterministic(spec, device)

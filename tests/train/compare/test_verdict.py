@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from phalanx.train.compare.logged import Logged, first_difference
 from phalanx.train.compare.observation import Observation, Replay
-from phalanx.train.compare.runs import CheckpointDifference, RunComparison
-from phalanx.train.compare.verdict import NothingToReplayError, judge_replays, steps_to_replay
+from phalanx.train.compare.runs import (
+    CheckpointDifference,
+    NothingToReplayError,
+    RunComparison,
+    judge_replays,
+    steps_to_replay,
+)
 
 
 def log(*losses: float) -> Logged:

@@ -15,15 +15,15 @@ from phalanx.model.random_bits import random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.adamw import AdamW
-from phalanx.train.optimizers.choose import make_optimizer
-from phalanx.train.optimizers.narrow_adamw import (
+from phalanx.train.optimizers.adamw import (
+    AdamW,
     Int8Moments,
     NarrowAdamW,
     NarrowStateError,
     dynamic_codes,
     stochastic_bf16,
 )
+from phalanx.train.optimizers.choose import make_optimizer
 
 SHAPE = (23, 150)
 KIND = Parameter("w", SHAPE, "matrix")

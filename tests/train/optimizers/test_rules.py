@@ -15,12 +15,16 @@ from torch import Tensor, nn
 
 from phalanx.model.facts.optimizer_state import matrix_state
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.matrix.adafactor import Adafactor
 from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixRule
-from phalanx.train.optimizers.matrix.muon import Muon, orthogonal
-from phalanx.train.optimizers.matrix.preconditioner import MatrixBlocks
-from phalanx.train.optimizers.matrix.shampoo import Shampoo, inverse_fourth_root
-from phalanx.train.optimizers.matrix.soap import Soap
+from phalanx.train.optimizers.matrix.rules import (
+    Adafactor,
+    MatrixBlocks,
+    Muon,
+    Shampoo,
+    Soap,
+    inverse_fourth_root,
+    orthogonal,
+)
 
 Array = NDArray[np.float64]
 SHAPES = [(12, 7), (7, 12), (8, 8), (1, 5)]

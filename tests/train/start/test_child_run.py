@@ -22,7 +22,7 @@ from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_small_json
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
-from phalanx.train.start.child_run import changes_from_parent, child_run
+from phalanx.train.start.origins import changes_from_parent, child_run
 from phalanx.train.start.prepare import prepare_run, resolve
 from ranks import Ranks
 from run.specs import replace_at

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, ModelSpec, RunSpec, TrainSpec
-from phalanx.train.start.disk_room import disk_notes, lack_of_room, most_on_disk
+from phalanx.train.start.checks import disk_notes, lack_of_room, most_on_disk
 
 TINY = RunSpec(model=ModelSpec(vocab_size=300), train=TrainSpec(steps=100))
 

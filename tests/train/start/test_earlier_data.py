@@ -12,8 +12,8 @@ import pytest
 from phalanx.data.stored.index import read_index
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, step_folder
 from phalanx.run.spec import RunSpec
-from phalanx.train.start.earlier_data import notes_of_earlier_data
 from phalanx.train.start.open_run import OpenRun, open_run
+from phalanx.train.start.origins import notes_of_earlier_data
 from run.specs import replace_at
 from tiny_runs import make_dataset, tiny_run
 

@@ -11,7 +11,7 @@ from phalanx.run.data_folders import ONLY
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.read import read_table
 from phalanx.run.spec import RunSpec
-from phalanx.train.start.from_model import fields_from_model
+from phalanx.train.start.origins import fields_from_model
 from phalanx.train.start.prepare import ready_data
 
 

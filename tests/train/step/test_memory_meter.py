@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.observe.memory_kinds import MemoryByKind
 from phalanx.run.spec import MemorySpec, RunSpec
-from phalanx.train.step.memory_meter import MemoryMeter, storage_bytes
+from phalanx.train.step.meters import MemoryMeter, storage_bytes
 from phalanx.train.transforms.offload import FileStore, offload_activations
 from phalanx.train.transforms.recompute import apply_recompute
 from ranks import Ranks

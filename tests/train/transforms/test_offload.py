@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from forked_python import Popen
 from phalanx.run.spec import MemorySpec, RunSpec
-from phalanx.train.optimizers.offload_moments import MomentStore
+from phalanx.train.optimizers.optimizer import MomentStore
 from phalanx.train.transforms.offload import (
     FileStore,
     HostStore,

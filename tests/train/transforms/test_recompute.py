@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.model.layers.attention.documents import Documents
 from phalanx.model.layers.experts.router import routers
 from phalanx.run.spec import MemorySpec, RunSpec
-from phalanx.train.transforms.compile_blocks import compile_blocks
+from phalanx.train.assembly.compose import compile_blocks
 from phalanx.train.transforms.recompute import apply_recompute
 from phalanx_process import RUN_FILE, last_json, run
 from ranks import Ranks

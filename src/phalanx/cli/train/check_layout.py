@@ -25,8 +25,7 @@ from phalanx.run.problems import RunFileError
 from phalanx.run.read import override
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.logged import bits
-from phalanx.train.compare.observation import Compared, Replay, compare_replays
-from phalanx.train.compare.orders import ReplayOrder
+from phalanx.train.compare.observation import Compared, Replay, ReplayOrder, compare_replays
 from phalanx.train.start.prepare import resolve_with_data
 
 

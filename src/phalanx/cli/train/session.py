@@ -29,10 +29,9 @@ from phalanx.run.directory.result import RunResult
 from phalanx.run.rules.expected_weights import compared
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.start.child_run import changes_from_parent
-from phalanx.train.start.earlier_data import notes_of_earlier_data
 from phalanx.train.start.numerics import note_of_fallback
 from phalanx.train.start.open_run import OpenRun, key_of
+from phalanx.train.start.origins import changes_from_parent, notes_of_earlier_data
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -27,8 +27,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.read import RUN_FILE, override, read_run, read_table
 from phalanx.run.spec import RunSpec
-from phalanx.train.start.child_run import child_run
-from phalanx.train.start.from_model import fields_from_model
+from phalanx.train.start.origins import child_run, fields_from_model
 
 _NEWEST = "newest"
 _MOST_DIGITS = 15

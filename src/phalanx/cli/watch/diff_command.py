@@ -15,10 +15,11 @@ from phalanx.cli.watch.text.diff_text import comparison_lines, verdict_lines
 from phalanx.observe.event_log import EventLogError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.compare.logged import read_logged
-from phalanx.train.compare.runs import NothingToCompareError, compare_runs
-from phalanx.train.compare.verdict import (
+from phalanx.train.compare.runs import (
     MOST_STEPS_FROM_THE_BEGINNING,
+    NothingToCompareError,
     NothingToReplayError,
+    compare_runs,
     judge_replays,
     steps_to_replay,
 )

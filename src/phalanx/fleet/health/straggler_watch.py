@@ -1,7 +1,7 @@
 """Finds stragglers while a run goes on, by the statistics of ``phalanx.fleet.health.stragglers``.
 
 In a synchronous run all ranks take equally long for a step, so only computing time shows a straggler. All ranks get the same numbers of all
-(``phalanx.train.step.rank_times``) and come to the same judgment; the straggler reports itself to its agent.
+(``phalanx.train.step.meters``) and come to the same judgment; the straggler reports itself to its agent.
 """
 
 from __future__ import annotations

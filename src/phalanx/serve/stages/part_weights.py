@@ -25,7 +25,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.stages.shares import Share, cut, projection_by, settle_projection
-from phalanx.train.score.restored import restored_model
+from phalanx.train.score.score import restored_model
 
 
 def divided(spec: ModelSpec, stages: int) -> list[range]:

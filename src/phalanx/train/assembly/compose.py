@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
-from phalanx.model.custom import Chain
+from phalanx.model.custom import Chain, blocks_of
 from phalanx.model.layers.experts.independent_rows import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger.ledger import Bucket
@@ -30,11 +31,9 @@ from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import RunSpec
 from phalanx.train.assembly.model_facts import compute_dtype, model_facts, whole_model
 from phalanx.train.optimizers.choose import make_optimizer
-from phalanx.train.optimizers.offload_moments import MomentStore
-from phalanx.train.step.built import Built
-from phalanx.train.step.placement import Placement
+from phalanx.train.optimizers.optimizer import MomentStore
+from phalanx.train.step.placement import Built, Placement
 from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
-from phalanx.train.transforms.compile_blocks import compile_blocks
 from phalanx.train.transforms.offload import SMALLEST_BYTES, apply_activation_offload
 from phalanx.train.transforms.precision import apply_precision
 from phalanx.train.transforms.recompute import apply_recompute
@@ -136,3 +135,16 @@ def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, 
     engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, held, compute_dtype(spec), mesh.device)
     waits[Bucket.STEP_BUBBLE] = engine.clock
     return PipelineRunner(model, losses, engine)
+
+
+# Compilation of the transformer's blocks, one program for all of them.
+#
+# A block's ``forward`` is compiled before anything is put around it. So recomputation and offload, which belong to the fleet, get
+# the same program inside, and FSDP's hooks stay outside. Compiling the code around it would change the bits: Dynamo makes no
+# graph of a checkpointed block, and eager kernels round at other places than compiled ones.
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compiles the forward and backward pass of the blocks of ``module``, which are not recomputed, offloaded or sharded yet."""
+    for block in blocks_of(module):
+        block.forward = torch.compile(block.forward, dynamic=False)  # shapes are the run's, never the fleet's

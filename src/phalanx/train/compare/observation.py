@@ -1,4 +1,4 @@
-"""What a witness of a replayed step has seen, and the first thing in which two replays differ.
+"""Observations of a replayed step, the first difference between two replays, and the files of a replay.
 
 An *observation* is the checksum of one tensor that a rank held at one moment of a step: a parameter before the step, the output of a
 module in the forward pass of a micro-batch, the gradient of that output, a parameter's gradient of the micro-batch and after the sum over
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 Moment = Literal["weight", "forward", "backward", "slot gradient", "gradient", "updated"]
@@ -208,3 +209,38 @@ def _place(key: _Key, places: Mapping[_Key, tuple[int, int]]) -> tuple[int, ...]
     step, moment, slot, micro_batch, _ = key
     stage, direction = _STAGES[moment]
     return (step, stage, slot, micro_batch, direction, *places.get(key, (0, 0)))
+
+
+# The files through which a replay's launcher and its ranks communicate, in the replay's own directory.
+
+
+@dataclass(frozen=True)
+class ReplayOrder:
+    """Which steps of a run are to be computed again, and where from."""
+
+    to_step: int
+    from_step: int = 0
+    """The step whose state is restored; 0 is the beginning."""
+    checkpoints: str = ""
+    """The folder of the run's checkpoints; not needed from the beginning."""
+
+
+@dataclass(frozen=True)
+class RankReplay:
+    """What one rank saw."""
+
+    layout: dict[str, int]
+    """The degree of each axis."""
+    observed: list[Observation]
+    numbers: dict[int, dict[str, float]]
+    """Loss and gradient norm of each step."""
+
+
+def order_file(folder: Path) -> Path:
+    """The file with the ``ReplayOrder``."""
+    return folder / "replay.json"
+
+
+def seen_file(folder: Path, rank: int) -> Path:
+    """The file with the ``RankReplay`` of a rank."""
+    return folder / f"replay-rank-{rank:05d}.msgpack"

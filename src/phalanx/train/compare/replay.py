@@ -1,4 +1,4 @@
-"""Computes steps of a run again on this rank, under a witness, without touching the run.
+"""Replay of a run's steps on this rank under a witness, without touching the run.
 
 The state is read from one of the run's checkpoints, or is the initial one; samples, slots, schedule and layout are the run's own. Nothing is
 saved and nothing is evaluated.
@@ -6,32 +6,268 @@ saved and nothing is evaluated.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.observe.ledger.ledger import Ledger
 from phalanx.parallel.mesh.machines import count_machine_ranks
-from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.parallel.pipeline.schedules import stages_of_rank
+from phalanx.parallel.reduction.checksum import piece_checksum
+from phalanx.parallel.reduction.data_parallel import gradients, local
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.layout import SPLIT_BACKWARD, stages_per_rank
 from phalanx.run.spec import RunSpec
+from phalanx.train.assembly.assemble import take_over
 from phalanx.train.assembly.compose import build_model
-from phalanx.train.assembly.take_over import take_over
-from phalanx.train.compare.module_witness import ModuleWitness
-from phalanx.train.compare.observation import Observation
-from phalanx.train.compare.orders import RankReplay, ReplayOrder
+from phalanx.train.compare.observation import Moment, Observation, RankReplay, ReplayOrder
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.start.open_run import check_data
-from phalanx.train.step.built import Built
-from phalanx.train.step.state import fill_initial, state_shards
+from phalanx.train.step.placement import Built
+from phalanx.train.step.slot import Losses, MicroBatch, SlotWork
+from phalanx.train.step.state import fill_initial, state_shards, state_tensors
 from phalanx.train.step.step import Stepper
+
+# The witness of a step: checksums of the output of each module, forward and backward, and of weights and their gradients.
+#
+# Hooks attach it to a built model from outside; it changes no bit. Tensor and context ranks hold pieces of the hidden states. The place of
+# each piece in the full tensor is known, so their checksums add up to that of the undivided tensor. What is divided inside attention and
+# feed-forward layers is compared only between equal layouts. Compiled blocks are observed from outside only: hooks inside would change
+# what is compiled.
+
+_HIDDEN = re.compile(
+    r"embedding|norm|blocks\.\d+(\.(attention|attention_norm|attention_post_norm|ffn|ffn_norm|ffn_post_norm))?"
+)
+"""Modules whose output is the hidden states, or what is added to them: ``(b, s, d)`` on every layout, or a piece along ``s``."""
+_IN_BLOCK = re.compile(r"blocks\.\d+\.")
+LOSS = "the loss"
+
+
+@dataclass
+class _Now:
+    """The micro-batch that is computed."""
+
+    slot: int
+    micro_batch: int
+    batch: MicroBatch
+    stage: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+class ModuleWitness:
+    """Watches the steps of one model on this rank; ``take`` gives what it saw."""
+
+    def __init__(self, built: Built) -> None:
+        """Puts hooks into the model of ``built`` and encloses its runner."""
+        self.step = 0
+        self._built, self._mesh = built, built.model.mesh
+        self._now: _Now | None = None
+        self._backward = False
+        self._micro_batches: dict[int, _Now] = {}
+        self._seen: list[tuple[Observation, Tensor]] = []
+        self._own_piece = _own_piece(self._mesh)
+        self._in_backward: _Now | None = None
+        """The micro-batch whose gradient was last seen."""
+        self._followed: dict[int, Tensor] = {}
+        """Weights whose gradients are seen, by their identity."""
+        parallel = built.spec.parallel
+        stages = (
+            stages_of_rank(
+                parallel.pipeline_schedule,
+                parallel.pipeline,
+                self._mesh.pipeline_rank,
+                stages_per_rank(parallel),
+            )
+            if parallel.pipeline > 1
+            else (0,)
+        )
+        self._stages = dict(zip(built.model.parts, stages, strict=True))
+        last = parallel.pipeline * stages_per_rank(parallel) - 1 if parallel.pipeline > 1 else 0
+        for part, stage in self._stages.items():
+            for name, module in part.named_modules():
+                if (name or stage == last) and not (built.spec.runtime.compile and _IN_BLOCK.match(name)):
+                    module.register_forward_hook(self._hook(name or LOSS, name))
+        runner = built.runner
+        losses = runner.losses
+        runner.losses = _WitnessedLosses(losses.spec, losses.mesh, losses.rows, losses.tiles, self)
+        compute = runner.gradients
+        vars(runner)["gradients"] = lambda work: compute(self._witnessed(work))
+
+    def take(self) -> list[Observation]:
+        """What was seen since this was last called. Waits for the device."""
+        seen, self._seen = self._seen, []
+        if not seen:
+            return []
+        sums = torch.stack([value for _, value in seen]).tolist()
+        return [
+            dataclasses.replace(one, sum=value & ((1 << 64) - 1))
+            for (one, _), value in zip(seen, sums, strict=True)
+        ]
+
+    def see_weights(self, moment: Moment) -> None:
+        """Takes note of this rank's parts of all weights."""
+        for name, tensor in state_tensors(self._built.model.parts).items():
+            self._see_part(moment, name, tensor, local(tensor))
+
+    def see_gradients(self) -> None:
+        """Takes note of this rank's parts of all gradients, summed over the slots of the step."""
+        parameters = state_tensors(self._built.model.parts)
+        for name, gradient in gradients(self._built.model.parts).items():
+            self._see_part("gradient", name, parameters[name], gradient)
+
+    def _see_part(self, moment: Moment, name: str, parameter: Tensor, part: Tensor) -> None:
+        """Takes note of a ``part`` that lies in its whole as this rank's part of ``parameter`` does."""
+        partition = self._built.placement.partition(name)
+        offset, shape = partition.local_slice(parameter)
+        if 0 in shape:
+            return
+        index = [torch.arange(start, start + size) for start, size in zip(offset, shape, strict=True)]
+        piece = ",".join(f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
+        value = piece_checksum(name, part, index, partition.whole)
+        self._seen.append((Observation(self.step, moment, name, 0, piece=piece), value))
+
+    def _hook(self, name: str, path: str) -> Callable[[nn.Module, object, object], None]:
+        def see(module: nn.Module, _args: object, output: object) -> None:
+            now = self._now
+            if now is None or self._backward:  # in a backward pass, layers are only computed again
+                return
+            now.calls[name] += 1
+            calls = now.calls[name]
+            title = name if calls == 1 else f"{name} (call {calls})"
+            tensors = list(output) if isinstance(output, (tuple, list)) else [output]
+            for number, tensor in enumerate(tensors):
+                if not isinstance(tensor, Tensor):
+                    continue
+                label = title if len(tensors) == 1 else f"{title}[{number}]"
+                self._see_output("forward", label, name, tensor, now)
+                if tensor.requires_grad:
+                    tensor.register_hook(self._gradient_hook(label, name, now))  # type: ignore[no-untyped-call]
+            if path:
+                self._follow(path, module)
+            else:  # whose head is not called: the loss reads its weights
+                for inner, part in module.named_modules():
+                    if inner and inner not in now.calls:
+                        self._follow(inner, part)
+
+        return see
+
+    def _follow(self, path: str, module: nn.Module) -> None:
+        """Sees the gradients of the weights that ``module`` has itself, as they are whole while it runs, micro-batch by micro-batch."""
+        parallel = self._built.spec.parallel
+        if parallel.pipeline > 1 and parallel.pipeline_schedule in SPLIT_BACKWARD:
+            return  # weights' gradients are put off, and come in pieces
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad and not isinstance(weight, DTensor) and id(weight) not in self._followed:
+                self._followed[id(weight)] = weight  # kept, so that the identity stays its own
+                weight.register_hook(self._weight_hook(f"{path}.{name}"))  # type: ignore[no-untyped-call]
+
+    def _weight_hook(self, name: str) -> Callable[[Tensor], None]:
+        def see(gradient: Tensor) -> None:
+            now = self._in_backward
+            if now is not None:
+                adds_up = self._mesh.layout.dividing == (1, 1, 1, 1)
+                self._see_whole("slot gradient", name, gradient, now, adds_up=adds_up)
+
+        return see
+
+    def _gradient_hook(self, label: str, name: str, now: _Now) -> Callable[[Tensor], None]:
+        def see(gradient: Tensor) -> None:
+            self._in_backward = now
+            if name != LOSS:  # whose gradient is the slot's scale
+                self._see_output("backward", label, name, gradient, now)
+
+        return see
+
+    def _see_output(self, moment: Moment, label: str, name: str, tensor: Tensor, now: _Now) -> None:
+        spec, layout, mesh = self._built.spec, self._mesh.layout, self._mesh
+        batch = now.batch.tokens.shape[0]
+        hidden = (batch, spec.train.seq_len, spec.model.dim)
+        adds_up = bool(_HIDDEN.fullmatch(name)) and tensor.shape == (
+            batch,
+            spec.train.seq_len // layout.model_ranks,
+            spec.model.dim,
+        )
+        if adds_up:
+            # A context rank's positions, of which a tensor rank has a contiguous piece.
+            positions = now.batch.positions.chunk(layout.tensor)[mesh.tensor_rank]
+            index = [torch.arange(batch), positions, torch.arange(spec.model.dim)]
+            value = piece_checksum(label, tensor, index, hidden)
+            piece = "" if layout.model_ranks == 1 else self._own_piece
+            one = Observation(self.step, moment, label, 0, now.slot, now.micro_batch, piece, True, now.stage)
+            self._seen.append((one, value))
+        else:
+            self._see_whole(moment, label, tensor, now, adds_up=False)
+
+    def _see_whole(self, moment: Moment, label: str, tensor: Tensor, now: _Now, *, adds_up: bool) -> None:
+        """Takes note of a tensor that is whole, or a piece of which only a rank at the same place of an equal layout has the like."""
+        index = [torch.arange(size) for size in tensor.shape]
+        value = piece_checksum(label, tensor, index, tensor.shape)
+        piece = "" if adds_up else self._own_piece
+        one = Observation(self.step, moment, label, 0, now.slot, now.micro_batch, piece, adds_up, now.stage)
+        self._seen.append((one, value))
+
+    def _witnessed(self, work: SlotWork) -> SlotWork:
+        def read(turn: int) -> list[MicroBatch]:
+            batches, current = list(work.read(turn)), work.rounds[turn]
+            if current.counts:
+                for number, batch in enumerate(batches):
+                    self._micro_batches[id(batch)] = _Now(current.slot, number, batch)
+            return batches
+
+        @contextmanager
+        def audited(turn: int) -> Iterator[None]:
+            with work.audited(turn):
+                self._backward, self._in_backward = True, None
+                try:
+                    yield
+                finally:
+                    self._backward, self._in_backward = False, None
+
+        self._micro_batches.clear()
+        return dataclasses.replace(work, read=read, audited=audited)
+
+    @contextmanager
+    def calling(self, stage: nn.Module, batch: MicroBatch) -> Iterator[None]:
+        """Encloses the forward pass of a stage."""
+        known = self._micro_batches.get(id(batch))
+        if known is not None:
+            self._now = dataclasses.replace(known, stage=self._stages.get(stage, 0), calls=Counter())
+        try:
+            yield
+        finally:
+            self._now = None
+
+
+@dataclass(frozen=True)
+class _WitnessedLosses(Losses):
+    """Calls stages as ``Losses`` does, and tells the witness which micro-batch is computed."""
+
+    witness: ModuleWitness
+
+    def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
+        with self.witness.calling(stage, batch):
+            return super().call(stage, x, batch, ahead=ahead)
+
+
+def _own_piece(mesh: Mesh) -> str:
+    """Names this rank's piece of what the axes of the model divide: equal on ranks of equal layouts that hold the same."""
+    degrees = " x ".join(map(str, mesh.layout.dividing))
+    return f"context rank {mesh.context_rank}, tensor rank {mesh.tensor_rank} of {degrees}"
 
 
 def nothing(_step: int, _built: Built) -> None:

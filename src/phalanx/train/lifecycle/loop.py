@@ -34,10 +34,9 @@ from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_
 from phalanx.train.lifecycle.saving import Saving, save_due
 from phalanx.train.profile.recording import Recording
 from phalanx.train.step.evaluate import EvaluationStoppedError, HeldOutLoss
-from phalanx.train.step.memory_meter import MemoryMeter, extremes
-from phalanx.train.step.rank_times import RankTimes
+from phalanx.train.step.meters import MemoryMeter, RankTimes, extremes
+from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, StepFlags, Stepper, StepReport
-from phalanx.train.step.weights_hash import weights_sha256
 
 
 class UnsavedError(RunFailedError):

@@ -19,10 +19,9 @@ from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.progress import is_due
 from phalanx.train.lifecycle.reporter import start_record, watch_machines
 from phalanx.train.measure.numerics import Numerics, differing
-from phalanx.train.start.checks import start_notes
-from phalanx.train.start.disk_room import disk_notes
+from phalanx.train.start.checks import disk_notes, start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
-from phalanx.train.step.rank_times import RankTimes
+from phalanx.train.step.meters import RankTimes
 from phalanx.train.step.step import StepReport
 
 _REPORT_EVALUATION_S = 5.0

@@ -20,7 +20,7 @@ from phalanx.observe.events import IncidentKind, LossSpike, NonFinite
 from phalanx.parallel.mesh.slots import Round
 from phalanx.run.spec import RunSpec, TrainSpec
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.step.spikes import Spike, SpikeRule
+from phalanx.train.step.rules import Spike, SpikeRule
 from phalanx.train.step.step import StepReport
 
 _SPIKES_KEPT = 3

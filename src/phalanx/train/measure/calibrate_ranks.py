@@ -2,7 +2,7 @@
 
 Each rank is a process of its own, as in a run. A step is that of ``phalanx.train.step.step`` on made-up tokens: model, axes,
 sharding, optimizer and reduction are the trainer's; only files, checkpoints and the display are left out. Memory is measured by
-the trainer's own meter (``phalanx.train.step.memory_meter``).
+the trainer's own meter (``phalanx.train.step.meters``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.assembly.assemble import make_deterministic
 from phalanx.train.assembly.compose import build_model
 from phalanx.train.measure.calibrate import Clock, MeasuredPoints, Settings
-from phalanx.train.step.built import Built
-from phalanx.train.step.memory_meter import MemoryMeter, extremes
+from phalanx.train.step.meters import MemoryMeter, extremes
+from phalanx.train.step.placement import Built
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 

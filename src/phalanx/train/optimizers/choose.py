@@ -12,15 +12,10 @@ from phalanx.model.facts.optimizer_state import takes_matrix
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.adamw import AdamW
-from phalanx.train.optimizers.matrix.adafactor import Adafactor
+from phalanx.train.optimizers.adamw import AdamW, NarrowAdamW
 from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixOptimizer, MatrixRule
-from phalanx.train.optimizers.matrix.muon import Muon
-from phalanx.train.optimizers.matrix.shampoo import Shampoo
-from phalanx.train.optimizers.matrix.soap import Soap
-from phalanx.train.optimizers.narrow_adamw import NarrowAdamW
-from phalanx.train.optimizers.offload_moments import MomentStore
-from phalanx.train.optimizers.optimizer import Optimizer, Several
+from phalanx.train.optimizers.matrix.rules import Adafactor, Muon, Shampoo, Soap
+from phalanx.train.optimizers.optimizer import MomentStore, Optimizer, Several
 
 _RULES: dict[str, Callable[[OptimizerSpec], MatrixRule]] = {
     "adafactor": Adafactor,

@@ -1,24 +1,29 @@
-"""Interface of all optimizers: a step, and a state dict that a checkpoint can name.
+"""Interface of all optimizers, and the memory in which they keep their state.
 
-An optimizer on one rank knows the parameters that this rank holds a part of. What it keeps between steps is told as
-``StatePart``s: rectangular boxes of named tensors whose shapes depend on the model alone, so that a state that was saved
-by one fleet is found again by another.
+An optimizer on one rank knows the parameters that this rank holds a part of. It lists what it keeps between steps as
+``StatePart``s: rectangular boxes of named tensors whose shapes depend on the model alone. So one fleet can load the state
+that another fleet saved.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from phalanx.hardware.local.device import on_gpu
 from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.parallel.mesh.torch_compat import local_slice_of
+from phalanx.parallel.mesh.torch_compat import cuda_stream, local_slice_of
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.parts import Parameter
-from phalanx.run.spec import OptimizerSpec
+from phalanx.run.spec import MemorySpec, OptimizerSpec
+from phalanx.train.transforms.offload import Regions
 
 
 @dataclass(frozen=True)
@@ -85,3 +90,87 @@ def gradient_of(name: str, parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         raise RuntimeError(f"{name} has no gradient to step with")
     return local(parameter.grad)
+
+
+# An optimizer's state that lives in host memory or in a file, and visits the accelerator a piece at a time.
+#
+# Optimizers work through their state in pieces in any case (``phalanx.train.optimizers.adamw``). ``MomentStore.zeros`` gives
+# them memory elsewhere, and ``MomentStore.visiting`` moves pieces to the device and back while their neighbors are computed.
+# The numbers, and so the bits, are those of a state that stays on the device. On a CPU a state in a file is mapped into
+# memory and updated in place; the operating system writes it out and reads it in.
+
+
+UpdatePiece = tuple[list[Tensor], ...]
+"""The tensors of one launch of an optimizer: weights, gradients, moments, each a list of flat tensors."""
+
+
+class MomentStore:
+    """Where the optimizer's state of one rank lives, as ``spec.offload_optimizer`` says."""
+
+    def __init__(self, spec: MemorySpec, device: torch.device) -> None:
+        self._device, self._pinned = device, spec.offload_optimizer == "host" and on_gpu(device)
+        self._regions = Regions(Path(spec.offload_path)) if spec.offload_optimizer == "file" else None
+        self._streams = (cuda_stream(device), cuda_stream(device)) if on_gpu(device) else None
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A plain tensor of zeros that lives in the store. Raises ``OffloadError`` if the disk is full."""
+        if self._pinned:
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        length = math.prod(shape) * dtype.itemsize
+        if self._regions is None or not length:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        # Fresh parts of a file read as zeros.
+        data = self._regions.mapped(length)
+        return torch.from_numpy(data).view(dtype).view(shape)
+
+    def visiting(self, pieces: Iterable[UpdatePiece]) -> Iterator[UpdatePiece]:
+        """The same pieces, each with all of its tensors on the device while it is worked on.
+
+        What the caller writes to them in place is in the store when the iteration has ended.
+        """
+        if self._streams is None:
+            yield from pieces
+            return
+        incoming, outgoing = self._streams
+        here = torch.cuda.current_stream(self._device)
+        arriving: _Visit | None = None
+        for piece in pieces:
+            arrived, arriving = arriving, _arrive(piece, self._device, incoming)
+            if arrived is not None:
+                yield from _work(arrived, here, outgoing)
+        if arriving is not None:
+            yield from _work(arriving, here, outgoing)
+        # A checkpoint may read the store next.
+        outgoing.synchronize()
+
+
+@dataclass
+class _Visit:
+    """A piece whose tensors are on their way to the device."""
+
+    home: UpdatePiece
+    away: UpdatePiece
+    arrived: torch.cuda.Event
+
+
+def _arrive(piece: UpdatePiece, device: torch.device, stream: torch.cuda.Stream) -> _Visit:
+    with torch.cuda.stream(stream):
+        away = tuple(
+            [tensor.to(device, non_blocking=True) if tensor.device != device else tensor for tensor in column]
+            for column in piece
+        )
+        return _Visit(piece, away, stream.record_event())
+
+
+def _work(visit: _Visit, here: torch.cuda.Stream, outgoing: torch.cuda.Stream) -> Iterator[UpdatePiece]:
+    here.wait_event(visit.arrived)
+    yield visit.away
+    outgoing.wait_stream(here)
+    with torch.cuda.stream(outgoing):
+        for home, away in zip(visit.home, visit.away, strict=True):
+            for tensor, copy in zip(home, away, strict=True):
+                if tensor is not copy:
+                    # It was allocated on the way in, and used here and on the way out.
+                    copy.record_stream(here)
+                    copy.record_stream(outgoing)
+                    tensor.copy_(copy, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Turns what PyTorch's profiler has recorded into the compact tables of a rank's file.
+"""Marks of what a rank does while it is recorded, and the tables of a rank's file, made from a recording of PyTorch's profiler.
 
 The profiler is that of ``torch.autograd.profiler``: ``torch.profiler`` is built on it, and its start imports the compiler, which takes seconds of
 every rank's time. Allocations come from its event tree, the only place that has their addresses.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.autograd.profiler import profile
+from torch.autograd.profiler import profile, record_function
 
 from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.profile.recorded_step import (
@@ -29,10 +30,48 @@ from phalanx.observe.profile.recorded_step import (
     RankTrace,
 )
 from phalanx.run.section_reader import JsonObject
-from phalanx.train.profile.marks import PREFIX
 
 if TYPE_CHECKING:
     from torch._C._autograd import _KinetoEvent
+
+
+# Marks: each range of the profiler carries the number of a mark.
+#
+# PyTorch's ``record_function`` takes a name. A list beside it holds what the range is (the axis, the ranks, the bytes, the sequence number of
+# a collective in its group), and the name is the index in that list. So a range costs a few microseconds, and all times come from one clock.
+
+PREFIX = "phalanx|"
+
+
+class Marks:
+    """The marks of one recording."""
+
+    def __init__(self) -> None:
+        self.rows: list[JsonObject] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+
+    @contextmanager
+    def around(self, kind: str, name: str, **more: object) -> Iterator[None]:
+        """Marks the time inside; with ``more`` to say, as a mark of its own."""
+        with record_function(f"{PREFIX}{self.number(kind, name, **more)}"):
+            yield
+
+    def opened(self, kind: str, name: str) -> record_function:
+        """A range that has begun; whoever asked for it calls its ``__exit__``."""
+        opened = record_function(f"{PREFIX}{self.number(kind, name)}")
+        opened.__enter__()  # type: ignore[no-untyped-call]
+        return opened
+
+    def number(self, kind: str, name: str, **more: object) -> int:
+        """The number of a mark, the same for all ranges of which there is no more to say."""
+        key = kind, name
+        if not more and key in self._numbers:
+            return self._numbers[key]
+        self.rows.append({"kind": kind, "name": name, **more})
+        if not more:
+            self._numbers[key] = len(self.rows) - 1
+        return len(self.rows) - 1
+
 
 _ITEM_BYTES = {
     **dict.fromkeys(("double", "long int", "long", "c10::complex<float>"), 8),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from phalanx.model.custom import blocks_of
 from phalanx.observe.ledger.ledger import Bucket
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.train.profile.marks import Marks
+from phalanx.train.profile.capture import Marks
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
 
 if TYPE_CHECKING:

@@ -34,11 +34,10 @@ from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.durable import write_atomically
 from phalanx.train.lifecycle.observers import Observer, StepEnd
-from phalanx.train.profile.capture import make_profiler, rank_trace
+from phalanx.train.profile.capture import Marks, make_profiler, rank_trace
 from phalanx.train.profile.choose import chosen_ranks
 from phalanx.train.profile.instruments import instruments
-from phalanx.train.profile.marks import Marks
-from phalanx.train.step.memory_meter import storage_bytes
+from phalanx.train.step.meters import storage_bytes
 
 if TYPE_CHECKING:
     from torch.autograd.profiler import profile

@@ -6,6 +6,8 @@ told together, by the run file's fields. Nothing here needs torch; of a checkpoi
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from phalanx.data.reading.places import DatasetPlace, tokenizer_folder
 from phalanx.data.reading.sources import DataIndex, MixtureIndex, epoch_problems, index_of_places, mixture_of
 from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
+from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
 from phalanx.run.data_folders import ONLY, field_of
@@ -29,6 +32,7 @@ from phalanx.run.directory.paths import (
     locate_checkpoints,
     read_resolved,
 )
+from phalanx.run.factory import FactoryError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.launch_variables import variable_problems
 from phalanx.run.problems import Problem
@@ -231,3 +235,46 @@ def _misfits(model: ModelSpec, start: str) -> Iterator[str]:
             yield f"{parameter.name} is missing"
         elif tuple(found) != parameter.shape:
             yield f"{parameter.name} is {tuple(found)}, and [model] makes it {parameter.shape}"
+
+
+# Checks before the first step that the disk has room for the checkpoints that the run will keep.
+
+
+def disk_notes(spec: RunSpec, directory: RunDirectory) -> Iterator[str]:
+    """Yield a sentence if the run's checkpoints will not fit on the disk of ``directory``; none where that is not known."""
+    place = directory.checkpoints if directory.checkpoints.is_dir() else directory.path
+    try:
+        disk = shutil.disk_usage(place)
+        size = checkpoint_bytes(spec)
+        count = most_on_disk(spec) - len(directory.committed_steps())
+    except (OSError, FactoryError):
+        return
+    # Some file systems of networks do not say how large they are.
+    if disk.total and (note := lack_of_room(place, disk.free, count, size)):
+        yield note
+
+
+def lack_of_room(place: Path, free_bytes: int, count: int, size_bytes: int) -> str:
+    """Return a sentence if ``count`` more checkpoints do not fit into the free bytes of ``place``; empty if they do."""
+    if free_bytes >= count * size_bytes:
+        return ""
+    more = f"{count:,} more checkpoints" if count > 1 else "a checkpoint"
+    return (
+        f"the disk of {place} has {free_bytes:,} bytes free, and {more} of {size_bytes:,} bytes will be on it at once: a save that finds no room is "
+        "given up. Make room, or keep fewer (checkpoint.keep_last, checkpoint.keep_every)"
+    )
+
+
+def checkpoint_bytes(spec: RunSpec) -> int:
+    """Return the bytes of weights and optimizer state of a resolved run. Raises FactoryError for a user's own model."""
+    pieces = list(parameters(spec.model))
+    weights = 4 * sum(math.prod(piece.shape) for piece in pieces)
+    return weights + sum(state_bytes_by_name(spec.optimizer, pieces).values())
+
+
+def most_on_disk(spec: RunSpec) -> int:
+    """Return the number of checkpoints that are on disk at once: those kept, and the one that is written before the oldest is deleted."""
+    steps, rule = spec.train.steps, spec.checkpoint
+    saved = math.ceil(steps / rule.every_steps) if rule.every_steps else steps
+    for_good = steps // rule.keep_every if rule.keep_every else 0
+    return min(saved, rule.keep_last + 1 + for_good)

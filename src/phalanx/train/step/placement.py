@@ -16,11 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
+from phalanx.observe.ledger.ledger import Bucket
+from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import Partition
-from phalanx.parallel.reduction.data_parallel import local
+from phalanx.parallel.mesh.slots import Round
+from phalanx.parallel.reduction.data_parallel import DataParallel, local
 from phalanx.run.kinds.parts import Parameter
-from phalanx.train.optimizers.optimizer import StatePart
+from phalanx.run.spec import RunSpec
+from phalanx.train.optimizers.optimizer import Optimizer, StatePart
+from phalanx.train.step.slot import SlotRunner
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,26 @@ class Placement:
 
 def _ascending(ranks: Tensor) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in ranks.flatten().tolist()))
+
+
+# The result of building a rank's model: the model with everything that is needed to run steps on it.
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on one rank, with memory allocated but not yet filled."""
+
+    spec: RunSpec
+    """The resolved run."""
+    model: DataParallel
+    placement: Placement
+    """Where this rank's parts lie in the whole tensors."""
+    runner: SlotRunner
+    """Forward and backward of a slot, with or without a pipeline."""
+    optimizer: Optimizer
+    rounds: list[Round]
+    """The slots that this rank computes in each step, in order."""
+    waits: Mapping[Bucket, CommClock]
+    """Stopwatch per communication axis: exposed communication time of forward and backward, by ledger bucket."""
+    flops_per_token: int
+    """Training FLOP per token of the whole model."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.train.compare.observation import Compared
-from phalanx.train.compare.runs import RunComparison
-from phalanx.train.compare.verdict import Verdict
+from phalanx.train.compare.runs import RunComparison, Verdict
 
 _MOST = 8
 """Tensors that are listed; the rest are counted."""

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.parallel.reduction.witness import Witness
-from phalanx.train.step.built import Built
+from phalanx.train.step.placement import Built
 
 GuardedPhase = Literal["optimizer", "snapshot", "recovery"]
 """The phases of a step, or of an epoch, that the rank's guardian announces."""

@@ -40,7 +40,7 @@ from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Samples
-from phalanx.train.step.built import Built
+from phalanx.train.step.placement import Built
 from phalanx.train.step.state import RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 

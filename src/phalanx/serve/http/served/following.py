@@ -27,7 +27,7 @@ from phalanx.serve.http.served.model_text import ModelText, read_model_text
 from phalanx.serve.http.served.of_run import open_engine, weights_digest
 from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.worker import EngineWorker, Swap
-from phalanx.train.score.restored import restored_model
+from phalanx.train.score.score import restored_model
 
 _LOOK_S = 2.0
 """How long until the run's folder is looked at again."""

@@ -28,7 +28,7 @@ from phalanx.serve.http.worker import Engine, EngineWorker, Identity
 from phalanx.serve.numerics import bits_of, numerics_id
 from phalanx.serve.stages.part_weights import tensor_digests
 from phalanx.serve.weights.open_model import run_folder
-from phalanx.train.score.restored import restored_model
+from phalanx.train.score.score import restored_model
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Loss spikes: a step whose loss or gradient norm is far above what the steps before it had.
+"""Rules that depend on the run's own numbers alone: loss spikes, and the learning rate of each step.
 
-The rule is a function of the run's own numbers: the losses and gradient norms of its last steps, which have the same bits on every rank and on
+A spike is a step whose loss or gradient norm is far above that of the steps before it. The rule is a function of the run's own numbers: the losses and gradient norms of its last steps, which have the same bits on every rank and on
 every fleet, and travel in checkpoints and snapshots. So every rank decides alike, and so does a run that was interrupted. *Usual* is the
 median of the window and *deviation* is 1.4826 times the median absolute deviation, which estimates a standard deviation (Rousseeuw and
 Croux, JASA 1993) and is not moved by the spikes themselves, as a mean is. That a step so found may be left out is PaLM's remedy (arXiv
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from phalanx.observe.spread import usual_deviation
-from phalanx.run.spec import TrainSpec
+from phalanx.run.spec import ScheduleSpec, TrainSpec
 
 _LEAST_LOSS_DEVIATION = 0.005
 """The least deviation, as a share of the usual loss. Where the window is nearly still (the same few batches again and again), no deviation is less than this: with 8 of
@@ -81,3 +81,28 @@ def _above(values: Sequence[float], value: float, least: float) -> tuple[float, 
     usual = median(values)
     deviation = max(usual_deviation(values, usual), least * abs(usual))
     return usual, (value - usual) / deviation if deviation else 0.0
+
+
+# The learning rate of each step, as a multiple of its peak.
+
+
+def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
+    """The factor of the peak learning rate at ``step`` (from 1 to ``steps``).
+
+    All kinds warm up linearly, reaching the peak at step ``warmup_steps``. Then "cosine" falls to the floor along half
+    a cosine, reached at the last step; "wsd" stays at the peak until the last ``decay_fraction`` of the run, where it
+    falls linearly; "constant" stays. After the last step it stays where it ended.
+    """
+    step = min(step, steps)
+    if step <= schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    begin = schedule.warmup_steps
+    if schedule.kind == "wsd":
+        begin = max(begin, steps - round(schedule.decay_fraction * steps))
+    if step <= begin:
+        return 1.0
+    progress = (step - begin) / max(1, steps - begin)
+    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+    return schedule.floor + (1 - schedule.floor) * shape

@@ -1,0 +1,234 @@
+"""Origins of a run: another run's checkpoint, an imported model, or an earlier version of its dataset.
+
+A child run resumes from a checkpoint of another run, with other values of some fields from there on. So a run gets more steps, another
+learning rate or another batch size without losing the optimizer's state or its place in the data. The parent is not changed. The child
+has a directory and an identity of its own and shares the past by reference.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
+from phalanx.run.data_folders import record_of
+from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.paths import (
+    RunDirectory,
+    RunDirectoryError,
+    committed_steps,
+    read_resolved,
+    step_folder,
+)
+from phalanx.run.identity import differences
+from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.read import override
+from phalanx.run.spec import RunSpec
+from phalanx.train.start.open_run import OpenRun, holds_steps
+from phalanx.train.step.rules import multiplier
+
+_MUCH_HIGHER = 2.0
+"""Rise of the learning rate from which its cause and a remedy are named."""
+
+
+def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSpec:
+    """The run that goes on from step ``step`` of the run directory ``parent``, or from its newest whole checkpoint.
+
+    Whether the fields of ``overrides`` may differ is checked when it is prepared (``train/start/checks.py``).
+
+    Raises:
+        RunDirectoryError: It is no run directory, or has no such checkpoint.
+        RunFileError: An override is wrong.
+    """
+    directory = RunDirectory(parent)
+    for given in overrides:
+        if given.startswith("checkpoint.init_"):
+            raise RunFileError(
+                directory.run_file,
+                [Problem(given.partition("=")[0], "--from says it", "leave out one of the two")],
+            )
+    spec = read_resolved(directory)
+    steps = committed_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []
+    if not steps:
+        raise RunDirectoryError(f"{parent} has saved no checkpoint yet, so there is nothing to go on from")
+    if step is None:
+        step = _newest_whole(DiskTier(directory.checkpoints), steps)
+    if step not in steps:
+        there = ", ".join(map(str, steps))
+        raise RunDirectoryError(
+            f"{parent} has no checkpoint of step {step}; there are {there}. How many are kept: checkpoint.keep_last, "
+            "checkpoint.keep_every"
+        )
+    start = str(step_folder(directory.checkpoints.resolve(), step))
+    own = ['run_dir=""', f"checkpoint.init_from={json.dumps(start)}", 'checkpoint.init_with="training"']
+    child = override(spec, [*own, *overrides], directory.run_file)
+    if child.run_dir and Path(child.run_dir).resolve() == parent.resolve():
+        problem = Problem(
+            "run_dir",
+            f"{child.run_dir} is the parent's, which stays as it is",
+            "leave it out, or name another",
+        )
+        raise RunFileError(directory.run_file, [problem])
+    if child.train.steps <= step:
+        problem = Problem(
+            "train.steps",
+            f"{child.train.steps} steps are done at step {step}, so there is nothing left to train",
+            f"--set train.steps=N with more than {step}, or an earlier step: --from STEP",
+        )
+        raise RunFileError(directory.run_file, [problem])
+    return child
+
+
+def _newest_whole(tier: DiskTier, steps: Sequence[int]) -> int:
+    """The newest of ``steps`` whose files are all there; a damaged byte is found when it is read."""
+    problem: CheckpointError | None = None
+    for step in reversed(steps):
+        try:
+            tier.require_files(step)
+        except CheckpointError as error:
+            problem = problem or error
+        else:
+            return step
+    raise RunDirectoryError(f"no checkpoint in {tier.root} is whole: {problem}") from problem
+
+
+def changes_from_parent(parent: RunSpec, child: RunSpec, step: int) -> Iterator[str]:
+    """Sentences on what is another than in the parent after ``step``: fields, and the learning rate if it jumps."""
+    for line in differences(parent, child):
+        if not line.startswith("checkpoint.init_"):
+            yield line.replace(" != ", " -> ")
+    before, after = (
+        spec.optimizer.lr * multiplier(spec.schedule, step + 1, spec.train.steps) for spec in (parent, child)
+    )
+    if before == after:
+        return
+    ended = step >= parent.train.steps
+    text = f"learning rate of step {step + 1}: {before:.4g}{f', as in step {step}' if ended else ''} -> {after:.4g}"
+    if after >= _MUCH_HIGHER * before > 0:
+        text += (
+            f", {after / before:.3g} times as high: the parent's schedule has come down, and the model has to be cooled again. A lower "
+            "optimizer.lr, or --from a step before the parent's decay, avoids the jump"
+        )
+    yield text
+
+
+# Continued pretraining: a run that starts from the weights of an imported model, on text of the user's own.
+#
+# Two paths determine four parts of a run file: the model's shape, its weights, its tokenizer, and the text. Without a run file, the other
+# fields get values that do not undo a trained model in its first steps.
+
+
+LEARNING_RATE, SEQ_LEN = 1e-5, 1024
+"""For a run that has no run file. The rate is a tenth or less of what models are pretrained with."""
+
+
+def fields_from_model(model: Path, data: Path, *, bare: bool) -> list[str]:
+    """The ``section.field=value`` overrides of a run that trains an imported model on text.
+
+    Args:
+        model: The run directory of an imported model, or of a run.
+        data: A prepared dataset; or text, which is then prepared with the model's tokenizer.
+        bare: There is no run file, so what it would say is given too.
+
+    Raises:
+        RunDirectoryError: ``model`` is no such directory, or has no tokenizer for the text.
+    """
+    return [f"{field}={json.dumps(value)}" for field, value in _fields(RunDirectory(model), data, bare)]
+
+
+def _fields(model: RunDirectory, data: Path, bare: bool) -> Iterator[tuple[str, object]]:
+    if not model.run_file.is_file():
+        hub = (model.path / "config.json").is_file()
+        remedy = f"phalanx import {model.path}" if hub else "phalanx import FOLDER --out DIR makes one"
+        raise RunDirectoryError(f"{model.path} is no imported model and no run directory: {remedy}")
+    name = model.path.resolve().name
+    yield "model.preset", str(model.path)
+    yield "checkpoint.init_from", str(model.path)
+    if (data / "index.json").is_file():
+        yield "data.path", str(data)
+    else:
+        yield from _text_of(data, model, name)
+    if bare:
+        yield "name", f"{name}-further"
+        yield "optimizer.lr", LEARNING_RATE
+        yield "train.seq_len", SEQ_LEN
+
+
+def _text_of(data: Path, model: RunDirectory, name: str) -> Iterator[tuple[str, object]]:
+    """The fields that have ``data``, which is text, prepared with the model's tokenizer."""
+    if not data.exists():
+        raise RunDirectoryError(f"there is nothing at {data}: give a prepared dataset, or text to prepare")
+    tokenizer = model.tokenizer / TOKENIZER_FILE
+    if not tokenizer.is_file():
+        raise RunDirectoryError(
+            f"{model.path} has no tokenizer to prepare {data} with; put a tokenizer.json into {model.tokenizer}, or give a dataset "
+            "that was prepared with the model's"
+        )
+    # Another text, or another model, is another folder; files that were added or written again are another text.
+    files = sorted(path for path in files_below(data) if path.is_file()) if data.is_dir() else [data]
+    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    mark = hashlib.sha256(f"{data.resolve()}\n{model.path.resolve()}\n{stamps}".encode()).hexdigest()[:8]
+    yield "data.path", f".cache/data/{data.resolve().stem}-for-{name}-{mark}"
+    yield "data.corpus", [str(data)]
+    yield "data.tokenizer", str(tokenizer)
+
+
+# A note for a run file that began a run before and begins another one now, because its dataset was prepared again since.
+#
+# A run's identity is its run file and its data's fingerprint. So other tokens are another run, in a folder of its own, which begins at step 0.
+# That is right, but a user who only packed a dataset again reads the note first, with the way to resume the old run.
+
+
+_ASKED_FOR_BY_DATASETS = ("train.document_mask", "train.targets_within_documents")
+"""Fields whose default is what the dataset says."""
+
+
+def notes_of_earlier_data(run: OpenRun) -> list[str]:
+    """A sentence for each unfinished run of this run file on what lay at the same address before; none once this one has saved."""
+    if run.spec.run_dir or holds_steps(run.directory):
+        return []
+    fingerprint = str(run.directory.read_record()["data_fingerprint"])
+    pattern = f"{glob.escape(run.spec.name)}-*"
+    others = sorted(path for path in run.directory.path.parent.glob(pattern) if path != run.directory.path)
+    return [note for path in others for note in _notes(run.spec, fingerprint, RunDirectory(path))]
+
+
+def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str]:
+    try:
+        if not holds_steps(other) or other.result.exists():
+            return
+        record, before = other.read_record(), read_resolved(other)
+        step = max(other.committed_steps(), default=0)
+    except (RunDirectoryError, OSError):
+        return  # a folder that only has such a name, or is not ours to read
+    changed = [line.partition(":")[0] for line in differences(before, spec)]
+    same_place = all(record.get(name) == value for name, value in record_of(spec.data).items())
+    if not same_place or not set(changed) <= set(_ASKED_FOR_BY_DATASETS):
+        return
+    recorded = str(record.get("data_fingerprint", fingerprint))
+    if recorded != fingerprint:
+        place = ", ".join(_addresses(spec))
+        yield (
+            f"{other.path}, at step {step:,}, is of this run file, on what {place} held before ({recorded[:12]}, now {fingerprint[:12]}): the dataset "
+            "was prepared anew since, so that this is another run and begins at step 0; to go on with that one, bring its dataset back there"
+        )
+    elif changed:
+        values = " ".join(f"--set {field}={_value(before, field)}" for field in changed)
+        yield (
+            f"{other.path}, at step {step:,}, is of this run file on the same tokens, before they were packed anew: datasets ask for "
+            f"{' and '.join(changed)} since, so that this is another run and begins at step 0; {values} goes on with that one"
+        )
+
+
+def _addresses(spec: RunSpec) -> list[str]:
+    return [source.path for source in spec.data.sources] or [spec.data.path]
+
+
+def _value(spec: RunSpec, field: str) -> str:
+    section, _, name = field.partition(".")
+    return str(getattr(getattr(spec, section), name)).lower()
