@@ -57,6 +57,7 @@ PURE = (
     "checkpoint/format/restore_plan.py",
     "parallel/pipeline/schedules.py",
     "process/restarts.py",
+    "run/degrees/legality.py",
     "run/kinds",
     "run/layout.py",
     "run/rank_places.py",

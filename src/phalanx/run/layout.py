@@ -1,7 +1,7 @@
 """The layout: how a run's ranks are divided over the axes of the mesh, and which ways are legal.
 
-The planner tells the same rules once more, for arrays of layouts (``phalanx.plan.search.space``); a test holds the two
-tellings to each other, in both directions.
+The planner's search enumerates the legal layouts (``phalanx.plan.search.space``). Both use the arithmetic of
+``phalanx.run.degrees.legality``, and a test compares what they accept.
 
 The mesh is ``pipeline x replicate x shard x context x tensor``, the tensor axis fastest, because it talks most and its
 ranks should be neighbors. Experts are folded over the inner axes: the ranks that share a layer's experts are neighbors
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from phalanx.run.degrees.context_tiles import context_tile_problems
 from phalanx.run.degrees.lanes import lane_problems
+from phalanx.run.degrees.legality import STAGES_PER_RANK, folds, rank_pieces, team_size, width_multiple
 from phalanx.run.kinds.state_blocks import INT8_BLOCK, cut_by_tensor_ranks
 from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, undivided
 from phalanx.run.problems import Problem, divisors_near
@@ -58,7 +59,7 @@ class Layout:
     @property
     def team(self) -> int:
         """Data-parallel ranks whose experts are shared among them: 1 without experts, or with few ranks a layer."""
-        return max(1, self.expert * self.expert_tensor // self.model_ranks)
+        return team_size(self.expert * self.expert_tensor, self.model_ranks)
 
     @property
     def expert_shard(self) -> int:
@@ -85,13 +86,12 @@ class Layout:
 def replica_ranks(parallel: ParallelSpec) -> int:
     """The least number of ranks that a run can have: one replica, with its team of experts."""
     model_ranks = parallel.context * parallel.tensor
-    team = max(1, parallel.expert * parallel.expert_tensor // model_ranks)
-    return parallel.pipeline * model_ranks * team
+    return parallel.pipeline * model_ranks * team_size(parallel.expert * parallel.expert_tensor, model_ranks)
 
 
 def stages_per_rank(parallel: ParallelSpec) -> int:
     """Pipeline stages on each rank."""
-    return parallel.pipeline_stages or (1 if parallel.pipeline_schedule in ("gpipe", "1f1b") else 2)
+    return parallel.pipeline_stages or STAGES_PER_RANK[parallel.pipeline_schedule][0]
 
 
 def layout_of(parallel: ParallelSpec, ranks: int) -> Layout:
@@ -163,8 +163,7 @@ def _context(spec: RunSpec) -> Iterator[Problem]:
     parallel, seq_len = spec.parallel, spec.train.seq_len
     if parallel.context == parallel.tensor == 1:
         return
-    # In attention each rank takes one piece from the head and one from the tail of the sequence.
-    pieces = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
+    pieces = rank_pieces(parallel.context, parallel.tensor)
     if seq_len % pieces:
         yield Problem(
             "train.seq_len",
@@ -218,8 +217,8 @@ def _split_problems(parallel: ParallelSpec, layers: int, stages: int) -> Iterato
 def _schedule_problems(spec: RunSpec) -> Iterator[Problem]:
     parallel = spec.parallel
     name, per_rank = parallel.pipeline_schedule, stages_per_rank(parallel)
-    wanted = {"gpipe": per_rank == 1, "1f1b": per_rank == 1, "interleaved": per_rank >= 2}
-    if not wanted.get(name, per_rank == 2):
+    least, most = STAGES_PER_RANK[name]
+    if not least <= per_rank <= most:
         yield Problem(
             "parallel.pipeline_stages",
             f"{per_rank} stages on each rank do not go with {name}",
@@ -259,12 +258,12 @@ def _experts(spec: RunSpec) -> Iterator[Problem]:
         )
         return
     inner, pieces = moe.ffn_dim or spec.model.ffn_dim, parallel.expert_tensor
-    # A grouped product needs rows of whole 16 bytes, whatever the format.
-    if pieces > 1 and inner % (8 * pieces):
+    multiple = width_multiple(pieces)
+    if inner % multiple:
         yield Problem(
             "parallel.expert_tensor",
             f"an expert's {inner} inner elements cannot be divided over {pieces} ranks into multiples of 8",
-            f"make model.moe.ffn_dim a multiple of {8 * pieces}, or set parallel.expert_tensor = 1",
+            f"make model.moe.ffn_dim a multiple of {multiple}, or set parallel.expert_tensor = 1",
             ("model.moe.ffn_dim", "model.ffn_dim"),
         )
     if spec.model.ffn_bias and spec.model.dim % pieces:
@@ -280,8 +279,8 @@ def _experts(spec: RunSpec) -> Iterator[Problem]:
 def _folding(parallel: ParallelSpec, slots: int) -> Iterator[Problem]:
     model_ranks = parallel.context * parallel.tensor
     group = parallel.expert * parallel.expert_tensor
-    team = max(1, group // model_ranks)
-    if max(group, model_ranks) % min(group, model_ranks) or team & (team - 1):
+    team = team_size(group, model_ranks)
+    if not folds(group, model_ranks):
         yield Problem(
             "parallel.expert",
             f"experts on {group} ranks cannot be folded over the {model_ranks} ranks that share a slot",

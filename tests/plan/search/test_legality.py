@@ -1,4 +1,4 @@
-"""The two tellings of which layouts are legal agree: ``run.layout`` for one run, the search's space for arrays."""
+"""The layouts that ``run.layout`` accepts one by one are those that the planner's search enumerates in arrays."""
 
 from __future__ import annotations
 

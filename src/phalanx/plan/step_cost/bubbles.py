@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.plan.workload.candidates import SCHEDULES, Bools, Floats, Ints
+from phalanx.run.degrees.legality import STAGES_PER_RANK
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,11 @@ def legal(pipes: Pipelines, *, with_gaps: bool) -> Bools:
 
     ``with_gaps``: any number of micro-batches will do, as in this project's schedules.
     """
-    single = pipes.follows("gpipe", "1f1b") & (pipes.per_rank == 1)
+    least, most = np.array([STAGES_PER_RANK[name] for name in SCHEDULES]).T[:, pipes.schedule]
     suits = with_gaps | (_suited(pipes) == pipes.micro_batches)
-    several = pipes.follows("interleaved") & (pipes.per_rank >= 2)
-    several |= pipes.follows("zbv", "dualpipev") & (pipes.per_rank == 2)
-    several &= suits
-    found: Bools = np.where(pipes.ranks == 1, single & pipes.follows("1f1b"), single | several)
-    return found
+    runs = (pipes.per_rank >= least) & (pipes.per_rank <= most) & suits
+    runnable: Bools = runs & ((pipes.ranks > 1) | pipes.follows("1f1b"))
+    return runnable
 
 
 def _suited(pipes: Pipelines) -> Ints:

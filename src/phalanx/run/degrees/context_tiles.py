@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.degrees.legality import fixed_pieces
 from phalanx.run.degrees.pieces import count_problems, expert_problems
 from phalanx.run.kinds.whole_model import undivided
 from phalanx.run.problems import Problem
@@ -24,15 +25,15 @@ def context_tile_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _sequence(spec: RunSpec) -> Iterator[Problem]:
-    tiles = spec.model.context_tiles
+    tiles, pieces = spec.model.context_tiles, fixed_pieces(0, spec.model.context_tiles)
     for axis, problem in undivided(spec.model):
         if axis == "context":
             yield Problem(_FIELD, problem.found, "set it to 0", problem.also)
-    if not spec.model.lanes and spec.train.seq_len % (2 * tiles):
+    if not spec.model.lanes and spec.train.seq_len % pieces:
         yield Problem(
             "train.seq_len",
             f"{spec.train.seq_len} tokens cannot be cut into a piece of the head and one of the tail for each of {tiles} tiles",
-            f"it must be a multiple of {2 * tiles}",
+            f"it must be a multiple of {pieces}",
             (_FIELD,),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.degrees.legality import fixed_pieces
 from phalanx.run.degrees.pieces import count_problems, expert_problems
 from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
 from phalanx.run.problems import Problem, divisors_near
@@ -42,19 +43,19 @@ def _widths(spec: RunSpec) -> Iterator[Problem]:
             f"{divisors_near(model.kv_heads, lanes)} divide it; or take a multiple of {model.kv_heads}",
             ("model.kv_heads",),
         )
-    tiles = model.context_tiles
-    if not tiles and spec.train.seq_len % lanes:
+    tiles, pieces = model.context_tiles, fixed_pieces(lanes, model.context_tiles)
+    if not tiles and spec.train.seq_len % pieces:
         yield Problem(
             "train.seq_len",
             f"{spec.train.seq_len} tokens cannot be cut into as many pieces as there are lanes, {lanes}",
-            f"it must be a multiple of {lanes}",
+            f"it must be a multiple of {pieces}",
             ("model.lanes",),
         )
-    if tiles and spec.train.seq_len % (2 * tiles * lanes):
+    if tiles and spec.train.seq_len % pieces:
         yield Problem(
             "train.seq_len",
             f"{spec.train.seq_len} tokens cannot be cut into {tiles} context tiles of two halves with {lanes} pieces each",
-            f"it must be a multiple of {2 * tiles * lanes}",
+            f"it must be a multiple of {pieces}",
             ("model.lanes", "model.context_tiles"),
         )
 

@@ -1,6 +1,7 @@
 """Geometries of layouts, enumerated row by row: how many ranks on which axis, sequences of a micro-batch, the pipeline's schedule.
 
-Each row is legal by the rules of ``phalanx.run.layout``; what a rule excludes is counted by its name.
+Each row is legal by the rules of ``phalanx.run.layout``, with whom it shares their arithmetic (``phalanx.run.degrees.legality``). What a
+rule excludes is counted by its name.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from phalanx.plan.step_cost.bubbles import Pipelines, legal
 from phalanx.plan.workload.candidates import SCHEDULES, Bools, Ints, divisors
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
+from phalanx.run.degrees.legality import (
+    STAGES_PER_RANK,
+    fixed_pieces,
+    folds,
+    rank_pieces,
+    team_size,
+    width_multiple,
+)
 from phalanx.run.kinds.state_blocks import cut_by_tensor_ranks
 from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
 
-STAGES = {"1f1b": (1,), "zbv": (2,), "dualpipev": (2,)}
+STAGES = {name: (least,) for name, (least, most) in STAGES_PER_RANK.items() if least == most}
 """Stages on each rank of the schedules that leave no choice."""
 
 Table = dict[str, Ints]
@@ -47,9 +56,9 @@ def geometries(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tab
         divides = model.context_tiles % table["context"] == 0
         divides &= (table["context"] == 1) | (job.stack.attention.exchange == "gather")
         table = _keep(table, divides, "the context tiles do not divide", excluded)
-    pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * (model.lanes or table["tensor"])
-    pieces = np.maximum(pieces, 2 * model.context_tiles * max(1, model.lanes))
-    table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", excluded)
+    divides = workload.seq_len % rank_pieces(table["context"], table["tensor"]) == 0
+    divides &= workload.seq_len % fixed_pieces(model.lanes, model.context_tiles) == 0
+    table = _keep(table, divides, "the sequence does not divide", excluded)
     table = crossed(table, "pipeline", list(range(1, model.layers + 1)))
     if job.stack.name == "phalanx":  # other software has ways to share one matrix between two stages
         table = _keep_whole(job, "pipeline", table, excluded)
@@ -179,28 +188,26 @@ def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     whole = (table["divided"] == 0) | (table["tensor"] > 1)
     table = _keep(table, whole, "an expert is whole without tensor ranks", excluded)
     table["expert_tensor"] = np.where(table.pop("divided") > 0, table["tensor"], 1)
-    inner = (table["expert_tensor"] == 1) | (moe.ffn_dim % (8 * table["expert_tensor"]) == 0)
+    inner = moe.ffn_dim % width_multiple(table["expert_tensor"]) == 0
     table = _keep(table, inner, "an expert's width does not divide", excluded)
     table = _keep(table, _whole_blocks(job, table["expert_tensor"], stacked=True), _CUT_BLOCKS, excluded)
     group, ranks = table["expert"] * table["expert_tensor"], table["tensor"] * table["context"]
-    team = np.maximum(1, group // ranks)
-    folds = np.maximum(group, ranks) % np.minimum(group, ranks) == 0
-    folds &= (team & (team - 1)) == 0
-    folds &= table["data"] % team == 0
+    team = team_size(group, ranks)
+    legal_folds = folds(group, ranks) & (table["data"] % team == 0)
     if job.workload.slots:
-        folds &= job.workload.slots % team == 0
+        legal_folds &= job.workload.slots % team == 0
     if job.workload.model.lanes:
-        folds &= table["expert_tensor"] == 1
+        legal_folds &= table["expert_tensor"] == 1
     if job.workload.model.lanes or job.workload.model.context_tiles:
-        folds &= group == ranks
-    return _keep(table, folds, "experts cannot be folded", excluded)
+        legal_folds &= group == ranks
+    return _keep(table, legal_folds, "experts cannot be folded", excluded)
 
 
 def _shards(job: Job, table: Table) -> Table:
     """Crosses with how many data-parallel ranks share one copy: all, or so many that a copy ends with a domain of the fabric."""
     reaches = [job.cluster.domain.size, *(level.reach for level in job.cluster.fabric.levels)]
     inner = table["tensor"] * table["context"]
-    experts = np.maximum(1, table["expert"] * table["expert_tensor"] // inner)
+    experts = team_size(table["expert"] * table["expert_tensor"], inner)
     tables = [table | {"shard": table["data"]}]
     seen = [table["data"]]
     for reach in sorted(set(reaches)):
