@@ -64,23 +64,12 @@ PURE = (
     *(f"observe/metrics/{name}.py" for name in ("samples", "exposition", "run_facts", "run_metrics")),
     "train/profile/choose.py",
     "train/step/spikes.py",
-    *(f"watch/why/{name}.py" for name in ("judge", "observed", "reason", "thresholds")),
-    "watch/why/rules",
+    *(f"watch/why/{name}.py" for name in ("observed", "fleet", "numbers", "progress", "surroundings")),
     *(
         f"watch/profile/{name}.py"
-        for name in (
-            "words",
-            "partition",
-            "clocks",
-            "waits",
-            "operations",
-            "memory",
-            "verdict",
-            "summary",
-            "chrome",
-        )
+        for name in ("partition", "waits", "operations", "memory", "summary", "chrome")
     ),
-    *(f"watch/series/{name}.py" for name in ("reduce", "table", "step_lines")),
+    "watch/series/table.py",
 )
 """Rooms that decide on values alone: no I/O, no clock, no torch."""
 

@@ -1,4 +1,4 @@
-"""What training computes: losses that jump or are not numbers, and experts that are not used."""
+"""Numbers of training: losses that jump or are not finite, and experts that are not used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from phalanx.observe.events import Event, LossSpike, NonFinite, Step
-from phalanx.watch.why.observed import Observed
-from phalanx.watch.why.reason import Reason
-from phalanx.watch.why.thresholds import (
+from phalanx.watch.why.observed import (
     BACK,
     IMBALANCE,
     IMBALANCE_AFTER_STEPS,
@@ -17,6 +15,8 @@ from phalanx.watch.why.thresholds import (
     RECENT_STEPS,
     RISEN,
     SPIKE_WINDOWS,
+    Observed,
+    Reason,
 )
 
 _USUAL_WINDOW = 128

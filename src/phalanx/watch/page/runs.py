@@ -1,27 +1,93 @@
-"""All runs that the page shows, and what is kept of them between requests."""
+"""All runs that the page shows, each under an identifier that is safe in a URL, and the readers kept open between requests.
+
+A request names a run by its identifier alone, which is looked up here: no path of a request is ever joined to a folder. Two runs of
+one name have different identifiers, since these end with a digest of the whole path.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 from phalanx.model.facts.counts import count
 from phalanx.observe.events import Event
+from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx.watch.page.answer import RequestError, not_found
-from phalanx.watch.page.places import MOST_RUNS, Place, Places
-from phalanx.watch.page.rank_streams import RankStreams
-from phalanx.watch.runs.index import RunIndex, RunRow
-from phalanx.watch.series.run_series import RunSeries
+from phalanx.watch.page.http import RequestError, not_found
+from phalanx.watch.runs.index import RunIndex, RunRow, found_in
+from phalanx.watch.runs.row import run_id
+from phalanx.watch.series.run_series import RunSeries, thinned_events
 from phalanx.watch.series.stored import USUAL_BYTES, SeriesCache, StoredSeries
-from phalanx.watch.series.thinned import thinned_events
+
+MOST_RUNS = 20_000
+_STALE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run directory and its identifier."""
+
+    id: str
+    path: Path
+
+
+class Places:
+    """Finds the runs in the folders, anew when the last look was more than two seconds ago."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = tuple(Path(os.path.abspath(folder)) for folder in folders)
+        self._lock = threading.Lock()
+        self._found: dict[str, Place] = {}
+        self._looked_s = float("-inf")
+
+    def all(self) -> list[Place]:
+        """All runs, those of each folder by name."""
+        with self._lock:
+            if time.monotonic() - self._looked_s > _STALE_S:
+                found = [Place(run_id(path), path) for path in islice(found_in(self.folders), MOST_RUNS)]
+                self._found = {place.id: place for place in found}
+                self._looked_s = time.monotonic()
+            return list(self._found.values())
+
+    def get(self, identifier: str) -> Place | None:
+        """The run of an identifier; ``None`` if there is none."""
+        known = self._found.get(identifier)
+        if known is not None:
+            return known
+        self.all()
+        return self._found.get(identifier)
+
+
+# Kept between requests: to index a rank stream of days again takes longer than to draw it.
+
+
+class RankStreams:
+    """Open streams, each used by one thread at a time."""
+
+    def __init__(self, most: int = 16) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._held: OrderedDict[Path, tuple[RankStream, threading.Lock]] = OrderedDict()
+
+    def of(self, path: Path) -> tuple[RankStream, threading.Lock]:
+        """The stream in a file, and the lock under which it is used. Raises ``RankStreamError``."""
+        with self._lock:
+            found = self._held.get(path)
+            if found is None:
+                found = self._held[path] = (RankStream(path), threading.Lock())
+            self._held.move_to_end(path)
+            while len(self._held) > self._most:
+                self._held.popitem(last=False)  # its file is closed with it, when nobody uses it any more
+        return found
+
 
 GIVES_WAY_S = 0.3
 """Nobody has asked for so long before a run is read ahead: two threads that both want Python's lock are slower than one after the other."""

@@ -1,4 +1,4 @@
-"""Looks at all runs below some folders again and again, as long as somebody scrapes, and keeps what was seen.
+"""Metrics of all runs below some folders, collected in rounds as long as somebody scrapes.
 
 A run without a fleet has no process that serves metrics, and of one that was killed none is left: so ``phalanx ui`` serves the numbers of the event streams, and
 what ``phalanx why`` says, of every run that it shows, and what serves them. One thread looks, in rounds, and rests so
@@ -20,7 +20,7 @@ from phalanx.observe.metrics.samples import Labels, Metric, Sample
 from phalanx.observe.serving import Serving, read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.runs.row import RunRow
-from phalanx.watch.why.reason import CODES, Reason
+from phalanx.watch.why.observed import CODES, Reason
 from phalanx.watch.why.reasons import reasons
 
 # What serves a run's weights, as metrics: of all servers together, by the notes that they leave in the run directory.

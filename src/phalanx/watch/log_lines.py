@@ -1,27 +1,102 @@
-"""The lines of all processes of a run, merged in the order of time.
+"""Log lines of all processes of a run, merged in the order of time, filtered, grouped and followed.
 
 Files are read in blocks, and only as far as asked: the last 500 lines of a run cost one block of each process that said something lately. The
 merge takes whole runs of lines from each process, up to the time to which all of them have been read, and sorts those; so a line costs no
 heap operation, and memory is a block for each process.
+
+Lines that differ only in numbers (ranks, ports, addresses, times, identifiers) form one group, so a fleet of 12,500 nodes that each cannot
+reach one server gives one line. A file that is followed is known by its inode: after it is set aside under another name, it is read on.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.observe.logs import first_failure as blame
-from phalanx.observe.logs.line import LogLine, severity
+from phalanx.observe.logs.line import LogLine, decode_lines, severity
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.logs.blocks import BLOCK, Block, Span, backward, forward, raw_lines
-from phalanx.watch.logs.files import Stream, streams
-from phalanx.watch.logs.groups import LogGroup, grouped
+from phalanx.watch.log_blocks import BLOCK, Block, Span, Stream, backward, forward, joined, raw_lines, streams
+
+_VARYING = re.compile(
+    r"0x[0-9a-fA-F]+"
+    r"|\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\b"
+    r"|\b(?=[a-f]*\d)[0-9a-f]{12,}\b"
+    r"|[-+]?\d[\d.,:_]*(?:[eE][-+]?\d+)?"
+)
+
+
+@dataclass
+class LogGroup:
+    """Lines that say the same."""
+
+    example: LogLine
+    """The first of them."""
+    count: int = 0
+    first: float = float("inf")
+    last: float = 0.0
+    ranks: set[int] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
+
+    @property
+    def place(self) -> str:
+        """Who said it, in words."""
+        parts = []
+        if self.ranks:
+            parts.append(f"rank{'s' if len(self.ranks) > 1 else ''} {ranges(self.ranks)}")
+        if self.nodes:
+            parts.append(next(iter(self.nodes)) if len(self.nodes) == 1 else f"{len(self.nodes):,} nodes")
+        return " on ".join(parts) or self.example.process
+
+    def add(self, line: LogLine) -> None:
+        """Counts a line in."""
+        self.count += 1
+        self.first, self.last = min(self.first, line.t), max(self.last, line.t)
+        if line.rank is not None:
+            self.ranks.add(line.rank)
+        if line.node is not None:
+            self.nodes.add(line.node)
+
+
+def normalized(text: str) -> str:
+    """A text without what varies."""
+    return _VARYING.sub("#", text)
+
+
+def grouped(lines: Iterable[LogLine]) -> list[LogGroup]:
+    """The lines in groups that say the same at the same level, in the order in which each was first said."""
+    groups: dict[tuple[str, str], LogGroup] = {}
+    for line in lines:
+        key = (line.level, normalized(line.text))
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = LogGroup(line)
+        group.add(line)
+    return list(groups.values())
+
+
+def ranges(numbers: Iterable[int], most: int = 6) -> str:
+    """Numbers in words: ``0-7, 9``."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in found]
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+# Reading and merging.
+
 
 __all__ = [
     "LogGroup",
@@ -210,3 +285,49 @@ def _end_of(stream: Stream, most: int = 400) -> list[LogLine]:
     except OSError:
         return []
     return list(last.lines[:most]) if last is not None else []
+
+
+# Following a run that is still training.
+
+
+_MOST = 4 << 20
+"""Bytes of a file that a look takes in; what is left comes with the next one."""
+
+
+class Follower:
+    """What is new in the logs of a run at each look."""
+
+    def __init__(self, directory: RunDirectory, query: LogQuery) -> None:
+        """What is there now is not new."""
+        self._directory, self._query = directory, query
+        self._read: dict[tuple[int, int], int] = {}
+        for path in self._paths():
+            with suppress(OSError), open(path, "rb") as file:
+                found = os.fstat(file.fileno())
+                self._read[found.st_dev, found.st_ino] = found.st_size
+
+    def _paths(self) -> list[str]:
+        found = streams(self._directory, self._query.attempt)
+        return [str(path) for stream in found if not stream.raw for path in stream.files]
+
+    def look(self) -> list[LogLine]:
+        """The selected lines that have come since the last look."""
+        found: list[LogLine] = []
+        for path in self._paths():
+            with suppress(OSError), open(path, "rb") as file:
+                there = os.fstat(file.fileno())
+                key = (there.st_dev, there.st_ino)
+                begin = self._read.get(key, 0)
+                if there.st_size < begin:
+                    begin = 0  # another file: a new one takes the inode of the oldest, which was removed just before
+                if there.st_size == begin:
+                    continue
+                file.seek(begin)
+                piece = file.read(_MOST)
+                whole, newline, _ = piece.rpartition(b"\n")
+                if newline:
+                    self._read[key] = begin + len(whole) + 1
+                    found += joined(decode_lines(whole))
+                elif len(piece) == _MOST:
+                    self._read[key] = begin + len(piece)  # no log of ours
+        return sorted((line for line in found if self._query.selects(line)), key=lambda line: line.t)

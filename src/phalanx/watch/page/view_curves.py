@@ -1,4 +1,8 @@
-"""Curves of a run for a chart: values over steps, tokens, operations or time, reduced to the points that a picture can show."""
+"""Views of numbers over time and side by side: ``/api/run/ID/curves`` and ``/api/compare``.
+
+Curves are drawn over steps, tokens, operations or time, reduced to the points that a picture can show. A comparison of runs shows whether
+those that must have the same bits part, and where.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from phalanx.watch.series.marks import Mark
-from phalanx.watch.series.reduce import columns_of, reduce_series
-from phalanx.watch.series.run_series import RunSeries
-from phalanx.watch.series.table import NAMES, Floats, Integers
+from phalanx.run.directory.paths import RunDirectoryError
+from phalanx.watch.page.http import Parameters, RequestError
+from phalanx.watch.page.runs import Place, Runs
+from phalanx.watch.runs.compare import MOST_RUNS, compare
+from phalanx.watch.series.run_series import Mark, RunSeries
+from phalanx.watch.series.table import NAMES, Floats, Integers, columns_of, reduce_series, rounded
 
 Axis = Literal["step", "tokens", "flops", "time"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -171,3 +177,89 @@ def _marks(
         return placed, 0
     order = sorted(range(len(placed)), key=lambda n: (_RANK.get(placed[n].mark.kind, 2), -n))[:MOST_MARKS]
     return [placed[number] for number in sorted(order)], len(placed) - MOST_MARKS
+
+
+# Views.
+
+
+_USUAL = "loss"
+_ALL = "all"
+
+
+def curves_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
+    """The curves that the request names (``all``: every one that the run has), reduced to the points that it asks for."""
+    run = runs.series(place)
+    names = parameters.names("names") or [_USUAL]
+    if names == [_ALL]:
+        names = run.curve_names()
+    axis: Axis = parameters.choice("x", AXES)  # type: ignore[assignment]
+    try:
+        found = curves(
+            run,
+            names,
+            axis,
+            parameters.number("first"),
+            parameters.number("last"),
+            parameters.whole("points", 1200, 1, MOST_POINTS),
+            runs.flops_per_token(place) if axis == "flops" else None,
+        )
+    except NoSuchCurveError as error:
+        raise RequestError(str(error)) from None
+    return answer(found) | {
+        "names": run.curve_names(),
+        "unread": _unread(run.unread),
+        "torn_lines": run.torn_lines,
+        "dropped_lines": run.dropped_lines,
+        "problem": run.problem,
+    }
+
+
+def answer(found: Curves) -> dict[str, object]:
+    """Curves as plain values."""
+    return {
+        "x": _plain(found.x, whole=not found.reduced),
+        "series": {
+            name: _series(curve.y, curve.lo, curve.hi, found.reduced) for name, curve in found.series.items()
+        },
+        "reduced": found.reduced,
+        "total": found.total,
+        "marks": [
+            {
+                "x": placed.x,
+                "step": placed.mark.step,
+                "t": placed.mark.t,
+                "kind": placed.mark.kind,
+                "text": placed.mark.text,
+            }
+            for placed in found.marks
+        ],
+        "marks_left_out": found.marks_left_out,
+    }
+
+
+def _series(y: Floats, lo: Floats, hi: Floats, reduced: bool) -> dict[str, object]:
+    line = rounded(y)
+    return {"y": line, "lo": rounded(lo) if reduced else line, "hi": rounded(hi) if reduced else line}
+
+
+def _plain(x: Floats, *, whole: bool) -> list[float | None]:
+    return [value if value - value == 0 else None for value in x.tolist()] if whole else rounded(x, 12)
+
+
+def _unread(found: tuple[int, int] | None) -> dict[str, int] | None:
+    """How far reading has come of a file that is too long to be read at once; the next request goes on."""
+    return None if found is None else {"read_bytes": found[0], "size_bytes": found[1]}
+
+
+# Comparison.
+
+
+def compare_view(runs: Runs, parameters: Parameters) -> dict[str, object]:
+    """The comparison of the runs whose identifiers are given, in that order."""
+    places = [runs.place(one) for one in dict.fromkeys(parameters.names("ids", most=MOST_RUNS))]
+    if len(places) < 2:
+        raise RequestError(f"ids: give the identifiers of 2 to {MOST_RUNS} runs, with commas between them")
+    try:
+        return compare([place.path for place in places]).to_json()
+    except RunDirectoryError as error:
+        raise RequestError(str(error)) from None

@@ -1,22 +1,101 @@
-"""Finds the ranks that are slower than their peers in a stream of ranks' numbers, by the thresholds that replace stragglers in a fleet.
+"""The ranks of a run side by side: their nodes, the orders in which they are drawn, and those that are slower than their peers.
 
-A fleet judges its ranks while it runs, window by window, and a run without one has nobody who does. Here the newest frames of one attempt
-are judged together, for people: a rank is slow if it was slower than its peers in most of the windows, and its median over all of them
-stands out from theirs; as long as there are fewer windows than that rule asks for, none is. That sees more than one window does, where few ranks share a noisy machine. Peers are the ranks of one pipeline
-stage, which do the same work.
+The ranks of a slow node, of a slow switch or of a slow pipeline stage may be far apart by their numbers; in the right order they are one band.
+
+A fleet judges its ranks while it runs, window by window; a run without one has nobody who does. ``slowest`` judges the newest frames of one
+attempt together, for people, by the thresholds that replace stragglers in a fleet. A rank is slow if it was slower than its peers in most of
+the windows, and its median over all of them stands out from theirs. With fewer windows than that rule needs, none is slow. This sees more than
+one window does, where few ranks share a noisy machine. Peers are the ranks of one pipeline stage, which do the same work.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.health.stragglers import StragglerRule, lateness, roles
+from phalanx.observe.event_log import newest_event
+from phalanx.observe.events import RunStarted
 from phalanx.observe.rank_stream import RankStream
-from phalanx.run.layout import Layout
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.layout import Layout, layout_of, replica_ranks
+
+# The layout is the one that the attempt logged at its start: a fleet that lost nodes may have gone on under smaller degrees.
+# Nodes are those that ``fleet.json`` names now; those of earlier epochs are not kept.
+
+
+def layout_of_attempt(directory: RunDirectory, attempt: int, ranks: int) -> Layout:
+    """The layout of an attempt that had ``ranks`` ranks, by its first event, or else by the run file.
+
+    Raises ``RunDirectoryError`` or ``EventLogError`` if the directory is not that of a run.
+    """
+    parallel = read_resolved(directory).parallel
+    started = newest_event(
+        directory.events, lambda event: event.attempt == attempt and isinstance(event.body, RunStarted)
+    )
+    least = replica_ranks(parallel)
+    if started is not None and isinstance(started.body, RunStarted):
+        axes = {axis: started.body.layout.get(axis, 1) for axis in Layout().degrees}
+        told = replace(layout_of(parallel, least), **axes)  # events do not tell how experts are divided
+        if told.ranks == ranks and min(axes.values()) >= 1:
+            return told
+    planned = layout_of(parallel, ranks) if ranks >= least else Layout()
+    return planned if planned.ranks == ranks else Layout(replicate=ranks)
+
+
+def nodes_of_ranks(directory: RunDirectory, ranks: int) -> dict[int, str]:
+    """The node of each rank of a fleet that has ``ranks`` of them now; empty without a fleet, or if it has another number by now."""
+    with suppress(FleetFileError):
+        fleet = read_fleet_file(directory.path)
+        if fleet.ranks == ranks:
+            return {rank: member.name for member in fleet.members for rank in member.ranks}
+    return {}
+
+
+# Orders of drawing.
+
+
+BY_RANK, BY_NODE = "rank", "node"
+_DIGITS = re.compile(r"(\d+)")
+
+
+def orders(layout: Layout | None, nodes: Mapping[int, str]) -> list[str]:
+    """The names of the orders that make a difference for a run."""
+    axes = [axis for axis, degree in layout.degrees.items() if degree > 1] if layout else []
+    return [BY_RANK, *([BY_NODE] if nodes else []), *(axes if len(axes) > 1 else [])]
+
+
+def in_order(name: str, ranks: int, layout: Layout | None, nodes: Mapping[int, str]) -> NDArray[np.int64]:
+    """All ranks in the order ``name``, ``(ranks,)``; those that have no node come last. By their numbers for a name that is not theirs."""
+    numbers = np.arange(ranks, dtype=np.int64)
+    if name == BY_NODE and nodes:
+        places = {node: place for place, node in enumerate(sorted(set(nodes.values()), key=_natural))}
+        keys = np.fromiter(
+            (places.get(nodes.get(rank, ""), len(places)) for rank in range(ranks)), np.int64, ranks
+        )
+        return np.argsort(keys, kind="stable")
+    if layout is not None and layout.ranks == ranks and name in layout.degrees:
+        stride = 1
+        for axis, degree in reversed(layout.degrees.items()):
+            if axis == name:
+                return np.argsort(numbers // stride % degree, kind="stable")
+            stride *= degree
+    return numbers
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which node-9 comes before node-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
+
+
+# Slow ranks.
+
 
 _RULE = StragglerRule()
 LEAST: Mapping[str, float] = {

@@ -10,9 +10,14 @@ from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import EpochLeft, IncidentKind
 from phalanx.observe.throughput import format_duration
-from phalanx.watch.why.observed import Observed
-from phalanx.watch.why.reason import Reason
-from phalanx.watch.why.thresholds import COORDINATOR_SILENT_S, FLEET_PATIENCE_S, RECOVERING_S, SLOW_RANK
+from phalanx.watch.why.observed import (
+    COORDINATOR_SILENT_S,
+    FLEET_PATIENCE_S,
+    RECOVERING_S,
+    SLOW_RANK,
+    Observed,
+    Reason,
+)
 
 _AWAY = ("lost", "quarantined")
 _GOING = ("leaving", "drained", GIVEN_BACK)

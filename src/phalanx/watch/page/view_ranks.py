@@ -1,4 +1,7 @@
-"""``/api/run/ID/ranks`` and ``/rank/R``: what each rank measured of itself, as a heat map and as one rank's history."""
+"""Views of single ranks: ``/api/run/ID/ranks``, ``/rank/R``, ``/profiles``, ``/profile/NAME`` and ``/profile/NAME/trace``.
+
+Measurements of each rank come as a heat map and as one rank's history; recorded profiles come with their analysis.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import base64
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from starlette.responses import Response
@@ -15,12 +19,11 @@ from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankS
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.layout import Layout, layout_of
 from phalanx.run.rank_places import rank_groups, rank_place
-from phalanx.watch.page.answer import Parameters, RequestError, json_bytes, not_found
-from phalanx.watch.page.places import Place
-from phalanx.watch.page.views.runs import Runs
-from phalanx.watch.ranks.order import BY_RANK, in_order, orders
-from phalanx.watch.ranks.seats import nodes_of_ranks
-from phalanx.watch.series.reduce import rounded
+from phalanx.watch.page.http import Parameters, RequestError, json_bytes, not_found
+from phalanx.watch.page.runs import Place, Runs
+from phalanx.watch.profile.read import ProfileError, profiles, read_summary, trace_path
+from phalanx.watch.ranks import BY_RANK, in_order, nodes_of_ranks, orders
+from phalanx.watch.series.table import rounded
 
 HEAT_COLUMNS = RANK_COLUMNS
 _MOST_ACROSS, _MOST_DOWN = 2000, 2000
@@ -230,3 +233,44 @@ def _node(place: Place, rank: int) -> str:
 def _step(parameters: Parameters, name: str) -> int | None:
     said = parameters.number(name)
     return None if said is None else int(max(-1.0, min(said, float(_MOST_STEP))))
+
+
+# Profiles.
+
+
+_MOST_EXPORTED = 8
+
+
+def profiles_view(_runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
+    """The profiles of a run, the newest last."""
+    return {"profiles": profiles(RunDirectory(place.path))}
+
+
+def profile_names(place: Place) -> list[str]:
+    """The names of the newest profiles."""
+    return [one.name for one in profiles(RunDirectory(place.path))][-_MOST_EXPORTED:]
+
+
+def profile_view(_runs: Runs, place: Place, parameters: Parameters) -> Mapping[str, object]:
+    """The analysis of one profile."""
+    return profile_summary(place, parameters.path["name"])
+
+
+def profile_summary(place: Place, name: str) -> Mapping[str, object]:
+    """The analysis of the profile ``name``. Raises ``RequestError``."""
+    try:
+        summary: Mapping[str, object] = read_summary(RunDirectory(place.path), name)
+    except ProfileError as error:
+        raise RequestError(str(error), 404) from None
+    return summary
+
+
+def trace_file(place: Place, name: str) -> Path:
+    """The file of the merged trace. Raises ``RequestError`` for a name that leads out of the run directory, by a link too."""
+    try:
+        path = trace_path(RunDirectory(place.path), name).resolve()
+    except (ProfileError, OSError) as error:
+        raise RequestError(str(error), 404) from None
+    if not path.is_relative_to(place.path.resolve()) or not path.is_file():
+        raise not_found(f"the profile {name[:100]!r} has no trace")
+    return path
