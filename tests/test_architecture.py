@@ -344,7 +344,7 @@ def test_what_runs_a_model_imports_no_compiler() -> None:
         "phalanx.train.lifecycle.loop",
         "phalanx.serve.workers.worker_main",
         "phalanx.serve.workers.serving_worker",
-        "phalanx.serve.http.served.of_run",
+        "phalanx.serve.served.of_run",
         "phalanx.cli.weights.generate_command",
         "phalanx.serve.generate",
     )

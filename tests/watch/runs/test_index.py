@@ -19,7 +19,8 @@ from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import RunStarted
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
-from phalanx.watch.runs.index import KernelLocks, RunIndex, RunRow
+from phalanx.watch.runs.index import RunIndex, RunRow
+from phalanx.watch.runs.probe import KernelLocks
 from phalanx.watch.runs.row import Labels, read_facts, row_of, write_labels
 from watch.runs.some_runs import make_run
 

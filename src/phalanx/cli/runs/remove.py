@@ -11,7 +11,7 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.watch.text.numbers import size
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx.watch.runs.index import Removal, removal, remove
+from phalanx.watch.runs.remove import Removal, removal, remove
 
 _MOST = 5
 

@@ -15,7 +15,8 @@ from phalanx.cli.run_folder import demand_folder
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx.watch.runs.recorded import Changed, Recorded, changes, now, read_recorded, then
+from phalanx.watch.runs.recorded import Recorded, read_recorded
+from phalanx.watch.runs.then_and_now import Changed, changes, now, then
 
 _LONGEST = 100
 _MOST_RANKS = 8

@@ -11,7 +11,7 @@ from typing import Protocol
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.traffic.text import logprob, page_names, token
 from phalanx.traffic import events as e
-from phalanx.traffic.leases import Leases
+from phalanx.traffic.block_table import Leases
 from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Token
 
 BEAT_S = 0.5

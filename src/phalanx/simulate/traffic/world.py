@@ -18,9 +18,8 @@ from phalanx.simulate.traffic.worker import SimulatedWorker
 from phalanx.traffic import dispatch
 from phalanx.traffic import events as e
 from phalanx.traffic.invariants import BrokenInvariant, check
-from phalanx.traffic.pools import Pool, PoolSettings
+from phalanx.traffic.pools import Link, Pool, PoolSettings
 from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
-from phalanx.traffic.routing import Link
 
 Step = Callable[[dispatch.Traffic, e.Event, float], tuple[dispatch.Traffic, list[e.Command]]]
 """The type of ``dispatch.step``; tests also run variants of it that are broken on purpose."""

@@ -33,7 +33,7 @@ from phalanx.run.directory.regular_file import read_small
 from phalanx.watch.profile.chrome import packed
 from phalanx.watch.profile.operations import Prediction, predict
 from phalanx.watch.profile.summary import analyze
-from phalanx.watch.runs.index import KernelLocks
+from phalanx.watch.runs.probe import KernelLocks
 
 SUMMARY_FILE = "summary.json"
 TRACE_FILE = "trace.json.gz"

@@ -1,98 +1,28 @@
-"""The runs below some folders: found, held by a process or not, listed through a cache, and removed.
+"""The runs below some folders, with a cache of what their files contain.
 
-Everything that a row shows lies in the run's own directory. To look at forty runs costs a few hundred small reads, to look at thousands some
+Everything that a row shows is in the run's own directory. To look at forty runs costs a few hundred small reads, to look at thousands some
 seconds; so what was read is kept in an SQLite file, under the path of the run and the size and time of each file that was read. A file that
 has changed is read again. The cache is only that: it may be deleted, damaged, of another version, or in a folder where nothing can be written;
-then everything is read again. Several processes may use it at once (write-ahead log; who finds it busy goes without).
-
-A start of a run locks the file ``lock`` of its directory (``flock``), and the kernel drops that lock with the last of its processes, however
-they end. To try the lock would hold it for a moment, in which the run could be refused. So ``/proc/locks`` (proc(5)), the kernel's list, is
-read. For a run on another machine, and where there is no such list, the answer is unknown.
-
-A run whose checkpoints others go on from is their past: without it nobody can compute them again. A run that is being trained is never
-removed. The directory is locked as a start of the run locks it, and renamed before its files go: a kill in the middle leaves a folder that is
-no run directory any more, and says by its name what it was.
+then everything is read again. Several processes may use it at once (write-ahead log; a process that finds it busy does without).
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import socket
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import RUN_FILE
-from phalanx.train.start.open_run import take_lock
 from phalanx.version import __version__
+from phalanx.watch.runs.probe import KernelLocks
 from phalanx.watch.runs.row import ENDED, SUBMITTED, RunFacts, RunRow, read_facts, row_of
-
-# Locks.
-
-
-_LOCK = re.compile(r"^\d+: FLOCK +\S+ +WRITE +(-?\d+) +([0-9a-f]+):([0-9a-f]+):(\d+) ", re.MULTILINE)
-_HOLDER = re.compile(r"process (\d+) on (\S+)")
-
-
-@dataclass(frozen=True)
-class KernelLocks:
-    """The exclusive ``flock`` locks of this machine: process, device (major, minor) and inode of each; ``None`` if they are not known."""
-
-    held: frozenset[tuple[int, int, int, int]] | None = field(
-        default_factory=lambda: _listed(Path("/proc/locks"))
-    )
-
-    def holds(self, directory: RunDirectory) -> bool | None:
-        """True if a process of this machine holds the run directory, False if none of any does, ``None`` if that cannot be told."""
-        try:
-            status, text = (
-                directory.lock.stat(),
-                read_small(directory.lock).decode(errors="replace"),
-            )
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return None
-        holder = _HOLDER.match(text)
-        if holder is None or holder[2] != socket.gethostname() or self.held is None:
-            return None
-        device = os.major(status.st_dev), os.minor(status.st_dev)
-        # Some file systems give other device numbers to stat than to the kernel's list: there the process tells.
-        return any(
-            inode == status.st_ino and ((major, minor) == device or process == int(holder[1]))
-            for process, major, minor, inode in self.held
-        )
-
-
-def holder_of(directory: RunDirectory) -> int | None:
-    """The process of this machine that took the lock of the run directory last; ``None`` if that was on another machine, or nobody knows."""
-    try:
-        holder = _HOLDER.match(read_small(directory.lock).decode(errors="replace"))
-    except OSError:
-        return None
-    return int(holder[1]) if holder is not None and holder[2] == socket.gethostname() else None
-
-
-def _listed(path: Path) -> frozenset[tuple[int, int, int, int]] | None:
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
-    found = _LOCK.findall(text)
-    return frozenset((int(process), int(a, 16), int(b, 16), int(inode)) for process, a, b, inode in found)
-
-
-# The index.
-
 
 __all__ = ["RunIndex", "RunRow"]
 REMOVED = ".removed-"
@@ -261,106 +191,3 @@ def _sweep(base: sqlite3.Connection, folders: Collection[str], day: int) -> None
     ]
     base.executemany("DELETE FROM runs WHERE path = ?", gone)
     base.execute(f"PRAGMA user_version = {day}")
-
-
-# Removal.
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What the removal of a run would take away."""
-
-    row: RunRow
-    files: int
-    size_bytes: int
-    largest: tuple[tuple[str, int], ...]
-    """The names in the run directory with the bytes below each, the largest first."""
-    descendants: tuple[str, ...]
-    """Directories of runs that go on from a checkpoint of this one, among those that were looked at."""
-    inside: tuple[str, ...] = ()
-    """Directories of other runs that lie in this one."""
-
-    @property
-    def obstacles(self) -> tuple[str, ...]:
-        """What should keep one from it."""
-        found = []
-        if self.row.state in ("running", "silent", "waiting"):
-            found.append(f"it may be running on another machine: its state is {self.row.state}")
-        if self.descendants:
-            found.append(f"other runs go on from its checkpoints: {', '.join(self.descendants)}")
-        if self.inside:
-            found.append(f"other runs lie in it, and would go with it: {', '.join(self.inside)}")
-        return tuple(found)
-
-
-def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()) -> Removal:
-    """What removing a run would take away; descendants are looked for in its own folder and in the folders ``beside``.
-
-    Those in ``together`` go with it, and do not count.
-
-    Raises ``RunDirectoryError`` if it is no run directory, or is being trained on this machine.
-    """
-    if run_dir.is_symlink():
-        raise RunDirectoryError(f"{run_dir} is a link to {os.readlink(run_dir)}; name the directory itself")
-    if not RunDirectory(run_dir).record.exists():
-        raise RunDirectoryError(
-            f"{run_dir} is no run directory: it has no record.json; remove it by hand if it is to go"
-        )
-    (row,) = RunIndex([run_dir]).rows()
-    inside = [
-        path for entry in sorted(run_dir.iterdir()) if not entry.is_symlink() for path in found_in([entry])
-    ]
-    locks = KernelLocks()
-    for path in (run_dir, *inside):
-        if locks.holds(RunDirectory(path)):
-            holder = read_small(RunDirectory(path).lock).decode(errors="replace").strip()
-            raise RunDirectoryError(f"{path} is being trained by {holder}; stop it first")
-    sizes = {entry.name: _size(entry) for entry in os.scandir(run_dir)}
-    by_size = sorted(((name, size) for name, (_, size) in sizes.items()), key=lambda one: -one[1])
-    return Removal(
-        row=row,
-        files=sum(count for count, _ in sizes.values()),
-        size_bytes=sum(size for _, size in sizes.values()),
-        largest=tuple(by_size),
-        descendants=tuple(_descendants(run_dir, beside, together)),
-        inside=tuple(map(str, inside)),
-    )
-
-
-def remove(run_dir: Path) -> None:
-    """Removes a run directory with all that is in it. Raises ``RunDirectoryError`` if it is being trained, ``OSError``."""
-    lock = take_lock(RunDirectory(run_dir).lock)
-    try:
-        place = Path(os.path.realpath(run_dir))  # "." has no name
-        gone = place.with_name(f"{REMOVED}{place.name}-{os.getpid()}")
-        place.rename(gone)
-        shutil.rmtree(gone)
-    finally:
-        os.close(lock)
-
-
-def _descendants(run_dir: Path, beside: Sequence[Path], together: Sequence[Path]) -> list[str]:
-    own = os.path.realpath(run_dir)
-    going = {own, *map(os.path.realpath, together)}
-    folders = [Path(os.path.dirname(own)), *beside]
-    return [
-        row.path
-        for row in RunIndex(folders).rows()
-        if os.path.realpath(row.path) not in going
-        if any(os.path.realpath(origin.run_dir) == own for origin in row.lineage)
-    ]
-
-
-def _size(entry: os.DirEntry[str]) -> tuple[int, int]:
-    """The files and bytes below an entry, links not followed."""
-    if not entry.is_dir(follow_symlinks=False):
-        return 1, entry.stat(follow_symlinks=False).st_size
-    files = size = 0
-    for folder, _, names in os.walk(entry.path):
-        for name in names:
-            files += 1
-            try:
-                size += os.lstat(os.path.join(folder, name)).st_size
-            except FileNotFoundError:
-                continue
-    return files, size

@@ -28,8 +28,9 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
-from phalanx.watch.runs.recorded import Recorded, requirements
-from phalanx.watch.runs.row import read_tail
+from phalanx.watch.runs.probe import read_tail
+from phalanx.watch.runs.recorded import Recorded
+from phalanx.watch.runs.then_and_now import requirements
 
 # The environment.
 

@@ -1,10 +1,7 @@
 """A run in a list: its files' facts, and the state that follows from these, the hour, and whether a process holds its directory.
 
-Only small files are read in full, and of the event stream its ends. A file that is missing or damaged leaves its facts out and is named in
-``problems``: a list shows all runs, the broken ones too.
-
-A run of 100,000 steps has 70 MB of events; forty of them are listed in less time than it takes to read one. The end of the file has the
-newest step, evaluation and ending. The newest start may be anywhere, but attempts rise along the file, so it is found by bisection.
+Only small files are read in full, and of the event stream its ends (``probe``). A file that is missing or damaged leaves its facts out and is
+named in ``problems``: a list shows all runs, the broken ones too.
 
 Labels, which are tags and a note, are in ``labels.json`` in the run's directory, so they are copied, moved and removed with the run. Two
 people may write at once: the file is replaced as a unit, and the later one wins.
@@ -16,141 +13,21 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from phalanx.launch.engines.order import FOLDER, LEAD_EXIT
-from phalanx.observe.event_log import lines_from_the_end
-from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped, decode
+from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
 from phalanx.run.directory.plain_json import plain_json
-from phalanx.run.directory.regular_file import open_regular, read_small
+from phalanx.run.directory.regular_file import read_small
 from phalanx.run.directory.result import read_result
-
-# The ends of the event stream.
-
-
-_BLOCK_BYTES = 1 << 16
-_MOST_BYTES = 1 << 20
-"""How far from the end the newest step is looked for."""
-_KIND = re.compile(rb'"kind": ?"(\w+)"')
-_ATTEMPT = re.compile(rb'\{"t":[^,]*, ?"attempt": ?(\d+),')
-
-
-@dataclass(frozen=True)
-class Tail:
-    """The newest events of a run, by kind; ``None`` for what there is none of."""
-
-    first: RunStarted | None = None
-    """The first start."""
-    began_s: float = 0.0
-    """The time of it (unix seconds); 0 if there is none."""
-    started: RunStarted | None = None
-    """The newest start."""
-    step: Step | None = None
-    evaluated: Evaluated | None = None
-    ended: Stopped | Finished | None = None
-    """The end of the newest attempt, if it told one."""
-    last_s: float = 0.0
-    """The time of the newest event of any kind; 0 if there is none."""
-
-
-def read_tail(path: Path) -> Tail:
-    """The newest events in the file at ``path``; none if it is missing. Raises ``OSError`` if it cannot be read."""
-    try:
-        with open_regular(path) as file:
-            return _read(file)
-    except FileNotFoundError:
-        return Tail()
-
-
-def _read(file: BinaryIO) -> Tail:
-    first = _first_start(file)
-    step: Event | None = None
-    evaluated: Evaluated | None = None
-    ended: Stopped | Finished | None = None
-    started: RunStarted | None = None
-    last_s, read = 0.0, 0
-    for line in lines_from_the_end(file, _BLOCK_BYTES, 4 * _MOST_BYTES):
-        read += len(line)
-        kind = _KIND.search(line, 0, 200)
-        name = kind[1].decode() if kind else ""
-        wanted = (
-            not last_s
-            or (name == "Step" and step is None)
-            or (name == "Evaluated" and evaluated is None)
-            or (name in ("RunStarted", "Stopped", "Finished"))
-        )
-        if wanted and (event := _decoded(line)) is not None:
-            last_s = last_s or event.t
-            match event.body:
-                case Step():
-                    step = step or event
-                case Evaluated() as body:
-                    evaluated = evaluated or body
-                case RunStarted() as body:
-                    started = started or body
-                case Stopped() | Finished() as body if started is None and step is None:
-                    ended = ended or body
-        if read > _MOST_BYTES or (step and evaluated and started):
-            break
-    if started is None and first is not None:
-        attempt = step.attempt if step else first.attempt
-        started = _start_of(file, attempt, first) if attempt != first.attempt else _body(first)
-    return Tail(
-        first=_body(first) if first else None,
-        began_s=first.t if first else 0.0,
-        started=started,
-        step=step.body if step and isinstance(step.body, Step) else None,
-        evaluated=evaluated,
-        ended=ended,
-        last_s=last_s,
-    )
-
-
-def _decoded(line: bytes) -> Event | None:
-    with suppress(ValueError, RecursionError):
-        return decode(line)
-    return None
-
-
-def _body(event: Event) -> RunStarted | None:
-    return event.body if isinstance(event.body, RunStarted) else None
-
-
-def _first_start(file: BinaryIO) -> Event | None:
-    """The first start, among the first events of the file."""
-    return next(_starts(file, 0, _MOST_BYTES), None)
-
-
-def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:
-    """The starts of attempts whose lines begin between two offsets; a line that is cut at ``begin`` is none."""
-    file.seek(begin)
-    while file.tell() < end and (line := file.readline(_MOST_BYTES)):
-        kind = _KIND.search(line, 0, 200)
-        if kind and kind[1] == b"RunStarted" and (event := _decoded(line)) is not None:
-            yield event
-
-
-def _start_of(file: BinaryIO, attempt: int, first: Event) -> RunStarted | None:
-    """The start of ``attempt``, or the newest one before it that is found on the way; attempts rise along the file, but for a few lines."""
-    low, high = 0, file.seek(0, os.SEEK_END)
-    while high - low > 4 * _BLOCK_BYTES:
-        middle = (low + high) // 2
-        file.seek(middle)
-        file.readline(_MOST_BYTES)
-        found = _ATTEMPT.match(file.readline(_MOST_BYTES))
-        low, high = (middle, high) if found and int(found[1]) < attempt else (low, middle)
-    starts = list(_starts(file, max(0, low - _BLOCK_BYTES), high + 4 * _BLOCK_BYTES))
-    fitting = [event for event in starts if event.attempt == attempt]
-    return _body((fitting or starts or [first])[-1])
-
+from phalanx.watch.runs.probe import Tail, read_tail
 
 # Labels.
 

@@ -52,7 +52,7 @@ from phalanx.watch.ranks import (
     slowest,
     values_of,
 )
-from phalanx.watch.runs.index import KernelLocks, holder_of
+from phalanx.watch.runs.probe import KernelLocks, holder_of
 from phalanx.watch.why.fleet import (
     fewer_ranks,
     hardware,

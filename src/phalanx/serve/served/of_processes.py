@@ -28,17 +28,22 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.http.served.opened import OpenedEngine, context_of
-from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.worker import Identity
 from phalanx.serve.numerics import bits_of
+from phalanx.serve.served.opened import OpenedEngine, context_of
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.door import Door, PartNotOpenedError, await_stages, opened_stages, start_stages
-from phalanx.serve.stages.far_shares import FarShare, FarShares
-from phalanx.serve.stages.far_stages import FarStage, FarStages
+from phalanx.serve.stages.far_layers import FarShare, FarShares, FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
-from phalanx.serve.stages.part_weights import checkpoint_name, divided, restored_part, restored_share
-from phalanx.serve.stages.shares import Share, require_shares
+from phalanx.serve.stages.shares import (
+    Share,
+    checkpoint_name,
+    divided,
+    require_shares,
+    restored_part,
+    restored_share,
+)
 from phalanx.wire.messages import WireError
 
 

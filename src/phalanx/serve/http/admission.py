@@ -139,7 +139,7 @@ class Limits:
     body_bytes: int = 8 << 20
     prompts: int = 128
     connections: int = 0
-    """Connections at a time; 0: as many as the process may have (``phalanx.serve.http.connections``)."""
+    """Connections at a time; 0: as many as the process may have (``phalanx.serve.http.server``)."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Whether another engine says of an exported folder what the run's own model says: its greedy texts, judged token by token.
+"""Comparison of an exported folder, as another engine runs it, with the run's own model: greedy texts, judged token by token.
 
-Our model reads each text as the other engine wrote it, and tells at each place which token it would have taken. If it is the same at all places, both engines write the same
-greedy text, by induction. Where it is another, the gap between the two in our model's own log-probabilities tells a tie, which
-rounding decides, from a model that was exported wrongly.
+Our model reads each text as the other engine wrote it, and gives at each place the token that it would have taken. If it is the same at all
+places, both engines write the same greedy text, by induction. Where it is another, the gap between the two in our model's own
+log-probabilities separates a tie, which rounding decides, from a model that was exported wrongly.
 """
 
 from __future__ import annotations
