@@ -1,13 +1,24 @@
-"""Seconds of a serving step: for each operation of a layer the slower of arithmetic and memory, exchanges, and launches.
+"""Bytes and seconds of a serving worker's step: what a rank holds, and each operation's time, with weights in memory or streamed.
+
+A rank holds weights by format and division, pages of keys and values, rows and buffers.
+A worker is ``data`` groups of ``tensor`` ranks in each of ``pipeline`` stages. Attention is divided over a group's heads, and
+requests over the groups; experts lie over all ``data`` x ``tensor`` ranks of a stage, whole. A token's pages take
+``2 L Hkv D b`` bytes with grouped attention and ``L (r + rope) b`` with latent attention (DeepSeek-V2, arXiv 2405.04434).
 
 The operations are those of training's forward (``phalanx.run.kinds``), with a step's few rows. Products read their weights
 once: of experts, those that the step's rows touch. Attention of decode reads the pages of all requests; latent attention is
 computed absorbed, on the latents themselves (``2 H (2 r + rope)`` FLOP for each token held and layer). With ``overlap`` two
 halves of the batch take turns, one exchanging while the other computes.
+
+With ``r_l`` and ``c_l`` the seconds to read and to compute layer l, and k buffers, reading layer l begins when layer l - 1
+has been read and layer l - k computed; computing it when it has been read and layer l - 1 computed. For equal layers a pass
+takes the larger of both sums, so tokens a second are at most ``B (1 + a) / max(W / BW, t_compute(B))``.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -15,8 +26,7 @@ import numpy as np
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.serving.memory import PAGE_BYTES, Division, experts_held
-from phalanx.plan.serving.streaming import touched_experts
+from phalanx.model.facts.shape import numbered_parameters
 from phalanx.plan.step_cost import collectives, kernels
 from phalanx.run.kinds import block, ends
 from phalanx.run.kinds.attention import attention_kind
@@ -32,6 +42,148 @@ from phalanx.run.kinds.operations import (
     Rotation,
 )
 from phalanx.run.spec import ModelSpec
+
+# Bytes.
+
+
+FORMAT_BYTES = {"bf16": 2.0, "fp8": 1.0}
+"""Bytes of a weight in products; embedding, output projection, routers, gates and norms stay in 16 bits."""
+PAGE_BYTES = 2
+BUFFERS = 2.5e9
+"""Context, communicators, and the exchange's buffers (aiconfigurator's system files: 0.34 to 0.41 GiB of NCCL, 3.5 GiB in all)."""
+USABLE = 0.94
+"""Share of the memory that is left after fragments (``plan``'s stacks for training have 4 to 6 % too)."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a worker's ranks divide the model."""
+
+    tensor: int = 1
+    data: int = 1
+    """Groups of tensor ranks with requests of their own, which share the experts."""
+    pipeline: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Accelerators of a worker."""
+        return self.tensor * self.data * self.pipeline
+
+    def __str__(self) -> str:
+        sizes = (("tp", self.tensor), ("dp", self.data), ("pp", self.pipeline))
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+
+
+def experts_held(experts: int, division: Division) -> int:
+    """Experts of a rank; where ranks do not divide them, further copies of busy ones fill the places, as DeepSeek's redundant ones do."""
+    return math.ceil(experts / min(experts, division.data * division.tensor))
+
+
+def token_bytes(model: ModelSpec) -> int:
+    """Bytes of a token's pages over all layers, undivided."""
+    heads, first, second = attention_kind(model).cache_row(model)
+    return model.layers * heads * (first + second) * PAGE_BYTES
+
+
+def rank_token_bytes(model: ModelSpec, division: Division) -> float:
+    """Bytes of a token's pages on each rank of its group: key heads are divided, latents are not."""
+    heads = attention_kind(model).cache_row(model)[0]
+    return token_bytes(model) / min(division.tensor, heads) / division.pipeline
+
+
+def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  # noqa: A002
+    """Bytes of weights on the fullest rank: a stage's layers, and of the ends the larger."""
+    blocks, ends = 0.0, {"embedding": 0.0, "end": 0.0, "ahead": 0.0}
+    for part, number in numbered_parameters(model):
+        narrow = part.kind in ("matrix", "output") and part.section == "block"
+        size = part.numel * (FORMAT_BYTES[format] if narrow else 2.0)
+        if part.stacked:
+            size *= experts_held(part.shape[0], division) / part.shape[0]
+        else:
+            size /= part.parts_over(division.tensor)
+        if part.section == "block":
+            blocks += number * size
+        else:
+            ends[part.section] += size
+    last = ends["end"] + ends["ahead"]
+    if division.pipeline == 1:
+        return blocks + ends["embedding"] + last
+    return blocks * math.ceil(model.layers / division.pipeline) / model.layers + max(ends["embedding"], last)
+
+
+def step_bytes(model: ModelSpec, division: Division, rows: int) -> float:
+    """Bytes of activations while ``rows`` of a group are computed: the widest layer, copies for experts, and scores."""
+    copies = model.moe.per_token if model.moe else 0
+    inner = max(model.ffn_dim, 0) / division.tensor
+    layer = rows * 2 * (6 * model.dim + 3 * inner + 3 * copies * model.dim / division.tensor)
+    scores = min(rows, 512) * model.vocab_size / division.tensor * 6
+    return layer + scores
+
+
+def page_room(model: ModelSpec, cluster: Cluster, division: Division, format: str, rows: int) -> float:  # noqa: A002
+    """Bytes of a rank that are left for pages; negative if the rest does not fit."""
+    memory = cluster.accelerator.memory_bytes.value * USABLE
+    return memory - BUFFERS - weight_bytes(model, division, format) - step_bytes(model, division, rows)
+
+
+def requests_held(
+    model: ModelSpec,
+    cluster: Cluster,
+    division: Division,
+    format: str,  # noqa: A002
+    rows: int,
+    tokens: float,
+) -> int:
+    """Requests of ``tokens`` each that a worker holds at once, over its groups and the stages' turns."""
+    room = page_room(model, cluster, division, format, rows)
+    each = rank_token_bytes(model, division) * (math.ceil(tokens / 64) * 64)
+    return division.data * max(0, int(room // each)) if each else 0
+
+
+# Weights that are read for each pass, from host memory or disk: the bound in closed form.
+
+
+def pass_s(read_s: Sequence[float], compute_s: Sequence[float], buffers: int = 2, passes: int = 8) -> float:
+    """Seconds of one pass in the long run, by the recurrence; the reader runs on into the next pass."""
+    layers = len(read_s)
+    read_end: list[float] = []
+    compute_end: list[float] = []
+    for turn in range(layers * passes):
+        layer = turn % layers
+        free = compute_end[turn - buffers] if turn >= buffers else 0.0
+        read_end.append(max(read_end[-1] if turn else 0.0, free) + read_s[layer])
+        compute_end.append(max(read_end[-1], compute_end[-1] if turn else 0.0) + compute_s[layer])
+    half = layers * (passes // 2)
+    return (compute_end[-1] - compute_end[half - 1]) / (passes - passes // 2)
+
+
+def tokens_per_s(
+    rows: float, streamed_bytes: float, bytes_per_s: float, compute_s: float, accepted: float = 0.0
+) -> float:
+    """Upper bound of tokens a second of ``rows`` requests."""
+    return rows * (1 + accepted) / max(streamed_bytes / bytes_per_s, compute_s)
+
+
+def touched_experts(experts: float, per_token: float, rows: float) -> float:
+    """Mean number of ``experts`` that at least one of ``rows`` tokens chooses, if each chooses ``per_token`` uniformly."""
+    touched: float = experts * (1 - (1 - per_token / experts) ** rows)
+    return touched
+
+
+def streamed_bytes(model: ModelSpec, bytes_per_weight: float, rows: float) -> float:
+    """Bytes of blocks that a pass of ``rows`` reads: all of them, but of experts those that the rows touch."""
+    total = 0.0
+    for part, number in numbered_parameters(model):
+        if part.section == "block":
+            met = 1.0
+            if part.stacked:
+                met = touched_experts(part.shape[0], part.per_token, rows) / part.shape[0]
+            total += number * part.numel * met * bytes_per_weight
+    return total
+
+
+# Seconds.
+
 
 _EXCHANGING_UNITS = 24
 """Multiprocessors that DeepEP's kernels for many rows take (github.com/deepseek-ai/DeepEP, README: 24); those for few take none."""
