@@ -48,9 +48,10 @@ PURE = (
     "plan/step_cost",
     "plan/whole_run",
     "plan/report",
-    *(f"plan/scaling/{name}.py" for name in ("laws", "repeated_data", "optimum", "budget", "fit")),
+    *(f"plan/scaling/{name}.py" for name in ("laws", "optimum", "fit")),
     "simulate/hostile",
-    "simulate/traffic",
+    "simulate/traffic_worker.py",
+    "simulate/traffic_world.py",
     "traffic",
     "checkpoint/format/boxes.py",
     "checkpoint/format/image.py",
@@ -65,23 +66,12 @@ PURE = (
     *(f"observe/metrics/{name}.py" for name in ("samples", "exposition", "run_facts", "run_metrics")),
     "train/profile/choose.py",
     "train/step/rules.py",
-    *(f"watch/why/{name}.py" for name in ("judge", "observed", "reason", "thresholds")),
-    "watch/why/rules",
+    *(f"watch/why/{name}.py" for name in ("observed", "fleet", "numbers", "progress", "surroundings")),
     *(
         f"watch/profile/{name}.py"
-        for name in (
-            "words",
-            "partition",
-            "clocks",
-            "waits",
-            "operations",
-            "memory",
-            "verdict",
-            "summary",
-            "chrome",
-        )
+        for name in ("partition", "waits", "operations", "memory", "summary", "chrome")
     ),
-    *(f"watch/series/{name}.py" for name in ("reduce", "table", "step_lines")),
+    "watch/series/table.py",
 )
 """Rooms that decide on values alone: no I/O, no clock, no torch."""
 
@@ -356,7 +346,7 @@ def test_what_runs_a_model_imports_no_compiler() -> None:
         "phalanx.train.lifecycle.loop",
         "phalanx.serve.workers.worker_main",
         "phalanx.serve.workers.serving_worker",
-        "phalanx.serve.http.served.of_run",
+        "phalanx.serve.served.of_run",
         "phalanx.cli.weights.generate_command",
         "phalanx.serve.generate",
     )

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from phalanx.plan.evidence.band import LEVELS, Band
+from phalanx.plan.evidence.learned import LEVELS, Band
 from phalanx.plan.evidence.learned import (
     BestRun,
     Kind,

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
-from phalanx.plan.workload.recompute_modes import MODULES
+from phalanx.plan.workload.candidates import MODULES
 from validation.runs import PublishedRun
 from validation.software import RunSoftware
 

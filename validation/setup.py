@@ -18,7 +18,7 @@ from typing import Literal
 from phalanx.model.facts.counts import Counts, count
 from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.plan.workload.candidates import divisors
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.plan.workload.stacks import Job, Workload
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec

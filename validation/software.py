@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.workload.foreign_stacks import FSDP, STACKS, stack_on
+from phalanx.plan.workload.software import FSDP, STACKS, stack_on
 from phalanx.plan.workload.recipes import Circumstances, PerformanceRecipe, recipe_of
 from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
 from phalanx.plan.workload.stacks import Stack

@@ -13,7 +13,7 @@ from phalanx.hardware import catalog
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.plan.search.search import search
-from phalanx.plan.workload.foreign_stacks import STACKS
+from phalanx.plan.workload.software import STACKS
 from phalanx.plan.workload.stacks import Job, Workload
 from phalanx.run.kinds.whole_model import resolve
 

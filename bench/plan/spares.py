@@ -21,7 +21,7 @@ from phalanx.launch.placing.topology import Level, Topology
 from phalanx.plan.search.query import job_of, run_of_model
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.step_cost.traffic import flows
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.simulate.large import Scenario, simulate
 from phalanx.simulate.spares import NetworkUse
 

@@ -22,7 +22,7 @@ from bench.running import run_bench
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.cli.weights.verify_export import held_out_prompts
-from phalanx.serve.weights.scorer import scorer_of
+from phalanx.serve.weights.open_model import scorer_of
 from phalanx.train.score.score import Compute
 from tiny_runs import make_dataset
 

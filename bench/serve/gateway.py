@@ -32,10 +32,10 @@ BODY = {"model": "free", "prompt": [1], "max_tokens": TOKENS, "stream": True, "s
 def gateway() -> ASGIApp:
     """The gateway over an engine that costs nothing."""
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-    from phalanx.serve.http.access.admission import Limits
+    from phalanx.serve.http.admission import Limits
     from phalanx.serve.http.app import Gateway, application
-    from phalanx.serve.http.served.model_text import ModelText
     from phalanx.serve.http.worker import EngineWorker, Identity
+    from phalanx.serve.prompt import ModelText
     from phalanx.traffic.requests import Ended, EngineOutput, Request, Token
 
     class Free:

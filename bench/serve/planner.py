@@ -20,9 +20,7 @@ from statistics import median
 from bench.running import run_bench
 from phalanx.hardware.catalog import cluster
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.serving.memory import Division
-from phalanx.plan.serving.step_time import Step, step_s
-from phalanx.plan.serving.streaming import tokens_per_s
+from phalanx.plan.serving.step_cost import Division, Step, step_s, tokens_per_s
 from phalanx.run.kinds.whole_model import resolve
 
 ROWS = Path(__file__).parents[2] / "validation" / "data" / "published_serving.csv"

@@ -26,8 +26,8 @@ from bench.running import record, run_bench
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.http.served.of_run import open_engine
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.of_run import open_engine
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.traffic.requests import Request, Sampling, Token
 
 _PROMPT = 64

@@ -16,8 +16,7 @@ import threading
 import time
 
 from bench.running import record, run_bench
-from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, require_installed
-from phalanx.serve.workers.over_nixl.errors import NixlError
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, NixlError, require_installed
 from phalanx.serve.workers.page_client import Way, pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
 from phalanx.traffic.events import Identity

@@ -98,7 +98,7 @@ def test_workers_of_all_roles_have_the_cpu_where_those_of_one_role_divide_the_mo
         asked.extend(found.task_of(role).served.device for role in found.roles)
         raise EngineError("no more is looked at")
 
-    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx.serve.served.opened.gpus", lambda: 2)
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)  # there is no tokenizer
     monkeypatch.setattr(service, "RouterClient", begin)
     words = [str(make_run(tmp_path / "run", DENSE)), "--port", "0", "--numerics", "fast"]

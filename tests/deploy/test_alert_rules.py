@@ -32,8 +32,8 @@ from phalanx.hardware.local.throttle import THROTTLED
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.serve.http.counts import Counts
-from phalanx.watch.metrics.lookout import WATCHED_METRICS
-from phalanx.watch.why.reason import CODES
+from phalanx.watch.lookout import WATCHED_METRICS
+from phalanx.watch.why.observed import CODES
 
 SERVED = {
     name

@@ -21,8 +21,7 @@ from phalanx.fleet.control.security import make_token
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
-from phalanx.watch.logs.blocks import Span, forward
-from phalanx.watch.logs.files import streams
+from phalanx.watch.log_blocks import Span, forward, streams
 
 PATIENCE_S = 280.0
 """For what takes seconds on an idle machine; soon after it pytest ends a test of the suite, without the logs."""

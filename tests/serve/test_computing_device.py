@@ -16,20 +16,18 @@ from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.serve.computing_device import computing_on, device_named, shown_device
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
 from phalanx.serve.generate import generate
-from phalanx.serve.http.served.of_run import open_engine
-from phalanx.serve.http.served.served_run import ServedRun
-from phalanx.serve.http.served.turns import TurnsEngine
 from phalanx.serve.http.worker import explained
 from phalanx.serve.kv_cache.memory import PageMemory, TextKV
-from phalanx.serve.numerics import numerics_id
+from phalanx.serve.numerics import computing_on, device_named, numerics_id, shown_device
+from phalanx.serve.served.of_run import open_engine
+from phalanx.serve.served.opened import TurnsEngine
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.serve.workers.messages import RunJob
 from phalanx.serve.workers.page_client import Pulled
-from phalanx.serve.workers.router_client import WorkerDivision
-from phalanx.serve.workers.service import devices_of
+from phalanx.serve.workers.service import WorkerDivision, devices_of
 from phalanx.serve.workers.serving_worker import ServingWorker, _Came
 from phalanx.traffic.block_table import page_names
 from phalanx.traffic.events import Identity, Role
@@ -93,7 +91,7 @@ def served(**options: object) -> ServedRun:
 def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object], expected: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx.serve.served.opened.gpus", lambda: 2)
     assert str(devices_of(served(**options), 1)[0]) == expected
     if expected == "cpu":
         with pytest.raises(EngineError, match="--device cuda: "):
@@ -103,7 +101,7 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
 
 
 def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx.serve.served.opened.gpus", lambda: 2)
     roles: dict[Role, WorkerDivision] = {"prefill": WorkerDivision(tensor=2), "decode": WorkerDivision()}
     assert list(map(str, devices_of(served(), 3, roles))) == ["cpu"]
     whole = dict.fromkeys(roles, WorkerDivision())
@@ -124,14 +122,14 @@ def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.
 def test_serve_says_why_a_gpu_cannot_compute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.http.served.opened.gpus", lambda: 0)
+    monkeypatch.setattr("phalanx.serve.served.opened.gpus", lambda: 0)
     assert message in flat(CliRunner().invoke(serve_command.command, [str(tmp_path), "--port", "0", *words]))
 
 
 def test_text_and_scores_come_of_the_cpu_where_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for place in ("serve.sample", "hardware.local.device"):
+    for place in ("serve.generate", "hardware.local.device"):
         monkeypatch.setattr(f"phalanx.{place}.gpus", lambda: 0)
     place, text = make_run(tmp_path / "run", replace(DENSE, vocab_size=257)), tmp_path / "text.jsonl"
     (place / "tokenizer").mkdir()
@@ -175,7 +173,7 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
         except torch.OutOfMemoryError:
             raise type(lost)(f"{lost} for {what}") from None
 
-    monkeypatch.setattr("phalanx.serve.computing_device.computing_on", on_a_gpu)
+    monkeypatch.setattr("phalanx.serve.numerics.computing_on", on_a_gpu)
     monkeypatch.setattr("phalanx.train.score.score.Scorer.score", failing)
     scored = CliRunner().invoke(score_command.command, [str(place), str(text)])
     assert f"Error: {lost} for the scores of a text" in flat(scored)
@@ -184,7 +182,7 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
         yield "some"
         raise lost
 
-    monkeypatch.setattr("phalanx.serve.sample.continued", broken_off)
+    monkeypatch.setattr("phalanx.serve.generate.continued", broken_off)
     assert f"Error: {lost}" in flat(CliRunner().invoke(generate_command.command, [str(place)]))
 
 
@@ -246,7 +244,7 @@ def test_models_of_ones_own_say_what_would_help_and_end_with_their_gpu(
         except torch.OutOfMemoryError:
             raise lost[0] from None
 
-    for place in ("generate", "http.served.turns"):
+    for place in ("generate", "served.opened"):
         monkeypatch.setattr(f"phalanx.serve.{place}.computing_on", on_a_gpu)
     engine, request = TurnsEngine(NoMemory(), 64), Request("r", (1, 2, 3), 4)
     lost.append(DeviceMemoryError("no memory: compute on the CPU"))
@@ -271,8 +269,8 @@ def test_packed_weights_of_portable_numerics_generate_on_the_cpu_as_the_runs_own
             asked.append(str(device))
 
     monkeypatch.setattr("phalanx.hardware.local.device.gpus", lambda: 1)
-    monkeypatch.setattr("phalanx.serve.computing_device.make_current", lambda _: None)
-    monkeypatch.setattr("phalanx.serve.sample.continued", lambda *_, **__: iter(["text"]))
+    monkeypatch.setattr("phalanx.serve.numerics.make_current", lambda _: None)
+    monkeypatch.setattr("phalanx.serve.generate.continued", lambda *_, **__: iter(["text"]))
     monkeypatch.setattr("phalanx.serve.weights.open_model.open_model", lambda *_, **__: (Opened(), None))
     for portable in (False, True):
         monkeypatch.setattr("phalanx.hardware.portable.operations.begun", lambda portable=portable: portable)
@@ -310,7 +308,7 @@ def test_the_id_of_numerics_holds_the_kind_of_gpu(monkeypatch: pytest.MonkeyPatc
 def test_memory_that_gives_out_is_told_with_what_would_help_and_a_dead_gpu_as_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = "phalanx.serve.computing_device"
+    place = "phalanx.serve.numerics"
     for name in ("make_current", "give_back_memory"):
         monkeypatch.setattr(f"{place}.{name}", lambda _: None)
     with pytest.raises(DeviceMemoryError) as found, computing_on(GPU, "a step of 3 texts"):

@@ -89,8 +89,8 @@ def test_a_processor_without_portable_kernels_is_refused_with_fast_numerics_as_t
 PROGRAM = """
 import sys
 from phalanx.hardware.portable.operations import begun
-from phalanx.serve.http.served.of_run import open_engine
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.of_run import open_engine
+from phalanx.serve.served.served_run import ServedRun
 open_engine(ServedRun(sys.argv[1], None, "float32", 64, 1 << 22, 64, sys.argv[2]))
 print(begun())
 """

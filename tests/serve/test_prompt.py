@@ -19,8 +19,7 @@ from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.serve import prompt as prompt_module
-from phalanx.serve.generate import generate, load_model
-from phalanx.serve.http.served.model_text import read_model_text
+from phalanx.serve.generate import continued, generate, load_model
 from phalanx.serve.prompt import (
     Framing,
     encode_chat,
@@ -29,10 +28,10 @@ from phalanx.serve.prompt import (
     frame_messages,
     load_run_tokenizer,
     published_with,
+    read_model_text,
     stop_tokens,
     template_folder,
 )
-from phalanx.serve.sample import continued
 
 LONGER_TEMPLATE = """{%- set ns = namespace(count=0) %}
 {%- if tools is not none %}{{ raise_exception('no tools') }}{% endif %}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.sampling import (
+from phalanx.serve.engine.sampler import (
     LogitsError,
     draw,
     draw_rows,

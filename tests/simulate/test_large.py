@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.fleet.simulate_command import command
-from phalanx.simulate.account import Account
-from phalanx.simulate.clock import SimulatedClock
+from phalanx.simulate.clock import Account, SimulatedClock
 from phalanx.simulate.large import Scenario, simulate
 
 SMALL = Scenario(nodes=300, spares=12, days=40.0, seed=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.simulate.traffic.text import page_names
+from phalanx.simulate.traffic_worker import page_names
 from phalanx.traffic import events as e
 from phalanx.traffic.dispatch import Settings, Traffic, step
 from phalanx.traffic.invariants import check

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.plan.workload.candidates import PARTS
-from phalanx.plan.workload.foreign_stacks import MEGATRON
 from phalanx.plan.workload.recipes import RECIPES, recipe_of, with_recipe
+from phalanx.plan.workload.software import MEGATRON
 from phalanx.plan.workload.stacks import Stack
 from validation.runs import read_published
 from validation.setup import setup_of

@@ -16,7 +16,7 @@ from phalanx.checkpoint.interop.huggingface.stored.stand_in import run_or_stand_
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import ReadableTier
 from phalanx.run.directory.paths import RunDirectoryError, committed_steps, is_published, locate_checkpoints
-from phalanx.serve.sample import continued
+from phalanx.serve.generate import continued
 
 
 def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor]:

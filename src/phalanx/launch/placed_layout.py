@@ -5,10 +5,10 @@ from __future__ import annotations
 from phalanx.launch.placing.choose import choices
 from phalanx.launch.placing.seats import Order, Shape
 from phalanx.launch.placing.topology import Topology, TopologyError
-from phalanx.plan.search.network import NetworkCost, Placer
+from phalanx.plan.search.alternatives import NetworkCost, Placer
 from phalanx.plan.search.query import OWN
 from phalanx.plan.step_cost.traffic import flows
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.spec import RunSpec
 

@@ -21,9 +21,19 @@ from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, RestorePoint
 from phalanx.plan.whole_run.failures import DAY_S
-from phalanx.simulate import account as buckets
-from phalanx.simulate.account import Account, to_ns
-from phalanx.simulate.clock import SimulatedClock
+from phalanx.simulate.clock import (
+    BINDING,
+    DETECTION,
+    INTERRUPTED,
+    NS_PER_S,
+    PARKING,
+    RECOMPUTED,
+    USEFUL,
+    WAITING,
+    Account,
+    SimulatedClock,
+    to_ns,
+)
 from phalanx.simulate.rates import DEFAULT_RATE, SILENT, Cause, FailureScope, draw_cause
 from phalanx.simulate.spares import SeatsKept, SpareStudy, StepCost
 
@@ -163,16 +173,16 @@ class LargeFleet:
 
     def _turn(self) -> None:
         state, now_ns = self.state, to_ns(self.clock.now_s)
-        if state.phase is FleetPhase.PARKING and state.planned and self.account.bucket == buckets.USEFUL:
+        if state.phase is FleetPhase.PARKING and state.planned and self.account.bucket == USEFUL:
             step_ns = to_ns(self.scenario.step_s)
             left_ns = step_ns - (now_ns - self.account.since_ns) % step_ns
-            self.clock.at((now_ns + left_ns) / buckets.NS_PER_S, self._if_still(self._boundary))
+            self.clock.at((now_ns + left_ns) / NS_PER_S, self._if_still(self._boundary))
         elif state.phase is FleetPhase.PARKING:
-            self._halt(buckets.PARKING)
-            self.account.switch(buckets.PARKING, now_ns)
+            self._halt(PARKING)
+            self.account.switch(PARKING, now_ns)
             self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
         elif state.phase is FleetPhase.BINDING:
-            self.account.switch(buckets.BINDING, now_ns)
+            self.account.switch(BINDING, now_ns)
             memory, disk = isinstance(state.source, RestorePoint), isinstance(state.source, c.FromDisk)
             self.from_memory, self.from_disk = self.from_memory + memory, self.from_disk + disk
             restore_s = self.scenario.disk_restore_s if disk else self.scenario.restore_s
@@ -180,7 +190,7 @@ class LargeFleet:
         elif state.phase is FleetPhase.RUNNING:
             self._run()
         elif state.phase is FleetPhase.WAITING:
-            self.account.switch(buckets.WAITING, now_ns)
+            self.account.switch(WAITING, now_ns)
         elif state.phase is not FleetPhase.FORMING:
             raise BrokenInvariant(f"the fleet is {state.phase}: {state.reason}")
         self.fewest_spares = min(self.fewest_spares, len(state.spares))
@@ -202,30 +212,30 @@ class LargeFleet:
         if self.study is not None:
             self.study.seated(self.clock.now_s, self.state.seats, self.state.spares)
         self.started = self.reached = self.state.step
-        self.account.switch(buckets.USEFUL, to_ns(self.clock.now_s))
+        self.account.switch(USEFUL, to_ns(self.clock.now_s))
         if self.fault_s is not None:
             self.recovery_s.append(self.clock.now_s - self.fault_s)
             self.fault_s = None
 
     def _halt(self, bucket: str) -> None:
         """Stops training: its time since the epoch began is divided into whole steps and the interrupted one."""
-        if self.account.bucket != buckets.USEFUL:
+        if self.account.bucket != USEFUL:
             return
         now_ns, step_ns = to_ns(self.clock.now_s), to_ns(self.scenario.step_s)
         steps, rest_ns = divmod(now_ns - self.account.since_ns, step_ns)
         again = min(steps, max(0, self.furthest - self.started))
         parts = {
-            buckets.USEFUL: (steps - again) * step_ns,
-            buckets.RECOMPUTED: again * step_ns,
-            buckets.INTERRUPTED: rest_ns,
+            USEFUL: (steps - again) * step_ns,
+            RECOMPUTED: again * step_ns,
+            INTERRUPTED: rest_ns,
         }
         self.account.split(parts, bucket, now_ns)
         self.reached = self.started + steps
         self.furthest = max(self.furthest, self.reached)
 
     def _boundary(self) -> None:
-        if self.account.bucket == buckets.USEFUL:
-            self._halt(buckets.PARKING)
+        if self.account.bucket == USEFUL:
+            self._halt(PARKING)
             self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
 
     def _all_parked(self) -> None:
@@ -281,7 +291,7 @@ class LargeFleet:
 
     def _all_well(self) -> None:
         step = self.reached
-        if self.account.bucket == buckets.USEFUL:
+        if self.account.bucket == USEFUL:
             running_ns = to_ns(self.clock.now_s) - self.account.since_ns
             step = self.started + running_ns // to_ns(self.scenario.step_s)
         self.hear(m.Rollcall("heartbeat", self.state.epoch, step=step, absent=tuple(sorted(self.unnoticed))))
@@ -331,7 +341,7 @@ class LargeFleet:
         if member and self.fault_s is None:
             self.fault_s = self.clock.now_s
         if member:
-            self._halt(buckets.DETECTION)
+            self._halt(DETECTION)
         return member
 
     def _lose_worker(self, name: str, *, hang: bool) -> None:
@@ -381,9 +391,9 @@ class LargeFleet:
     def _compute_wrongly(self, name: str) -> None:
         audit_s = self.scenario.audit_every_s
         since_s = self.clock.now_s % audit_s
-        if self.account.bucket != buckets.USEFUL or self.state.nodes[name].seat == NO_SEAT:
+        if self.account.bucket != USEFUL or self.state.nodes[name].seat == NO_SEAT:
             return
-        running_s = self.clock.now_s - self.account.since_ns / buckets.NS_PER_S
+        running_s = self.clock.now_s - self.account.since_ns / NS_PER_S
         trusted = max(0, self.started + int((running_s - since_s) // self.scenario.step_s))
         found = m.Suspect(name, "corruption", "checksums differ", trusted_step=trusted)
 
@@ -422,7 +432,7 @@ class LargeFleet:
             self.clock.run_until(end_s if part == _PARTS else end_s * part / _PARTS)
             on_progress(self.scenario.days * part / _PARTS, self.scenario.days)
         self._count_nodes()
-        self._halt(buckets.WAITING)
+        self._halt(WAITING)
         self.account.switch(self.account.bucket, to_ns(end_s))
         check(self.state)
         return self._report(end_s)
@@ -431,8 +441,8 @@ class LargeFleet:
         totals_ns, state = self.account.totals_ns, self.state
         if sum(totals_ns.values()) != to_ns(end_s) or sum(self.node_ns.values()) != self.total * to_ns(end_s):
             raise BrokenInvariant(f"{totals_ns} and {self.node_ns} do not add up to {end_s} s")
-        if totals_ns.get(buckets.USEFUL, 0) != (self.furthest + 1) * to_ns(self.scenario.step_s):
-            raise BrokenInvariant(f"{self.furthest + 1} steps in {totals_ns.get(buckets.USEFUL, 0)} ns")
+        if totals_ns.get(USEFUL, 0) != (self.furthest + 1) * to_ns(self.scenario.step_s):
+            raise BrokenInvariant(f"{self.furthest + 1} steps in {totals_ns.get(USEFUL, 0)} ns")
         return FleetReport(
             scenario=self.scenario,
             elapsed_s=end_s,
@@ -443,9 +453,9 @@ class LargeFleet:
             from_disk=self.from_disk,
             regroups=state.regroups,
             steps=self.furthest + 1,
-            goodput=totals_ns.get(buckets.USEFUL, 0) / to_ns(end_s),
-            buckets_s={name: total / buckets.NS_PER_S for name, total in totals_ns.items()},
-            node_s={name: total / buckets.NS_PER_S for name, total in self.node_ns.items()},
+            goodput=totals_ns.get(USEFUL, 0) / to_ns(end_s),
+            buckets_s={name: total / NS_PER_S for name, total in totals_ns.items()},
+            node_s={name: total / NS_PER_S for name, total in self.node_ns.items()},
             mean_recovery_s=sum(self.recovery_s) / max(1, len(self.recovery_s)),
             fewest_spares=self.fewest_spares,
             events=self.events,

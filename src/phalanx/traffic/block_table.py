@@ -1,15 +1,18 @@
-"""Block table: names, places and reference counts of a worker's KV pages, which are blocks of 64 tokens.
+"""Block table: names, places and reference counts of a worker's KV pages, which are blocks of 64 tokens; and leases on pages.
 
 A page's name is a hash chained over all tokens up to its last, rooted in the weights and numerics that computed it. So equal names mean
 equal bits, and any request whose text begins with these tokens can use the page (the hashed blocks of vLLM, arXiv 2309.06180). Unused pages
 stay until their place is needed. The least recently used leaf of the prefix tree is evicted first.
+
+A page that a worker offers to others is under a lease until it was fetched, or until nobody fetched it in time. It stays whatever the
+worker's own cache evicts. So a fetcher that dies costs memory for the time of a lease and no longer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 PAGE = 64
 """Tokens of a page; it divides the block of keys of exact attention."""
@@ -137,3 +140,46 @@ class BlockTable:
             del self._children[page.before]
         self._free.append(place)
         return True
+
+
+# Leases.
+
+
+@dataclass
+class Leases:
+    """Who may still fetch which pages."""
+
+    lease_s: float = 30.0
+    until_s: dict[Hashable, float] = field(default_factory=dict)
+    names: dict[Hashable, tuple[bytes, ...]] = field(default_factory=dict)
+    expired: int = 0
+
+    def offer(self, job: Hashable, names: Sequence[bytes], now_s: float) -> None:
+        """Begins a lease on pages under the number of the job that computed them."""
+        self.until_s[job], self.names[job] = now_s + self.lease_s, tuple(names)
+
+    def offered(self, job: Hashable, now_s: float) -> tuple[bytes, ...]:
+        """The names of a lease that still holds; () of any other."""
+        return self.names[job] if self.until_s.get(job, now_s) > now_s else ()
+
+    def done(self, job: Hashable) -> bool:
+        """Ends a lease; whether there was one."""
+        self.names.pop(job, None)
+        return self.until_s.pop(job, None) is not None
+
+    def end_all(self) -> None:
+        """Ends all leases."""
+        self.until_s.clear()
+        self.names.clear()
+
+    def expire(self, now_s: float) -> list[Hashable]:
+        """Ends the leases that are over, and returns their jobs."""
+        over = [job for job, until_s in self.until_s.items() if until_s <= now_s]
+        for job in over:
+            self.done(job)
+        self.expired += len(over)
+        return over
+
+    def held(self) -> set[bytes]:
+        """Pages under any lease."""
+        return {name for names in self.names.values() for name in names}

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from phalanx.traffic import journal, pools, routing
+from phalanx.traffic import journal, pools
 from phalanx.traffic.audit import Audit, Verdict, bits, chosen, evidence, judge
 from phalanx.traffic.events import (
     NOBODY,
@@ -44,8 +44,8 @@ Names = Callable[[Sequence[int]], Sequence[bytes]]
 class Settings:
     """How the router decides."""
 
-    link: routing.Link = field(default_factory=routing.Link)
-    small_rows: int = routing.PAGE_ROWS
+    link: pools.Link = field(default_factory=pools.Link)
+    small_rows: int = pools.PAGE_ROWS
     audit_share: float = 0.0
     most_losses: int = 8
     """A request that so many workers in a row were lost or failed with, without one token, is given up: it may be what kills them."""
@@ -153,11 +153,11 @@ def _place(
     workers = state.pool.open_to_work()
     workers = [w for w in workers if w.number != avoid] or workers
     candidates = [
-        routing.Bidder(w.number, w.role, w.queued_rows + len(w.jobs), w.holds(names), w.rows_per_s)
+        pools.Bidder(w.number, w.role, w.queued_rows + len(w.jobs), w.holds(names), w.rows_per_s)
         for w in workers
     ]
     sources = [(w.number, w.holds(names)) for w in state.pool.workers.values() if not w.late]
-    route = routing.choose(
+    route = pools.choose(
         len(text),
         len(names),
         candidates,
@@ -175,7 +175,7 @@ def _start(
     state: Traffic,
     entry: Entry,
     request: Request,
-    route: routing.Route,
+    route: pools.Route,
     names: tuple[bytes, ...],
     now_s: float,
     commands: list[Command],
@@ -183,7 +183,7 @@ def _start(
 ) -> None:
     worker = state.pool.workers[route.worker]
     cached_pages = worker.holds(names)
-    rows = max(len(request.prompt) + len(request.told) - routing.PAGE_ROWS * cached_pages, 1)
+    rows = max(len(request.prompt) + len(request.told) - pools.PAGE_ROWS * cached_pages, 1)
     number = _number(state)
     state.jobs[number] = Job(
         worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s
@@ -344,7 +344,7 @@ def _go_to_decode(
             w.number,
         ),
     )
-    route = routing.Route(best.number, False, prefill.worker, 0.0)
+    route = pools.Route(best.number, False, prefill.worker, 0.0)
     _start(state, entry, journal.rest(entry), route, names, now_s, commands, source_job=number)
 
 

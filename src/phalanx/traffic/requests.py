@@ -2,7 +2,7 @@
 
 A token's bits belong to its request: no value here depends on the worker, on the other requests of a batch, or on the chunks of a prompt. A
 request that moves to another worker is the same request with the tokens that its client has. By the counter-based sampling
-(``phalanx.serve.sampling``) its next token is the same.
+(``phalanx.serve.engine.sampler``) its next token is the same.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines.submission import Submitted
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.logs.read import LogQuery, read_lines, told_failure
+from phalanx.watch.log_lines import LogQuery, read_lines, told_failure
 from phalanx_process import ENVIRONMENT, TIMEOUT_S, last_json, run
 from watch.why.watched import fleet_file
 

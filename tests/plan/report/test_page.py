@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
-from phalanx.plan.report.charts import Bar, Dot, curves, gantt, scatter, stacked_bars, tornado
-from phalanx.plan.report.first_page import answer, verdict
-from phalanx.plan.report.page import rank_memory, report_page
+from phalanx.plan.report.elements import Bar, Dot, curves, gantt, scatter, stacked_bars, tornado
+from phalanx.plan.report.page import answer, rank_memory, report_page, verdict
 from phalanx.plan.search.plan import Caveat, Plan, make_plan
 from phalanx.plan.search.query import Aim, run_of_model
 from phalanx.plan.search.sensitivity import step_changes

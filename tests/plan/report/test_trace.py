@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.plan.report.trace import TraceEvent, perfetto, step_timeline
 from phalanx.plan.step_cost.estimate import estimate
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, planned

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.scaling.budget import Budget, read_budget
-from phalanx.plan.scaling.optimum import BudgetError
+from phalanx.plan.scaling.optimum import Budget, BudgetError, read_budget
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ from phalanx.plan.scaling.laws import (
     CHINCHILLA,
     DENSE_LAWS,
     KAPLAN,
+    REPEATS,
     DenseLaw,
     JointLaw,
     LossSurface,
     PowerLaw,
+    RepeatedData,
     RoutedLaw,
+    effective,
 )
 from phalanx.plan.scaling.optimum import (
     BudgetError,
@@ -27,7 +30,6 @@ from phalanx.plan.scaling.optimum import (
     straight,
     tokens_for,
 )
-from phalanx.plan.scaling.repeated_data import REPEATS, RepeatedData, effective
 
 LAW = CHINCHILLA.law
 FLOPS = st.floats(1e18, 1e28)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.plan.search.ideas import Idea, ideas_of, short
+from phalanx.plan.search.alternatives import Idea, ideas_of, short
 from phalanx.plan.search.search import search
 from plan.jobs import job
 

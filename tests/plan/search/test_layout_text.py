@@ -8,12 +8,11 @@ import pytest
 
 from phalanx.hardware.catalog import cluster
 from phalanx.plan.search.layout_text import read_layout
+from phalanx.plan.search.options import Options, requirement
 from phalanx.plan.search.query import Aim, RequestError, job_of, run_of_model, with_modes_asked
 from phalanx.plan.search.search import search
-from phalanx.plan.search.space.options import Options, requirement
 from phalanx.plan.step_cost.estimate import estimate
-from phalanx.plan.workload.candidates import Candidates
-from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, PlannedLayout, layout_field
+from phalanx.plan.workload.candidates import LAYOUT_FIELDS, Candidates, PlannedLayout, layout_field
 from phalanx.run.spec import MlaSpec, RunSpec
 
 SPEC = run_of_model("llama3-8b", 4096, 128)

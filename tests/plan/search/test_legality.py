@@ -13,13 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
-from phalanx.plan.search.advice import parallel_of, run_of_layout
-from phalanx.plan.search.layout_text import written_layout
+from phalanx.plan.search.layout_text import parallel_of, run_of_layout, written_layout
+from phalanx.plan.search.options import Options
 from phalanx.plan.search.query import job_of
-from phalanx.plan.search.space.axes import exclusions, space
-from phalanx.plan.search.space.options import Options
-from phalanx.plan.workload.candidates import divisors
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.search.space import exclusions, space
+from phalanx.plan.workload.candidates import PlannedLayout, divisors
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from phalanx.hardware.cluster import Fact
+from phalanx.plan.search.options import Options, requirement
 from phalanx.plan.search.search import NothingFitsError, SearchResult, search
-from phalanx.plan.search.space.axes import exclusions, space
-from phalanx.plan.search.space.options import Options, requirement
+from phalanx.plan.search.space import exclusions, space
 from phalanx.plan.step_cost.estimate import estimate, estimates, prepare
 from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stacks import Job

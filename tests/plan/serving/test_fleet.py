@@ -9,9 +9,16 @@ import pytest
 from phalanx.hardware.catalog import cluster
 from phalanx.model.facts.presets import PRESETS
 from phalanx.plan.serving import fleet
-from phalanx.plan.serving.demand import DemandError, Objectives, Traffic, read_objectives, read_traffic
 from phalanx.plan.serving.fleet import nearest, plan_service, split
-from phalanx.plan.serving.workers import Service, workers_of
+from phalanx.plan.serving.workers import (
+    DemandError,
+    Objectives,
+    Service,
+    Traffic,
+    read_objectives,
+    read_traffic,
+    workers_of,
+)
 from phalanx.run.kinds.whole_model import resolve
 
 SMALL = Service(

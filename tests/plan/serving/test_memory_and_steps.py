@@ -10,9 +10,20 @@ from phalanx.hardware.catalog import cluster
 from phalanx.hardware.overrides import with_value
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.serving.memory import Division, rank_token_bytes, requests_held, token_bytes, weight_bytes
-from phalanx.plan.serving.step_time import Step, step_parts, step_s
-from phalanx.plan.serving.streaming import pass_s, streamed_bytes, tokens_per_s, touched_experts
+from phalanx.plan.serving.step_cost import (
+    Division,
+    Step,
+    pass_s,
+    rank_token_bytes,
+    requests_held,
+    step_parts,
+    step_s,
+    streamed_bytes,
+    token_bytes,
+    tokens_per_s,
+    touched_experts,
+    weight_bytes,
+)
 from phalanx.run.kinds.whole_model import resolve
 
 DEEPSEEK, LLAMA = resolve(PRESETS["deepseek-v3"]), resolve(PRESETS["llama3-405b"])

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
-from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s, in_flight, legal
-from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s
+from phalanx.plan.step_cost.pipeline import (
+    Pipelines,
+    StageTimes,
+    exposed_hops,
+    flush_s,
+    idle_s,
+    in_flight,
+    legal,
+)
 from phalanx.plan.workload.candidates import SCHEDULES
 
 _PIPELINES = st.sampled_from(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.plan.step_cost.estimate import estimate, estimates
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, planned
 

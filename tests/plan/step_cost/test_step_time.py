@@ -16,7 +16,7 @@ from phalanx.plan.step_cost import kernels
 from phalanx.plan.step_cost.estimate import estimate, prepare
 from phalanx.plan.step_cost.memory import total
 from phalanx.plan.step_cost.step_time import scale_tax
-from phalanx.plan.workload.foreign_stacks import MEGATRON
+from phalanx.plan.workload.software import MEGATRON
 from phalanx.plan.workload.stacks import Job, Kernels
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.model.facts.counts import count
 from phalanx.plan.step_cost.traffic import Flow, flows
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
 from plan.jobs import job, planned

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
-from phalanx.plan.evidence.band import EXACT, Band, normal_band
+from phalanx.plan.evidence.learned import EXACT, Band, normal_band
 from phalanx.plan.whole_run.assumptions import (
     MOST_SECONDS,
     RunAssumptions,

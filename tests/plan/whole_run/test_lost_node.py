@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phalanx.parallel.mesh.slots import Deal
-from phalanx.plan.whole_run.lost_node import MUCH, better_slots, lost_node, lost_node_notes
+from phalanx.plan.fewer_ranks import MUCH, better_slots, lost_node, lost_node_notes
 from phalanx.run.layout import Layout
 
 LAYOUTS = st.one_of(

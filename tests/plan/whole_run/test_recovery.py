@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s
 from phalanx.observe.ledger.ledger import Bucket
-from phalanx.plan.whole_run.checkpoint_tiers import tiers
 from phalanx.plan.whole_run.recovery import (
     TIER_OF,
     RecoveryError,
     RecoveryMethod,
     fleet_share,
     recovery_phases,
+    tiers,
 )
 
 METHODS: tuple[RecoveryMethod, ...] = ("spare", "shrink", "restart")

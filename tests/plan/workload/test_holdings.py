@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from phalanx.model.facts.holdings import RankPlace, holding, state_bytes
 from phalanx.plan.step_cost import memory
 from phalanx.plan.workload import stacks
-from phalanx.plan.workload.holdings import holdings
-from phalanx.plan.workload.stages import places
+from phalanx.plan.workload.holdings import holdings, places
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, layout_problems, stages_per_rank
 from phalanx.run.spec import (

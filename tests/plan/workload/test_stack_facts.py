@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from phalanx.plan.step_cost import kernels
 from phalanx.plan.step_cost.estimate import Estimate, estimate
-from phalanx.plan.workload.candidates import Recompute
-from phalanx.plan.workload.foreign_stacks import MEGATRON, MEGATRON_2022
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout, Recompute
+from phalanx.plan.workload.software import MEGATRON, MEGATRON_2022
 from phalanx.plan.workload.stacks import AttentionPath, Overlap
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, planned, small_gpt

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.facts.stages import balance
-from phalanx.plan.workload.stages import balanced, places, split
+from phalanx.plan.workload.holdings import balanced, places, split
 from phalanx.run.kinds.mixture import is_mixture
 from plan.jobs import job
 

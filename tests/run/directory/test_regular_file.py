@@ -11,7 +11,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import INDEX_FILE, read_index
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.directory.regular_file import leads_out, open_regular, read_small
-from phalanx.watch.logs.files import streams
+from phalanx.watch.log_blocks import streams
 
 
 @pytest.fixture

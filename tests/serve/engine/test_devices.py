@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import phalanx.serve.sampling as sampling_module
+import phalanx.serve.engine.sampler as sampling_module
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
@@ -109,9 +109,9 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        for place in ("serve.sampling", "serve.engine.sampler", "serve.kv_cache.memory"):
+        for place in ("serve.engine.sampler", "serve.kv_cache.memory"):
             patch.setattr(f"phalanx.{place}.fetched", seen.fetch)
-        patch.setattr("phalanx.serve.computing_device.make_current", lambda _: None)
+        patch.setattr("phalanx.serve.numerics.make_current", lambda _: None)
         patch.setattr("phalanx.serve.numerics.device_name", lambda _: "made up")
         sampling_module._on.cache_clear()
         try:

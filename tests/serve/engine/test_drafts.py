@@ -19,9 +19,9 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.engine.drafts import Drafter, DraftInput, DraftState
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.http.served.of_run import OpenedEngine, open_engine
-from phalanx.serve.http.served.served_run import ServedRun
-from phalanx.serve.sampling import draw
+from phalanx.serve.engine.sampler import draw
+from phalanx.serve.served.of_run import OpenedEngine, open_engine
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
 from serve.engine.test_engine import KINDS, prompt, run
 from serve.packed_runs import DENSE, make_run

@@ -15,9 +15,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.fast_products import use_fast_products
-from phalanx.serve.engine.few_rows import few_rows
-from phalanx.serve.engine.model_runner import ModelRunner
+from phalanx.serve.engine.model_runner import ModelRunner, few_rows, use_fast_products
 from phalanx.serve.kv_cache.layer_cache import Rule, Span
 from phalanx.serve.kv_cache.memory import TextKV
 from phalanx.traffic.requests import PromptScored, Request, Sampling

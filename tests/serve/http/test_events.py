@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.http.detokenizer import TextDelta
-from phalanx.serve.http.response_format import ResponseFormat, sse_event
+from phalanx.serve.http.response import ResponseFormat, sse_event
 
 
 @given(

@@ -25,12 +25,11 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine, KeptPages, Prepared
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.http.app import Gateway, application
-from phalanx.serve.http.served import following
-from phalanx.serve.http.served.following import Follower
-from phalanx.serve.http.served.model_text import ModelText
-from phalanx.serve.http.served.of_run import open_engine, weights_digest
-from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.worker import EngineWorker, Swap
+from phalanx.serve.prompt import ModelText
+from phalanx.serve.served import of_run
+from phalanx.serve.served.of_run import Follower, open_engine, weights_digest
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.traffic.requests import Ended, EngineOutput, Request
 from serve.packed_runs import DENSE, make_run, random_model
 
@@ -212,7 +211,7 @@ def test_a_gpu_without_memory_for_a_second_copy_of_the_weights_is_told_with_what
     served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
     opened = open_engine(served)
     assert isinstance(opened.engine, Engine)
-    reads, read = [0], following.restored_model
+    reads, read = [0], of_run.restored_model
 
     def reading(place: Path, step: int, *, device: torch.device, **options: Any) -> Any:
         assert device.type == "cuda"
@@ -221,9 +220,9 @@ def test_a_gpu_without_memory_for_a_second_copy_of_the_weights_is_told_with_what
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
         return read(place, step, **options)
 
-    monkeypatch.setattr(following, "restored_model", reading)
+    monkeypatch.setattr(of_run, "restored_model", reading)
     for name in ("make_current", "give_back_memory"):
-        monkeypatch.setattr(f"phalanx.serve.computing_device.{name}", lambda _: None)
+        monkeypatch.setattr(f"phalanx.serve.numerics.{name}", lambda _: None)
     said: list[str] = []
     worker = EngineWorker(opened.engine, opened.identity, step=1)
     engine = cast(Engine, OnGpu(opened.engine, RuntimeError(), 0))

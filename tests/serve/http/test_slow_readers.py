@@ -9,8 +9,8 @@ from typing import Any
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.serve.http.app import Gateway, application
-from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.worker import Identity, WorkerLoad
+from phalanx.serve.prompt import ModelText
 from phalanx.traffic.requests import EngineOutput, Request, Token
 
 BODY = json.dumps({"model": "run", "prompt": "a", "max_tokens": 100, "stream": True}).encode()

@@ -14,7 +14,7 @@ from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.published.sentencepiece_model import read_model, to_tokenizer_json
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from phalanx.serve.http.detokenizer import TextDelta
-from phalanx.serve.http.response_format import ResponseFormat
+from phalanx.serve.http.response import ResponseFormat
 from phalanx.traffic.requests import PromptScored, Token
 
 

@@ -16,7 +16,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.kv_cache.format import kv_format
+from phalanx.serve.kv_cache.memory import kv_format
 from phalanx.traffic.block_table import page_names
 from serve.engine.test_engine import DENSE, asked, built, engine, logprobs_of, prompt, run
 

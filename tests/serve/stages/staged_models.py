@@ -10,9 +10,9 @@ from msgspec import structs
 
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.http.served.of_run import open_engine
-from phalanx.serve.http.served.opened import OpenedEngine
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.of_run import open_engine
+from phalanx.serve.served.opened import OpenedEngine
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.serve.stages.stage_main import StageTask, join
 from serve.packed_runs import DENSE, LATENT, MIXTURE
 

@@ -12,8 +12,7 @@ from phalanx.serve.engine.errors import PartLostError
 from phalanx.serve.stages import link
 from phalanx.serve.stages import messages as m
 from phalanx.serve.stages.door import Door
-from phalanx.serve.stages.far_shares import FarShare, FarShares
-from phalanx.serve.stages.far_stages import FarStage, FarStages
+from phalanx.serve.stages.far_layers import FarShare, FarShares, FarStage, FarStages
 from phalanx.serve.stages.link import StageLink
 from phalanx.serve.stages.shares import Share
 from phalanx.wire.messages import UnprovenError

@@ -17,13 +17,11 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.http.served.of_run import open_engine
-from phalanx.serve.http.served.opened import OpenedEngine
-from phalanx.serve.kv_cache.format import KVFormat
-from phalanx.serve.kv_cache.memory import PageMemory
+from phalanx.serve.kv_cache.memory import KVFormat, PageMemory
+from phalanx.serve.served.of_run import open_engine
+from phalanx.serve.served.opened import OpenedEngine
 from phalanx.serve.stages import far_part
-from phalanx.serve.stages.part_weights import divided, restored_part, restored_share
-from phalanx.serve.stages.shares import Share
+from phalanx.serve.stages.shares import Share, divided, restored_part, restored_share
 from phalanx.serve.workers.page_client import pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
 from phalanx.traffic.block_table import page_names

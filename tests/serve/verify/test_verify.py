@@ -22,10 +22,10 @@ from phalanx.data.chat.template import read_chat_template
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
+from phalanx.serve import verify
 from phalanx.serve.generate import generate, load_model
-from phalanx.serve.verify import verify
-from phalanx.serve.verify.other_engine import by_transformers
-from phalanx.serve.verify.verify import TIE_NATS, VerifyError, judged, other_texts
+from phalanx.serve.other_engine import by_transformers
+from phalanx.serve.verify import TIE_NATS, VerifyError, judged, other_texts
 from phalanx.train.start.open_run import open_run
 from tiny_runs import tiny_run
 

@@ -25,13 +25,20 @@ from phalanx.serve.engine.engine import Engine
 from phalanx.serve.engine.errors import EngineError
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.http.counts import Counts
-from phalanx.serve.http.served import of_pack
-from phalanx.serve.http.served.of_run import open_engine
-from phalanx.serve.http.served.opened import OpenedEngine
-from phalanx.serve.http.served.served_run import ServedRun
 from phalanx.serve.http.worker import EngineWorker, WorkerLoad
-from phalanx.serve.weights.budget import LIBRARIES, Computing, divide_budget, text_bytes
-from phalanx.serve.weights.residency import TooLargeError, divide_memory, least_bytes
+from phalanx.serve.served import of_run
+from phalanx.serve.served.of_run import open_engine
+from phalanx.serve.served.opened import OpenedEngine
+from phalanx.serve.served.served_run import ServedRun
+from phalanx.serve.weights.budget import (
+    LIBRARIES,
+    Computing,
+    TooLargeError,
+    divide_budget,
+    divide_memory,
+    least_bytes,
+    text_bytes,
+)
 from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling
 from serve.http.served import server
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
@@ -68,7 +75,7 @@ def served(place: Path, *, stream: bool, dtype: str = "float32", memory: int = 0
 
 def tight(monkeypatch: pytest.MonkeyPatch, path: Path, spec: ModelSpec) -> int:
     """The least memory in which a pack streams, as if this process took nothing."""
-    monkeypatch.setattr(of_pack, "taken", lambda: 0)
+    monkeypatch.setattr(of_run, "taken", lambda: 0)
     computing = Computing(ROWS, ROWS, CONTEXT).nbytes(spec, "float32")
     of_text = text_bytes(spec, "float32", CONTEXT)
     return LIBRARIES + computing + of_text + least_bytes(open_pack(path).index, "float32")

@@ -22,9 +22,8 @@ from phalanx.model.layers.experts.moe import Experts
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.generate import generate, load_model
-from phalanx.serve.weights.open_model import empty_model, open_model, packed, stream_weights
-from phalanx.serve.weights.residency import TooLargeError, divide_memory
-from phalanx.serve.weights.scorer import scorer_of
+from phalanx.serve.weights.budget import TooLargeError, divide_memory
+from phalanx.serve.weights.open_model import empty_model, open_model, packed, scorer_of, stream_weights
 from phalanx.serve.weights.streamed import streamed_weights
 from phalanx.train.score.score import Compute, Scorer
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run

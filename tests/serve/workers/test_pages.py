@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from phalanx.serve.workers import page_client, page_server
 from phalanx.serve.workers.page_client import Pulled, Way, pull
 from phalanx.serve.workers.page_server import UNLEASED, OfferedPages, PageServer
-from phalanx.serve.workers.shared_pages import Place, SharedPages, opened
+from phalanx.serve.workers.page_wire import Place, SharedPages, opened
 from phalanx.traffic.events import Identity
 from phalanx.wire import port
 from serve.workers.services import until

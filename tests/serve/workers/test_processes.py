@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from phalanx.process.restarts import RestartPolicy
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.serve.workers.processes import Happened, Processes
 from phalanx.serve.workers.worker_main import WorkerTask
 

@@ -23,8 +23,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.engine import Engine
-from phalanx.serve.kv_cache.format import kv_format
-from phalanx.serve.kv_cache.memory import page_bytes
+from phalanx.serve.kv_cache.memory import kv_format, page_bytes
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers import page_client, serving_worker
 from phalanx.serve.workers.page_client import PageWay, Way, pull

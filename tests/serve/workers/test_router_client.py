@@ -10,7 +10,7 @@ from phalanx.serve.http.worker import Streaming
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.processes import Happened
 from phalanx.serve.workers.router import Router, RouterSettings, Watcher
-from phalanx.serve.workers.router_client import Notice, RouterClient
+from phalanx.serve.workers.service import Notice, RouterClient
 from phalanx.wire.messages import encode
 
 

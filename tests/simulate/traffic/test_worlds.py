@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.simulate.traffic.run import Load, run_seed
+from phalanx.simulate.traffic_world import Load, run_seed
 from phalanx.traffic import audit, dispatch, journal
 from phalanx.traffic.invariants import BrokenInvariant
 

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.observe.logs.log_file import aside
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.logs.follow import Follower
-from phalanx.watch.logs.groups import grouped, normalized, ranges
-from phalanx.watch.logs.read import LogQuery, LogQueryError, all_lines, first_failure, read_lines
+from phalanx.watch.log_lines import (
+    Follower,
+    LogQuery,
+    LogQueryError,
+    all_lines,
+    first_failure,
+    grouped,
+    normalized,
+    ranges,
+    read_lines,
+)
 
 LEVELS = ("debug", "info", "warning", "error")
 

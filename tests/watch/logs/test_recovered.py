@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from phalanx.cli.main import phalanx_command
 from phalanx.observe.logs.first_failure import ended_text
-from phalanx.watch.logs.read import recovered_step, told_failure
+from phalanx.watch.log_lines import recovered_step, told_failure
 from recorded_runs import RecordedRun
 
 

@@ -16,8 +16,8 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
 from phalanx.observe.ledger.goodput import goodput
 from phalanx.watch.page.app import application
-from phalanx.watch.page.guard import access_for
-from phalanx.watch.page.views.runs import Runs
+from phalanx.watch.page.http import access_for
+from phalanx.watch.page.runs import Runs
 from watch.made_runs import crashed, write_events
 
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.watch.page.views.runs import GIVES_WAY_S, Runs
+from phalanx.watch.page.runs import GIVES_WAY_S, Runs
 from phalanx.watch.series.run_series import RunSeries
 from phalanx.watch.series.stored import SeriesCache
 from watch.made_runs import crashed

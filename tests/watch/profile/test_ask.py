@@ -10,13 +10,13 @@ import pytest
 
 from phalanx.observe.profile.request import ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.profile import ask
+from phalanx.watch.profile import read
 from phalanx.watch.profile.read import ProfileError
 from recorded_runs import RecordedRun
 
 
 def _asked(directory: RunDirectory, wait_s: float) -> str:
-    return ask.ask(directory, 1, "auto", wait_s, lambda _line: None)
+    return read.ask(directory, 1, "auto", wait_s, lambda _line: None)
 
 
 def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
@@ -28,7 +28,7 @@ def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
         write_request(directory, request)
         request_path(directory).unlink()
 
-    monkeypatch.setattr(ask, "write_request", written_and_taken)
+    monkeypatch.setattr(read, "write_request", written_and_taken)
     with pytest.raises(ProfileError, match="nobody took the request"):
         _asked(run.directory, 0.3)
 

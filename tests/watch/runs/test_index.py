@@ -20,9 +20,8 @@ from phalanx.observe.events import RunStarted
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx.watch.runs.index import RunIndex, RunRow
-from phalanx.watch.runs.labels import Labels, write_labels
-from phalanx.watch.runs.lock import KernelLocks
-from phalanx.watch.runs.row import read_facts, row_of
+from phalanx.watch.runs.probe import KernelLocks
+from phalanx.watch.runs.row import Labels, read_facts, row_of, write_labels
 from watch.runs.some_runs import make_run
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from phalanx.watch.runs.index import RunIndex, RunRow
-from phalanx.watch.runs.labels import Labels, write_labels
+from phalanx.watch.runs.row import Labels, write_labels
 from phalanx.watch.runs.select import COLUMNS, HEADINGS, SelectionError, ordered, read_condition, selected
 from watch.runs.some_runs import make_run
 

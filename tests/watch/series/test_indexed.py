@@ -20,7 +20,7 @@ from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, S
 from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES, TITLE, Row, encode_record
 from phalanx.watch.series.indexed import CHUNK_RECORDS, StepIndex
 from phalanx.watch.series.run_series import RunSeries
-from phalanx.watch.series.step_lines import step_row
+from phalanx.watch.series.table import step_row
 
 
 def long_run(run_dir: Path, steps: int = 5 * GROUP + 7, killed: bool = False) -> Path:

@@ -13,9 +13,8 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStreamWriter
 from phalanx.observe.record.machines import Machine
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.why import read
-from phalanx.watch.why.judge import judge
-from phalanx.watch.why.read import observe, read_ends
+from phalanx.watch.why import reasons
+from phalanx.watch.why.reasons import judge, observe, read_ends
 from watch.why.watched import Watched, step, steps
 
 
@@ -29,7 +28,7 @@ def test_of_a_long_stream_the_end_is_read_and_samples_of_the_past_in_their_order
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("_TAIL_BYTES", 20_000), ("_HEAD_BYTES", 2000), ("_SAMPLE_BYTES", 2000)):
-        monkeypatch.setattr(read, name, value)
+        monkeypatch.setattr(reasons, name, value)
     run = Watched(tmp_path)
     run.write(steps(1, 500))
     everything = list(read_events(run.directory.events))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.simulate.traffic.run import Load, run_seed
+from phalanx.simulate.traffic_world import Load, run_seed
 from phalanx.traffic.invariants import BrokenInvariant
 
 

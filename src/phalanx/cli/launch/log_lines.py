@@ -16,12 +16,13 @@ from phalanx.observe.logs.assemble import clean
 from phalanx.observe.logs.first_failure import what_happened, who
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.logs.follow import Follower
-from phalanx.watch.logs.groups import LogGroup, grouped
-from phalanx.watch.logs.read import (
+from phalanx.watch.log_lines import (
+    Follower,
+    LogGroup,
     LogQuery,
     LogQueryError,
     all_lines,
+    grouped,
     read_lines,
     recovered_step,
     told_failure,

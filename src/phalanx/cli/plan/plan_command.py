@@ -32,7 +32,7 @@ from phalanx.cli.plan.what_to_train import answer_budget, answer_fit, refuse_bes
 
 if TYPE_CHECKING:
     from phalanx.hardware.cluster import Cluster
-    from phalanx.plan.search.network import Placer
+    from phalanx.plan.search.alternatives import Placer
     from phalanx.plan.search.plan import Plan
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
@@ -73,7 +73,7 @@ def write_files(
     if out is not None:
         import tomli_w
 
-        from phalanx.plan.search.advice import run_of_layout
+        from phalanx.plan.search.layout_text import run_of_layout
         from phalanx.run.read import to_table
 
         winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if aim.tokens else None)

@@ -21,7 +21,7 @@ from phalanx.cli.plan.what_to_train import refuse_beside, refuse_model_fields
 if TYPE_CHECKING:
     from phalanx.hardware.cluster import Cluster
     from phalanx.plan.scaling.answer import Question
-    from phalanx.plan.search.network import Placer
+    from phalanx.plan.search.alternatives import Placer
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
 
@@ -167,7 +167,7 @@ def question_asked(
 ) -> Question:
     """The question that a budget asks, about no cluster yet. Raises an error for options and fields that are the answer's."""
     from phalanx.plan.scaling.answer import Question
-    from phalanx.plan.scaling.budget import read_budget
+    from phalanx.plan.scaling.optimum import read_budget
     from phalanx.plan.scaling.shapes import MODEL_KINDS
     from phalanx.plan.search.query import read_tokens, refuse_unused
 

@@ -51,7 +51,7 @@ def answer_budget(question: Question, *, out: Path | None, report: Path | None, 
     """Finds what to train, prints it, and writes the files that were asked for, of the better kind of model."""
     from phalanx.cli.plan.tables.budget_table import print_answer
     from phalanx.plan.scaling.answer import answer
-    from phalanx.plan.scaling.as_json import answer_json
+    from phalanx.plan.scaling.words import answer_json
 
     found = answer(question, say=lambda text: click.echo(f"{text} ...", err=True))
     if (out is not None or report is not None) and found.best.plan is None:
@@ -77,7 +77,7 @@ def _write(found: BudgetAnswer, out: Path | None, report: Path | None) -> None:
     if out is not None:
         import tomli_w
 
-        from phalanx.plan.search.advice import run_of_layout
+        from phalanx.plan.search.layout_text import run_of_layout
         from phalanx.run.read import to_table
 
         winner = run_of_layout(best.spec, best.plan.job, best.plan.chosen.layout, best.tokens)
@@ -91,9 +91,9 @@ def answer_fit(
 ) -> None:
     """Fits a law to the run directories among ``places``, and predicts the run file among them, or what FLOP are best spent on."""
     from phalanx.cli.plan.tables.budget_table import print_fit
-    from phalanx.plan.scaling.as_json import fit_json
     from phalanx.plan.scaling.fit import fit
     from phalanx.plan.scaling.small_runs import read_runs
+    from phalanx.plan.scaling.words import fit_json
 
     files = [place for place in places if place.suffix == ".toml"]
     if len(files) > 1:
@@ -124,7 +124,7 @@ def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tupl
 
 
 def _flops(text: str) -> float:
-    from phalanx.plan.scaling.budget import read_budget
+    from phalanx.plan.scaling.optimum import read_budget
 
     budget = read_budget(text)
     if budget.unit != "flop":

@@ -10,7 +10,7 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.watch.runs.index import is_run
-from phalanx.watch.runs.labels import LabelError, Labels, read_labels, write_labels
+from phalanx.watch.runs.row import LabelError, Labels, read_labels, write_labels
 
 
 @click.command("tag", short_help="Give a run tags, take them away, or print them.")

@@ -63,7 +63,7 @@ def command(
 
     Exit codes: 0 the same bits (with --dry-run: nothing that may change them differs), 1 they part (or something differs), 2 trouble.
     """
-    from phalanx.watch.runs.make_environment import make_environment
+    from phalanx.watch.runs.reproduce import make_environment
 
     demand_folder(run_dir, TroubleError)
     with trouble(RunDirectoryError):
@@ -153,7 +153,7 @@ def _again(
     """Trains it again and compares; returns the exit code."""
     from phalanx.cli.watch.text.diff_text import comparison_lines
     from phalanx.train.compare.runs import NothingToCompareError, compare_runs
-    from phalanx.watch.runs.again import again, free_directory, train_again, write_run_file
+    from phalanx.watch.runs.reproduce import again, free_directory, train_again, write_run_file
 
     place = into or free_directory(run_dir)
     with trouble(RunDirectoryError, NothingToCompareError):

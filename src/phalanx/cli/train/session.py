@@ -218,7 +218,7 @@ def _key_of(directory: RunDirectory) -> str:
 
 def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
     """Return the text at the end of a run; print the reason and return ``None`` if it cannot be computed."""
-    from phalanx.serve.sample import sample_text
+    from phalanx.serve.generate import sample_text
 
     try:
         return sample_text(path, sample)

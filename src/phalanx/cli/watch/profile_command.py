@@ -56,8 +56,7 @@ def command(
     """
     demand_folder(run_dir)
     from phalanx.cli.watch.text.profile_report import print_list, print_report
-    from phalanx.watch.profile.ask import ask
-    from phalanx.watch.profile.read import ProfileError, make_summary, profiles, read_summary
+    from phalanx.watch.profile.read import ProfileError, ask, make_summary, profiles, read_summary
 
     directory = RunDirectory(run_dir)
     console, errors = text_console(), text_console(stderr=True)

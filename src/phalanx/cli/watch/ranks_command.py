@@ -19,8 +19,14 @@ from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamErro
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.layout import Layout
 from phalanx.run.rank_places import rank_place
-from phalanx.watch.ranks.seats import layout_of_attempt, nodes_of_ranks
-from phalanx.watch.ranks.slowest import RankLateness, newest_windows, slowest, values_of
+from phalanx.watch.ranks import (
+    RankLateness,
+    layout_of_attempt,
+    newest_windows,
+    nodes_of_ranks,
+    slowest,
+    values_of,
+)
 
 _MEANING = {
     "compute_s": ("own computing of a slot", "ms", 1e-3),

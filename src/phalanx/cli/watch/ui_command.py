@@ -64,7 +64,7 @@ def command(
     Behind SSH: ssh -L 7425:127.0.0.1:7425 MACHINE, and open the address that is printed there.
     """
     from phalanx.hardware.local.network import ListenError
-    from phalanx.watch.page.server import serve
+    from phalanx.watch.page.app import serve
 
     folders = folders or (Path("runs"),)
     for folder in folders:

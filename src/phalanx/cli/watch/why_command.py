@@ -19,7 +19,8 @@ from phalanx.launch.engines.order import FOLDER
 from phalanx.launch.engines.standing import standing_or_end
 from phalanx.observe.throughput import format_duration
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.why.reasons import Reason, reasons
+from phalanx.watch.why.observed import Reason
+from phalanx.watch.why.reasons import reasons
 
 _POLL_S = 2.0
 _ENGINE_S = 60.0

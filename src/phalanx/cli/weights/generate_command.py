@@ -97,7 +97,7 @@ def command(
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.serve.engine.errors import PartLostError
-    from phalanx.serve.sample import continued
+    from phalanx.serve.generate import continued
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise click.ClickException("--prompt is not valid UTF-8")
@@ -118,8 +118,8 @@ def command(
             from phalanx.checkpoint.pack.reader import open_pack
             from phalanx.hardware.local.device import gpus
             from phalanx.hardware.portable.operations import begun
-            from phalanx.serve.computing_device import computing_on, device_named
             from phalanx.serve.engine.errors import ONLY_STREAMED
+            from phalanx.serve.numerics import computing_on, device_named
             from phalanx.serve.weights.open_model import open_model, run_folder
 
             if packed:

@@ -86,9 +86,8 @@ def command(
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.kinds.latent_attention import is_absorbed
-    from phalanx.serve.computing_device import computing_on
     from phalanx.serve.engine.errors import PartLostError
-    from phalanx.serve.numerics import numerics_id
+    from phalanx.serve.numerics import computing_on, numerics_id
     from phalanx.serve.prompt import load_run_tokenizer
 
     if memory is not None and not stream:
@@ -159,8 +158,8 @@ def _scorer(
     from phalanx.hardware.local.device import gpus, on_gpu
     from phalanx.hardware.local.environment import set_for_rank
     from phalanx.run.directory.paths import RunDirectory, read_resolved
-    from phalanx.serve.computing_device import computing_on, device_named
-    from phalanx.serve.weights.scorer import scorer_of
+    from phalanx.serve.numerics import computing_on, device_named
+    from phalanx.serve.weights.open_model import scorer_of
     from phalanx.train.score.score import Scorer
 
     of_pack = stream or place.is_file()

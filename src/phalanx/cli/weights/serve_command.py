@@ -13,12 +13,12 @@ from phalanx.cli.weights.service.options import another_machine, require_consist
 from phalanx.cli.weights.service.start import Said, Start, join_stages, make_key, start
 from phalanx.cli.weights.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
 from phalanx.run.directory.paths import is_published
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
-    from phalanx.serve.kv_cache.format import KVFormatName
+    from phalanx.serve.kv_cache.memory import KVFormatName
     from phalanx.serve.workers.page_client import PageWay
 
 _PAGES_BYTES = 1 << 30

@@ -28,7 +28,7 @@ def verify_export(
     import torch
 
     from phalanx.serve.generate import load_model
-    from phalanx.serve.verify.verify import TIE_NATS, VerifyError, judged, other_texts
+    from phalanx.serve.verify import TIE_NATS, VerifyError, judged, other_texts
 
     with explained(VerifyError, ValueError):
         version, texts = other_texts(engine, folder, dtype, prompts, tokens, python)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare, stage_times
-from phalanx.plan.step_cost.exact_schedule import flush_s, timeline
+from phalanx.plan.step_cost.pipeline import flush_s, timeline
 from phalanx.plan.step_cost.step_time import hop_s
 from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stacks import Job

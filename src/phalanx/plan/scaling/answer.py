@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.plan.scaling.budget import Budget
 from phalanx.plan.scaling.laws import (
     CHINCHILLA,
     DENSE_LAWS,
@@ -20,6 +19,7 @@ from phalanx.plan.scaling.laws import (
     DenseLaw,
     LossSurface,
     MixtureLaw,
+    RepeatedData,
     RoutedLaw,
     Source,
     joint_law,
@@ -27,6 +27,7 @@ from phalanx.plan.scaling.laws import (
     routed_law,
 )
 from phalanx.plan.scaling.optimum import (
+    Budget,
     BudgetError,
     CostPerToken,
     Optimum,
@@ -38,7 +39,6 @@ from phalanx.plan.scaling.optimum import (
     straight,
     tokens_for,
 )
-from phalanx.plan.scaling.repeated_data import RepeatedData
 from phalanx.plan.scaling.shapes import EXPANSION, MODEL_KINDS, ModelKind, Shape, run_of_shape, shape_of
 from phalanx.plan.search.plan import Plan, make_plan
 from phalanx.plan.search.query import Aim, RequestError

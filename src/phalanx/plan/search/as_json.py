@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from phalanx.plan.evidence.band import LEVELS
-from phalanx.plan.search.front import Point
+from phalanx.plan.evidence.learned import LEVELS
+from phalanx.plan.search.options import Point
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate

@@ -11,13 +11,34 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.plan.evidence.band import Band, normal_band
-from phalanx.plan.evidence.learned import UNKNOWN_MACHINE, BestRun, Evidence, learned, makers_with_runs
+from phalanx.plan.evidence.learned import (
+    UNKNOWN_MACHINE,
+    Band,
+    BestRun,
+    Evidence,
+    learned,
+    makers_with_runs,
+    normal_band,
+)
+from phalanx.plan.fewer_ranks import lost_node_notes
 from phalanx.plan.run_fields import notes_of
-from phalanx.plan.search.advice import least_change, parallel_of, what_would_fit
-from phalanx.plan.search.ideas import Idea, ideas_of
-from phalanx.plan.search.layout_text import read_layout, replaced_sharding
-from phalanx.plan.search.network import PLACED, NetworkCost, Placer, ranked_on_network, with_uplinks
+from phalanx.plan.search.alternatives import (
+    PLACED,
+    Idea,
+    NetworkCost,
+    Placer,
+    ideas_of,
+    ranked_on_network,
+    with_uplinks,
+)
+from phalanx.plan.search.layout_text import (
+    least_change,
+    parallel_of,
+    read_layout,
+    replaced_sharding,
+    what_would_fit,
+)
+from phalanx.plan.search.options import LEAST_ROOM, NO_ROOM, Options, free_share
 from phalanx.plan.search.query import (
     OWN,
     Aim,
@@ -30,16 +51,13 @@ from phalanx.plan.search.query import (
     read_tokens,
     with_modes_asked,
 )
-from phalanx.plan.search.room import LEAST_ROOM, NO_ROOM, free_share
 from phalanx.plan.search.search import NothingFitsError, SearchResult, search
-from phalanx.plan.search.space.options import Options
 from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
+from phalanx.plan.whole_run.cost import Activity
 from phalanx.plan.whole_run.data_reading import DataNeed, stored_sample_bytes
-from phalanx.plan.whole_run.energy import Activity
 from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run
-from phalanx.plan.whole_run.lost_node import lost_node_notes
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.data_folders import addresses
 from phalanx.run.kinds.whole_model import undivided

@@ -21,13 +21,18 @@ from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.plan.evidence.learned import Evidence, evidence_for, generation_of, learned
 from phalanx.plan.run_fields import SEARCHED
+from phalanx.plan.search.options import Options
 from phalanx.plan.search.search import Objective
-from phalanx.plan.search.space.options import Options
-from phalanx.plan.workload.candidates import RECOMPUTE
-from phalanx.plan.workload.foreign_stacks import STACKS, stack_on
+from phalanx.plan.workload.candidates import RECOMPUTE, parts_of, with_modes
 from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
-from phalanx.plan.workload.recompute_modes import parts_of, with_modes
-from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
+from phalanx.plan.workload.software import (
+    SOFTWARE,
+    STACKS,
+    Software,
+    profile_of_software,
+    stack_of_software,
+    stack_on,
+)
 from phalanx.plan.workload.stacks import Job, Overlap, Stack, Workload, stack_of, workload_of
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems

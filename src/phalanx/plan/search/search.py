@@ -16,13 +16,26 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from phalanx.plan.search.front import Front, Point, unbeaten
-from phalanx.plan.search.room import LEAST_ROOM, free_share, with_room_first
-from phalanx.plan.search.space.axes import AXES, exclusions, finer_space, space
-from phalanx.plan.search.space.options import Options
+from phalanx.plan.search.options import (
+    LEAST_ROOM,
+    Front,
+    Options,
+    Point,
+    free_share,
+    unbeaten,
+    with_room_first,
+)
+from phalanx.plan.search.space import AXES, exclusions, finer_space, space
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, estimated, prepare
-from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints, candidates_of
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import (
+    SCHEDULES,
+    Bools,
+    Candidates,
+    Floats,
+    Ints,
+    PlannedLayout,
+    candidates_of,
+)
 from phalanx.plan.workload.stacks import Job
 
 _CHUNK_CELLS = 1 << 18
@@ -79,7 +92,7 @@ class SearchResult:
     """The Pareto front: none is beaten in time, memory and accelerators at once (memory in steps of 1/128 of the capacity)."""
     runners_up: tuple[RunnerUp, ...]
     roomy: Estimate | None
-    """The best by the objective that leaves room in memory (``phalanx.plan.search.room``)."""
+    """The best by the objective that leaves room in memory (``phalanx.plan.search.options``)."""
     looked_at: int
     """Layouts of the space, legal or not."""
     valid: int

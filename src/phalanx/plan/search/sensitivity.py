@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from phalanx.hardware.overrides import with_value
 from phalanx.hardware.profiles import Profile
-from phalanx.plan.search.network import UPLINKS
+from phalanx.plan.search.alternatives import UPLINKS
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.whole_run.estimate import LEVELS, estimate_run

@@ -14,11 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from phalanx.plan.serving.demand import DemandError, Traffic
-from phalanx.plan.serving.memory import FORMAT_BYTES, Division, token_bytes
-from phalanx.plan.serving.step_time import Step, step_parts
-from phalanx.plan.serving.streaming import streamed_bytes, tokens_per_s
-from phalanx.plan.serving.workers import Service, Worker, largest, shortfalls, workers_of
+from phalanx.plan.serving.step_cost import (
+    FORMAT_BYTES,
+    Division,
+    Step,
+    step_parts,
+    streamed_bytes,
+    token_bytes,
+    tokens_per_s,
+)
+from phalanx.plan.serving.workers import (
+    DemandError,
+    Service,
+    Traffic,
+    Worker,
+    largest,
+    shortfalls,
+    workers_of,
+)
 
 # Waiting times in closed form: M/G/k by Erlang's formula and the correction for the service times' spread.
 #

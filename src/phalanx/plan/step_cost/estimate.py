@@ -15,8 +15,6 @@ from itertools import pairwise
 import numpy as np
 
 from phalanx.parallel.pipeline.schedules import ScheduleName
-from phalanx.plan.step_cost.bubbles import Pipelines, legal
-from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s
 from phalanx.plan.step_cost.layer_costs import LayerCosts, layer_costs
 from phalanx.plan.step_cost.memory import (
     OVERHEADS,
@@ -30,6 +28,7 @@ from phalanx.plan.step_cost.memory import (
     state_columns,
     total,
 )
+from phalanx.plan.step_cost.pipeline import Pipelines, StageTimes, flush_s, legal
 from phalanx.plan.step_cost.step_time import (
     PassTimes,
     Slowest,
@@ -47,14 +46,13 @@ from phalanx.plan.workload.candidates import (
     Candidates,
     Floats,
     Ints,
+    PlannedLayout,
     at_last,
     candidates_of,
     occurrences,
 )
-from phalanx.plan.workload.holdings import Holdings, holdings
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.holdings import Holdings, holdings, most_stages, split
 from phalanx.plan.workload.stacks import Job
-from phalanx.plan.workload.stages import most_stages, split
 from phalanx.run.kinds.mixture import is_mixture
 
 

@@ -14,12 +14,11 @@ from functools import reduce
 import numpy as np
 
 from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
-from phalanx.plan.step_cost.bubbles import Pipelines, in_flight
 from phalanx.plan.step_cost.layer_costs import LayerCosts
+from phalanx.plan.step_cost.pipeline import Pipelines, in_flight
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints, distinct
-from phalanx.plan.workload.holdings import Holdings, owned_matrices
+from phalanx.plan.workload.holdings import Holdings, Places, most_stages, owned_matrices, places
 from phalanx.plan.workload.stacks import Job, ParameterState
-from phalanx.plan.workload.stages import Places, most_stages, places
 from phalanx.run.layout import SPLIT_BACKWARD
 from phalanx.run.spec import OptimizerSpec
 

@@ -1,7 +1,7 @@
 """Seconds of an optimizer step, term by term, for arrays of layouts.
 
 The slowest rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it is added what it waits
-for: the pipeline (``phalanx.plan.step_cost.bubbles``), the part of each exchange that computing does not hide, the update, and the
+for: the pipeline (``phalanx.plan.step_cost.pipeline``), the part of each exchange that computing does not hide, the update, and the
 scale tax. Every term is an array of its own, in seconds, over just the axes it depends on; their sum is the step.
 
 Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Overlap.data``) can hide the reduction of
@@ -18,9 +18,9 @@ import numpy as np
 
 from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.plan.step_cost import collectives, kernels
-from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s, in_flight
 from phalanx.plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
 from phalanx.plan.step_cost.memory import PlaceTable, micro_batches_per_slot, times, total
+from phalanx.plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_flight
 from phalanx.plan.workload.architecture import KINDS
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx.plan.workload.holdings import Holdings, owned_matrices

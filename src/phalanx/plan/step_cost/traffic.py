@@ -16,8 +16,7 @@ from phalanx.plan.step_cost.estimate import Evaluation, prepare
 from phalanx.plan.step_cost.memory import micro_batches_per_slot, times
 from phalanx.plan.step_cost.step_time import slowest_place
 from phalanx.plan.workload.architecture import KINDS, layers
-from phalanx.plan.workload.candidates import PRECISIONS, candidates_of
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.candidates import PRECISIONS, PlannedLayout, candidates_of
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.kinds.operations import LayerExchange
 

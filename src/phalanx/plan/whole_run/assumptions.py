@@ -12,10 +12,14 @@ from typing import Any, get_args
 import msgspec
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.plan.evidence.band import EXACT, Band
-from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH
+from phalanx.plan.evidence.learned import EXACT, Band
+from phalanx.plan.whole_run.cost import (
+    ELECTRICITY_USD_PER_KWH,
+    GRID_KG_PER_KWH,
+    STORAGE_USD_PER_GB_MONTH,
+    Activity,
+)
 from phalanx.plan.whole_run.data_reading import STORE_LATENCY_S, STORE_REQUESTS_PER_S, DataNeed
-from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, Activity
 from phalanx.plan.whole_run.failures import CLASSES, DAY_S, FailureClass, RateLevel, classes_at_node_rate
 from phalanx.plan.whole_run.recovery import RecoveryMethod
 from phalanx.run.spec import RunSpec

@@ -1,5 +1,9 @@
-"""Cost of a run: the machines' rent or their depreciation, electricity, and the storage of its
-checkpoints.
+"""Energy and cost of a run: power from the grid and its emissions; rent or depreciation, electricity, and storage of checkpoints.
+
+An accelerator draws its idle power, and on top of it a part of the rest up to its rated power that depends on
+what it does: matrix products reach the rated power, waiting for the network does not. A node's other parts
+draw a constant; the site multiplies everything by its power usage effectiveness (PUE). Published figures for
+whole sites are averages over all of this, so every part is shown.
 
 A rented accelerator's price contains its electricity; an owned one's does not. Either way the spares are paid
 for, and every hour counts that the run held its machines, not only those in which it learned something.
@@ -7,9 +11,113 @@ for, and every hour counts that the run held its machines, not only those in whi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from phalanx.hardware.cluster import Fact
+from phalanx.hardware.cluster import Accelerator, Cluster, Fact
+
+# Energy.
+
+
+J_PER_KWH = 3.6e6
+
+Activity = Literal["compute", "memory", "communication", "idle"]
+
+DRAW: Mapping[Activity, Fact] = {
+    "compute": Fact(
+        1.0,
+        "peak draw in LLM training iterations often reaches or exceeds the rated power (POLCA, arXiv:2308.12908)",
+    ),
+    "memory": Fact(0.6, "assumption: memory-bound kernels leave the matrix units idle"),
+    "communication": Fact(
+        0.3,
+        "assumption: communication phases draw much less than compute phases (arXiv:2508.14318), by how much varies",
+    ),
+    "idle": Fact(0.1, "assumption: bubbles are too short for the clocks to fall to idle"),
+}
+"""Share of (rated - idle) power that is drawn on top of idle, by activity."""
+
+GRID_KG_PER_KWH = Fact(
+    0.4296,
+    "EPA eGRID2018: 947 lb CO2 per MWh, mean of the United States; set the intensity of your own grid",
+    "2020-01",
+)
+
+
+class EnergyError(ValueError):
+    """Shares that do not sum to one, or times that are negative."""
+
+
+def accelerator_power_w(
+    accelerator: Accelerator, shares: Mapping[Activity, float], draw: Mapping[Activity, Fact] = DRAW
+) -> float:
+    """Mean power (W) of an accelerator that spends these shares of its time; they must sum to 1."""
+    unknown = set(shares) - set(get_args(Activity))
+    if unknown or abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0:
+        raise EnergyError(
+            f"shares of {', '.join(get_args(Activity))} must be >= 0 and sum to 1: {dict(shares)}"
+        )
+    idle_w, rated_w = accelerator.idle_power_w.value, accelerator.power_w.value
+    return idle_w + (rated_w - idle_w) * sum(share * draw[name].value for name, share in shares.items())
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Energy of a run in kWh, by what draws it; the parts sum to the total."""
+
+    steps_kwh: float
+    """Accelerators, while they take steps (also those that a failure undoes)."""
+    waiting_kwh: float
+    """Accelerators, during stalls and recoveries."""
+    spares_kwh: float
+    """Accelerators of idle spares."""
+    nodes_kwh: float
+    """CPUs, NICs, fans of all nodes, spares included."""
+    facility_kwh: float
+    """Cooling and conversion: (PUE - 1) x the rest."""
+
+    @property
+    def total_kwh(self) -> float:
+        return self.it_kwh + self.facility_kwh
+
+    @property
+    def it_kwh(self) -> float:
+        return self.steps_kwh + self.waiting_kwh + self.spares_kwh + self.nodes_kwh
+
+    def co2_kg(self, grid_kg_per_kwh: float) -> float:
+        """Emitted by the grid for it."""
+        return self.total_kwh * grid_kg_per_kwh
+
+
+def energy(
+    cluster: Cluster,
+    accelerators: int,
+    spare_accelerators: int,
+    wall_s: float,
+    step_share: float,
+    shares: Mapping[Activity, float],
+) -> Energy:
+    """Energy of ``accelerators`` for ``wall_s`` seconds, of which ``step_share`` (0 to 1) in steps.
+
+    ``shares``: what an accelerator does during a step, see ``accelerator_power_w``.
+    """
+    if not 0 <= step_share <= 1 or wall_s < 0:
+        raise EnergyError(f"step_share must be in [0, 1] and wall_s >= 0: {step_share=}, {wall_s=}")
+    one = cluster.accelerator
+    step_w = accelerator_power_w(one, shares)
+    idle_w = one.idle_power_w.value
+    kwh_per_w = wall_s / J_PER_KWH
+    steps = accelerators * step_w * step_share * kwh_per_w
+    waiting = accelerators * idle_w * (1 - step_share) * kwh_per_w
+    spares = spare_accelerators * idle_w * kwh_per_w
+    nodes = (accelerators + spare_accelerators) / cluster.per_node * cluster.node_power_w.value * kwh_per_w
+    facility = (cluster.pue.value - 1) * (steps + waiting + spares + nodes)
+    return Energy(steps, waiting, spares, nodes, facility)
+
+
+# Cost.
+
 
 HOUR_S = 3600.0
 MONTH_S = 30 * 24 * HOUR_S

@@ -18,10 +18,17 @@ import numpy as np
 from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
 from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs
-from phalanx.plan.whole_run.checkpoint_tiers import TierCost, host_bytes_per_node, tiers
-from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH, Cost, cost
+from phalanx.plan.whole_run.cost import (
+    ELECTRICITY_USD_PER_KWH,
+    GRID_KG_PER_KWH,
+    J_PER_KWH,
+    STORAGE_USD_PER_GB_MONTH,
+    Cost,
+    Energy,
+    cost,
+    energy,
+)
 from phalanx.plan.whole_run.data_reading import DataReading, data_reading, waiting_note
-from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, J_PER_KWH, Energy, energy
 from phalanx.plan.whole_run.failures import (
     CORRELATED_DOMAINS,
     DAY_S,
@@ -30,14 +37,16 @@ from phalanx.plan.whole_run.failures import (
     nodes_in_repair,
     spares_needed,
 )
-from phalanx.plan.whole_run.goodput import (
-    HOPELESS,
-    CheckpointPlan,
-    Risk,
-    interval_s,
-    simulate,
+from phalanx.plan.whole_run.goodput import HOPELESS, CheckpointPlan, Risk, interval_s, simulate
+from phalanx.plan.whole_run.recovery import (
+    TIER_OF,
+    RecoveryMethod,
+    TierCost,
+    fleet_share,
+    host_bytes_per_node,
+    recovery_phases,
+    tiers,
 )
-from phalanx.plan.whole_run.recovery import TIER_OF, RecoveryMethod, fleet_share, recovery_phases
 from phalanx.plan.workload.candidates import Floats
 
 _NORMAL = NormalDist()

@@ -1,23 +1,160 @@
-"""Candidate layouts as arrays: one entry for each layout, or axes that broadcast against each other.
+"""Layouts of the planner: one with names (``PlannedLayout``), many as arrays (``Candidates``), and what each recomputes.
+
+A search computes with arrays of codes (``Candidates``); whatever leaves it is a ``PlannedLayout``, whose
+schedule, recomputation and precision are names. ``LAYOUT_FIELDS`` is the one place that says how a field is called in
+``--layout``, ``--require`` and everything that is printed.
 
 A search looks at millions of layouts. As objects they would cost a microsecond each before anything is computed; as a
 structure of integer arrays every formula of the planner is written once, for one layout and for ten million alike. An array
 may have length one along an axis that its field does not depend on: the whole space is then the product of the axes, and a
 quantity is computed only over the axes it depends on.
+
+The modes of ``Candidates`` are those of programs that offer a few. Others let their users name what is computed
+again in backward: Megatron Core its ``recompute_modules``, whose names are understood beside the planner's own (``PARTS``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.parallel.pipeline.schedules import ScheduleName
-from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.run.layout import Layout
+from phalanx.run.spec import ModelSpec
+
+# One layout, and the names that users write for its fields.
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout with all that is chosen beside the mesh. ``str()`` writes it in the words of ``--layout``."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    stages_per_rank: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    replicate: int = 1
+    shard: int = 1
+    """Data-parallel ranks that state is sharded over, whatever ``zero`` says is sharded."""
+    zero: int = 3
+    """0: nothing is sharded over data-parallel ranks; 1: the optimizer's state; 2: gradients too; 3: weights too."""
+    micro_batch: int = 1
+    """Sequences of one forward pass."""
+    schedule: ScheduleName = "1f1b"
+    recompute: str = "none"
+    """The name of one of the job's modes."""
+    precision: str = "bf16"
+    """The name of one of ``candidates.PRECISIONS``."""
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    sequence_parallel: bool = True
+    """True if tensor ranks divide the sequence between matrix products, rather than repeat that work."""
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.replicate * self.shard
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def mesh(self) -> Layout:
+        """The degrees of the mesh's axes."""
+        return Layout(
+            pipeline=self.pipeline,
+            replicate=self.replicate,
+            shard=self.shard,
+            context=self.context,
+            tensor=self.tensor,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+        )
+
+    def __str__(self) -> str:
+        """One line in the words of ``--layout``; what is 1 or off is left out."""
+        degrees = ("tensor", "context", "pipeline", "stages_per_rank", "expert", "expert_tensor", "data")
+        shown: dict[str, object] = {name: getattr(self, name) for name in degrees if getattr(self, name) > 1}
+        if self.replicate > 1:
+            shown["shard"] = self.shard
+        shown |= {"micro_batch": self.micro_batch, "zero": self.zero}
+        if self.pipeline > 1:
+            shown["schedule"] = self.schedule
+        if self.recompute != "none":
+            shown["recompute"] = self.recompute
+        shown |= {name: 1 for name in ("offload_activations", "offload_optimizer") if getattr(self, name)}
+        if self.precision != "bf16":
+            shown["precision"] = self.precision
+        if not self.sequence_parallel:
+            shown["sequence_parallel"] = 0
+        return ",".join(f"{_SHORT[name]}={value}" for name, value in shown.items())
+
+
+@dataclass(frozen=True)
+class LayoutField:
+    """A field of a layout as users write it."""
+
+    name: str
+    short: str = ""
+    """Its other name, beside ``name``; both are understood."""
+    not_in_layout: str = ""
+    """Why ``--layout`` does not take it."""
+    not_in_require: str = ""
+    """Why ``--require`` does not take it."""
+
+    @property
+    def shown(self) -> str:
+        """Its name in what is printed."""
+        return self.short or self.name
+
+
+_NOT_SEARCHED = "every layout that is looked at has the same"
+
+LAYOUT_FIELDS = (
+    LayoutField("tensor", "tp"),
+    LayoutField("context", "cp"),
+    LayoutField("pipeline", "pp"),
+    LayoutField("stages_per_rank", "vpp"),
+    LayoutField("expert", "ep"),
+    LayoutField("expert_tensor", "etp"),
+    LayoutField("data", "dp"),
+    LayoutField("shard", "fsdp"),
+    LayoutField("replicate", not_in_layout="it is dp / fsdp: give these"),
+    LayoutField("micro_batch", "mbs"),
+    LayoutField("ranks", "gpus"),
+    LayoutField("zero"),
+    LayoutField("offload_activations"),
+    LayoutField("offload_optimizer"),
+    LayoutField("schedule"),
+    LayoutField("recompute"),
+    LayoutField(
+        "precision",
+        not_in_require=f"{_NOT_SEARCHED}: set precision.compute or precision.matmul of the run file",
+    ),
+    LayoutField("sequence_parallel", not_in_require=_NOT_SEARCHED),
+)
+"""Every field of a layout that a user can name."""
+
+_SHORT = {field.name: field.shown for field in LAYOUT_FIELDS}
+
+
+def layout_field(word: str) -> LayoutField | None:
+    """The field that is called ``word``, in short or in full; ``None`` if none is."""
+    return next((field for field in LAYOUT_FIELDS if word in (field.name, field.shown)), None)
+
+
+# Many: one entry for each layout, or axes that broadcast against each other.
+
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -270,3 +407,54 @@ def divisors(number: int, at_most: int | None = None) -> Iterator[int]:
     """The divisors of ``number``, ascending."""
     limit = number if at_most is None else min(number, at_most)
     return (d for d in range(1, limit + 1) if number % d == 0)
+
+
+# Recomputation of single parts of a layer, by the names that software gives them: ``core_attn+layernorm``.
+
+
+MODULES: Mapping[str, frozenset[str]] = {
+    "core_attn": frozenset({"core"}),
+    "attention": frozenset({"core"}),
+    "norm": frozenset({"norm"}),
+    "rmsnorm": frozenset({"norm"}),
+    "layernorm": frozenset({"norm"}),
+    "act": frozenset({"activation", "expert_activation"}),
+    "moe_act": frozenset({"expert_activation"}),
+    "mlp": frozenset({"widen", "activation", "down"}),
+    "mla_up_proj": frozenset({"latent_up"}),
+    "shared_expert": frozenset({"widen", "activation", "down"}),
+    "shared_experts": frozenset({"widen", "activation", "down"}),
+    "moe": frozenset({"router", "dispatch", "expert_widen", "expert_activation", "expert_down", "combine"}),
+}
+"""Parts of a layer by the names of Megatron's ``recompute_modules`` (megatron/core/transformer/transformer_config.py)."""
+
+
+_LATENT = frozenset({"latent_up"})
+
+
+def mode_of_parts(text: str) -> Recompute:
+    """The mode that computes the parts named in ``text`` again, joined by "+". Raises ``ValueError`` with the names there are."""
+    names = [name.strip() for name in text.split("+")]
+    unknown = [name for name in names if name not in MODULES and name not in PARTS]
+    if unknown:
+        raise ValueError(
+            f"recompute={text}: {unknown[0]!r} is no part of a layer: join some of {', '.join(_names())} with +"
+        )
+    parts = frozenset(chain.from_iterable(MODULES.get(name, frozenset({name})) for name in names))
+    return Recompute(text, parts)
+
+
+def parts_of(model: ModelSpec) -> frozenset[str]:
+    """The parts of a layer that some layer of ``model`` has."""
+    parts = frozenset(PARTS) if model.moe is not None else DENSE_PARTS
+    return parts | _LATENT if model.mla is not None else parts - _LATENT
+
+
+def with_modes(modes: tuple[Recompute, ...], texts: Iterable[str]) -> tuple[Recompute, ...]:
+    """``modes`` and those that ``texts`` name by their parts."""
+    known = {mode.name: mode for mode in modes}
+    return (*modes, *(mode_of_parts(text) for text in dict.fromkeys(texts) if text not in known))
+
+
+def _names() -> Iterator[str]:
+    yield from dict.fromkeys((*MODULES, *PARTS))

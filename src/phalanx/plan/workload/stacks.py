@@ -2,7 +2,7 @@
 
 Two programs with the same layout differ in what they keep in which format, in what they hide behind computing, and in what their
 allocators hold. Each difference is a field of a component, so that the formulas of memory and time are written once for all
-software. Stacks of other software are in ``phalanx.plan.workload.foreign_stacks``. Where a figure cannot be read off a source it is
+software. Stacks of other software are in ``phalanx.plan.workload.software``. Where a figure cannot be read off a source it is
 fitted (``phalanx calibrate``, ``python -m validation``): the fractions of ``Overlap``, ``time_scalar`` and ``tax_per_doubling``.
 
 Sources: Megatron-LM's distributed optimizer and main gradients (docs/source/api-guide/dist_optimizer.md of NVIDIA/Megatron-LM);

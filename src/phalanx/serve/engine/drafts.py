@@ -2,7 +2,7 @@
 
 A step computes a text's last token and, behind it, guesses of the next ones, as more rows of the same products (speculative decoding,
 arXiv 2211.17192). A guess is taken if and only if it is the token that the model draws there anyway, so a draft changes no text, at any temperature: sampling
-is a function of seed and position (``phalanx.serve.sampling``), and the guess is drawn with the very numbers that the token will be drawn with.
+is a function of seed and position (``phalanx.serve.engine.sampler``), and the guess is drawn with the very numbers that the token will be drawn with.
 
 The depth ``d`` reads, at position ``p``, the hidden state of depth ``d - 1`` there and the token at ``p + d``, and predicts that at ``p + d + 1``. So
 behind a text of ``L`` tokens, whose hidden states reach to ``L - 2``, each depth guesses at ``p = L - 2``; the last ``d - 1`` rows of depth ``d`` read guesses
@@ -24,9 +24,9 @@ from phalanx.model.layers.attention.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.grouped_attention import window_of
+from phalanx.serve.engine.sampler import LogitsError, draw_rows
 from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
 from phalanx.serve.kv_cache.memory import TextKV
-from phalanx.serve.sampling import LogitsError, draw_rows
 from phalanx.traffic.requests import Sampling
 
 _RULE = Rule(exact=False)

@@ -22,23 +22,53 @@ from phalanx.model.facts.stretching import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.computing_device import computing_on, require_device
 from phalanx.serve.engine.batch import Batch, InFlightBatch, build_batch
 from phalanx.serve.engine.drafts import Drafter, DraftInput
 from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.serve.engine.model_runner import FarLayers, FarSpan, ModelRunner
-from phalanx.serve.engine.sampler import SampledToken, SamplerOutput
-from phalanx.serve.engine.statistics import EngineStatistics
-from phalanx.serve.engine.supported import require_computable, require_supported
-from phalanx.serve.kv_cache.format import KVFormatName, kv_format
+from phalanx.serve.engine.model_runner import (
+    FarLayers,
+    FarSpan,
+    ModelRunner,
+    require_computable,
+    require_supported,
+)
+from phalanx.serve.engine.sampler import SampledToken, SamplerOutput, require_sampling
 from phalanx.serve.kv_cache.layer_cache import Rule
 from phalanx.serve.kv_cache.manager import KVCacheManager, RunningText
-from phalanx.serve.kv_cache.memory import PageBytes, copy_bytes, page_bytes, pages_within
-from phalanx.serve.numerics import Numerics, begin_exact, numerics_id
-from phalanx.serve.sampling import require_sampling
+from phalanx.serve.kv_cache.memory import (
+    KVFormatName,
+    PageBytes,
+    copy_bytes,
+    kv_format,
+    page_bytes,
+    pages_within,
+)
+from phalanx.serve.numerics import Numerics, begin_exact, computing_on, numerics_id, require_device
 from phalanx.traffic.block_table import PAGE
 from phalanx.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
 from phalanx.traffic.scheduler import SchedulerOutput, schedule, youngest
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """How much an engine does and did."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages: int
+    rows_last_step: int
+    cached_tokens: int
+    """Tokens that were not computed because their pages were held, since the engine began."""
+    preempted: int
+    recomputed_pages: int
+    swaps: int
+    """How often other weights took over."""
+    drafted: int
+    """Tokens that were guessed and computed."""
+    accepted: int
+    """Guessed tokens that the model drew."""
+
 
 KeptPages = Literal["recompute", "mixed"]
 """Treatment of the keys and values of running texts when other weights take over."""
@@ -77,7 +107,7 @@ class Engine:
         ``context`` is the most tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have
         pages. With exact numerics this process computes with portable kernels from now on (``phalanx.serve.numerics``).
         ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx.serve.engine.drafts``), which changes no
-        text. ``kept`` is the format of keys and values (``phalanx.serve.kv_cache.format``). ``far`` has the layers that ``model`` lacks, which then
+        text. ``kept`` is the format of keys and values (``phalanx.serve.kv_cache.memory``). ``far`` has the layers that ``model`` lacks, which then
         is the first part of one; ``memory_bytes`` is what each process has. Computes where the weights are, and keeps keys and values there: on a CPU, or
         with fast numerics on a GPU. Raises EngineError for a model, machine or memory that cannot serve.
         """

@@ -1,4 +1,4 @@
-"""What an engine refuses."""
+"""Errors of an engine."""
 
 from __future__ import annotations
 

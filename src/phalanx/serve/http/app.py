@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,18 +20,59 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.run.peers.addresses import host_name
-from phalanx.serve.http.access.admission import Demand, LengthLimit, Limits, Workload, retry_after
-from phalanx.serve.http.access.key_use import KeyUse
-from phalanx.serve.http.access.keys import Keys
+from phalanx.serve.http.admission import Demand, LengthLimit, Limits, Workload, retry_after
 from phalanx.serve.http.counts import CONTENT_TYPE, Counts
+from phalanx.serve.http.keys import Keys, KeyUse
 from phalanx.serve.http.protocol import Chat, Completion, RefusedError, read_body
-from phalanx.serve.http.request import GenerationRequest, parse_request
-from phalanx.serve.http.response import GenerationResponse
-from phalanx.serve.http.response_format import error_body
-from phalanx.serve.http.served.model_text import ModelText
-from phalanx.serve.http.tokenization import detokenize, tokenize
+from phalanx.serve.http.request import GenerationRequest, detokenize, parse_request, tokenize
+from phalanx.serve.http.response import GenerationResponse, error_body
 from phalanx.serve.http.worker import WorkerPort
-from phalanx.serve.http.write_timeout import WriteTimeout
+from phalanx.serve.prompt import ModelText
+
+# One timer for the full response: ``asyncio.timeout`` around each event sets and cancels a timer for each token, which costs
+# more than sending it.
+
+
+class WriteTimeout:
+    """Cancel the task that entered the block if a write does not end within ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._write_start: float | None = None
+
+    def __enter__(self) -> WriteTimeout:
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        self._task = task
+        self._timer = self._loop.call_later(self._seconds, self._check)
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+
+    def begin(self) -> None:
+        """Mark the start of a write."""
+        self._write_start = self._loop.time()
+
+    def end(self) -> None:
+        """Mark the end of the write."""
+        self._write_start = None
+
+    def _check(self) -> None:
+        remaining = self._seconds
+        if self._write_start is not None:
+            remaining += self._write_start - self._loop.time()
+        if remaining <= 0:
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(remaining, self._check)
+
+
+# The application.
+
 
 _SERVERS_SEND = "phalanx.send"
 """The scope's entry for the server's own ``send``, which starlette wraps three times: a stream's pieces need none of that."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.serve.http.protocol import RefusedError
-from phalanx.serve.http.served.model_text import ModelText
 from phalanx.serve.http.worker import WorkerPort
+from phalanx.serve.prompt import ModelText
 from phalanx.traffic.requests import Ended, PromptScored, Request, Token
 
 _REPLACEMENT = "\ufffd"

@@ -1,24 +1,29 @@
-"""A parsed request: prompts as token ids, defaults filled in, and the check that its texts fit into the server."""
+"""Parsed requests: prompts as token ids, defaults filled in, and the check that their texts fit; and vLLM's requests for ids and texts."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
-from phalanx.serve.http.access.admission import Demand, LengthLimit, pages_of
+from phalanx.serve.http.admission import Demand, LengthLimit, pages_of
 from phalanx.serve.http.protocol import (
     Chat,
     Common,
     Completion,
+    Detokenize,
     RefusedError,
+    Tokenize,
     prompts_of,
+    read_fields,
+    read_object,
     seed_of,
     stops_of,
 )
-from phalanx.serve.http.served.model_text import ModelText
+from phalanx.serve.prompt import ModelText
 
 
 @dataclass(frozen=True)
@@ -138,3 +143,30 @@ def parse_request(
         # A prompt is scored by a text of one token, which is not returned where none is asked for.
         lengths.append(room.tokens - len(prompt) if max_tokens is None else max_tokens or 1)
     return GenerationRequest(body, prompts, texts, seed_of(body), stops_of(body), logprobs, lengths, at_start)
+
+
+# Requests for the ids of a text or a conversation, and for the text of ids.
+
+
+def tokenize(body: bytes, model: ModelText, room: LengthLimit) -> dict[str, Any]:
+    """Return the ids of a ``prompt``, or of ``messages``. Raises RefusedError."""
+    fields = read_object(body)
+    if "messages" in fields:
+        chat = read_fields(Chat, fields)
+        require_model(chat.model, model)
+        ids = model.chat_ids(chat, room)
+    else:
+        text = read_fields(Tokenize, fields)
+        require_model(text.model, model)
+        ids = model.prompt_ids(text.prompt, room, begin=text.add_special_tokens)
+    return {"count": len(ids), "max_model_len": room.tokens, "tokens": ids, "token_strs": None}
+
+
+def detokenize(body: bytes, model: ModelText, _room: LengthLimit) -> dict[str, Any]:
+    """Return the text of ids, without that of special tokens. Raises RefusedError."""
+    request = read_fields(Detokenize, read_object(body))
+    require_model(request.model, model)
+    try:
+        return {"prompt": model.tokenizer.decode(request.tokens)}
+    except ValueError as error:
+        raise RefusedError(f"tokens: {error}", "tokens") from error

@@ -22,8 +22,7 @@ from torch import Tensor
 from phalanx.model.layers.attention.absorbed import LatentExpansion, attend_together, latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.cache import Expand, Mixing
-from phalanx.serve.kv_cache.format import KVFormat
-from phalanx.serve.kv_cache.memory import TextKV
+from phalanx.serve.kv_cache.memory import KVFormat, TextKV
 
 TOGETHER = 768
 """Queries of all heads from which on a kernel takes them head by head."""

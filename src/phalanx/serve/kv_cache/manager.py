@@ -13,9 +13,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.drafts import DraftState
 from phalanx.serve.engine.model_runner import FarLayers
 from phalanx.serve.engine.sampler import SampledToken
-from phalanx.serve.kv_cache.format import KVFormat
-from phalanx.serve.kv_cache.memory import PageBytes, PageMemory, TextKV
-from phalanx.serve.kv_cache.page_boxes import PageBox, PageShape
+from phalanx.serve.kv_cache.memory import KVFormat, PageBox, PageBytes, PageMemory, PageShape, TextKV
 from phalanx.traffic.block_table import PAGE, BlockTable, next_name, page_names, root_name
 from phalanx.traffic.requests import Request
 from phalanx.traffic.scheduler import RequestProgress

@@ -15,18 +15,21 @@ from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.model_runner import ModelRunner, RunnerOutput
-from phalanx.serve.engine.supported import require_supported
-from phalanx.serve.kv_cache.format import kv_format
+from phalanx.serve.engine.model_runner import ModelRunner, RunnerOutput, require_supported
 from phalanx.serve.kv_cache.layer_cache import Rule, Span
-from phalanx.serve.kv_cache.memory import PageMemory, TextKV
+from phalanx.serve.kv_cache.memory import PageMemory, TextKV, kv_format
 from phalanx.serve.numerics import begin_exact, numerics_id
 from phalanx.serve.stages import messages as m
-from phalanx.serve.stages.far_shares import NearShare
-from phalanx.serve.stages.far_stages import bytes_of, tensor_of
+from phalanx.serve.stages.far_layers import NearShare, bytes_of, tensor_of
 from phalanx.serve.stages.link import StageLink
-from phalanx.serve.stages.part_weights import checkpoint_name, restored_part, restored_share
-from phalanx.serve.stages.shares import Share, assemble, held_share
+from phalanx.serve.stages.shares import (
+    Share,
+    assemble,
+    checkpoint_name,
+    held_share,
+    restored_part,
+    restored_share,
+)
 from phalanx.traffic.block_table import PAGE
 from phalanx.wire.messages import WireError
 

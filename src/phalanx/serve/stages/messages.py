@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from phalanx.serve.engine.model_runner import FarSpan
 from phalanx.serve.engine.sampler import SampledToken, SamplingRequest
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.wire.messages import MessageDecoder
 
 PURPOSE = "phalanx serving stage, version 5"
@@ -47,7 +47,7 @@ class Ready(_Message, frozen=True):
     digests: dict[str, Digest]
     """Digests of the layers' weights, by name."""
     checkpoint: str
-    """The name of the whole checkpoint that they are of (``phalanx.serve.stages.part_weights.checkpoint_name``)."""
+    """The name of the whole checkpoint that they are of (``phalanx.serve.stages.shares.checkpoint_name``)."""
     numerics_id: str
 
 

@@ -11,8 +11,7 @@ from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.pack.layout import padded_bytes
 from phalanx.checkpoint.pack.reader import PackFile
-from phalanx.serve.weights.read_pool import ReadPool, Urgency
-from phalanx.serve.weights.ring import StreamStatistics, read_ahead, wait
+from phalanx.serve.weights.ring import ReadPool, StreamStatistics, Urgency, read_ahead, wait
 
 # Which expert gives way: frequency with ageing, shallow layers favoured; and the optimum that it is measured against. Pure.
 #

@@ -1,11 +1,20 @@
-"""The ring: layers' weights are read into a few buffers, in the order of layers, pass after pass, ahead of whoever computes with them."""
+"""The ring: layers' weights are read into a few buffers, in the order of layers, pass after pass, ahead of the computation.
+
+With ``k`` buffers, reading layer *l* starts when layer *l - 1* has been read and layer *l - k* computed, whose buffer it takes; computing it
+starts when it has been read and layer *l - 1* computed. The reader runs on into the next pass. For equal layers a pass takes the larger of
+all reading and all computing. A layer that is resident is not read and takes no buffer. Pure.
+
+Threads read what is needed soonest first: an expert that a layer waits for goes before the next layers' weights.
+"""
 
 from __future__ import annotations
 
+import heapq
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass, field
@@ -15,7 +24,110 @@ from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.pack.layout import CHUNK_BYTES, padded_bytes
 from phalanx.checkpoint.pack.reader import PackFile
-from phalanx.serve.weights.read_pool import ReadPool, Urgency
+
+# The closed form of streaming.
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Several passes over all layers."""
+
+    pass_ends: tuple[float, ...]
+    """When each pass has been computed, in seconds from the first read."""
+    stalls: tuple[float, ...]
+    """Seconds that each layer of the last pass waited to be read."""
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of the last pass: with three passes or more, that of the steady state."""
+        before = self.pass_ends[-2] if len(self.pass_ends) > 1 else 0.0
+        return self.pass_ends[-1] - before
+
+
+def timeline(read_s: Sequence[float], compute_s: Sequence[float], buffers: int, passes: int = 4) -> Timeline:
+    """The timeline of layers that take ``read_s`` (0: resident) and ``compute_s``. Raises ValueError for numbers out of range."""
+    if buffers < 1 or passes < 1 or len(read_s) != len(compute_s):
+        raise ValueError("streaming needs a buffer, a pass, and both times of each layer")
+    free = [0.0] * buffers  # when each buffer's last layer was computed, in the order in which they are taken
+    read_end = compute_end = 0.0
+    taken, ends, stalls = 0, [], [0.0] * len(read_s)
+    for _ in range(passes):
+        for layer, (reading, computing) in enumerate(zip(read_s, compute_s, strict=True)):
+            ready = 0.0
+            if reading:
+                read_end = max(read_end, free[taken % buffers]) + reading
+                ready = read_end
+            stalls[layer] = max(0.0, ready - compute_end)
+            compute_end = max(ready, compute_end) + computing
+            if reading:
+                free[taken % buffers] = compute_end
+                taken += 1
+        ends.append(compute_end)
+    return Timeline(tuple(ends), tuple(stalls))
+
+
+# Reading threads.
+
+
+Urgency = tuple[int, int]
+"""The smaller, the sooner: the number of the layer, counted through all passes, and what of it."""
+
+
+class ReadPool:
+    """A pool of threads with a priority queue; reads of equal urgency are done in the order in which they were asked for."""
+
+    def __init__(self, threads: int) -> None:
+        self._queue: list[tuple[Urgency, int, Callable[[], None], Future[None]]] = []
+        self._asked = 0
+        self._closed = False
+        self._change = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"weights-read-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, urgency: Urgency, read: Callable[[], None]) -> Future[None]:
+        """Queues a read. What it raises, the future raises."""
+        future: Future[None] = Future()
+        with self._change:
+            heapq.heappush(self._queue, (urgency, self._asked, read, future))
+            self._asked += 1
+            self._change.notify()
+        return future
+
+    def close(self) -> None:
+        """Ends the threads after the reads under way; reads that still wait are cancelled."""
+        with self._change:
+            self._closed = True
+            waiting, self._queue = self._queue, []
+            self._change.notify_all()
+        for *_, future in waiting:
+            future.cancel()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                while not self._queue and not self._closed:
+                    self._change.wait()
+                if self._closed:
+                    return
+                *_, read, future = heapq.heappop(self._queue)
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody wants it any more, and its buffer may be another's
+            try:
+                read()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
+# The ring.
+
 
 READ_CHUNKS = 4
 """Chunks that one read takes: 8 MiB."""

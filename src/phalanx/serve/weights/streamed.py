@@ -23,10 +23,9 @@ from phalanx.checkpoint.pack.narrowing import tensor_in, write_wide
 from phalanx.checkpoint.pack.reader import PackFile, read_section
 from phalanx.model.layers.experts.expert_groups import Groups, grouped_product, groups_of_one_slot
 from phalanx.model.layers.experts.moe import Experts, GroupedProduct, MoE
+from phalanx.serve.weights.budget import Residency
 from phalanx.serve.weights.expert_cache import ExpertCache
-from phalanx.serve.weights.read_pool import ReadPool
-from phalanx.serve.weights.residency import Residency
-from phalanx.serve.weights.ring import Ring, StreamStatistics
+from phalanx.serve.weights.ring import ReadPool, Ring, StreamStatistics
 
 READ_THREADS = 2
 

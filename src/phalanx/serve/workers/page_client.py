@@ -16,9 +16,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
-from phalanx.serve.workers.over_nixl.errors import NixlError
-from phalanx.serve.workers.over_nixl.reading import read_pages
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, NixlError
+from phalanx.serve.workers.over_nixl.pages import read_pages
 from phalanx.serve.workers.page_wire import (
     MESSAGES,
     PURPOSE,
@@ -28,9 +27,12 @@ from phalanx.serve.workers.page_wire import (
     Offer,
     Open,
     Refused,
+    cut,
     digest,
+    fast_digest,
+    opened,
+    this_machine,
 )
-from phalanx.serve.workers.shared_pages import cut, fast_digest, opened, this_machine
 from phalanx.traffic.events import Identity
 from phalanx.wire.connection import SealedConnection, sealed
 from phalanx.wire.messages import WireError

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
-from phalanx.serve.workers.over_nixl.laying import Laying
+from phalanx.serve.workers.over_nixl.pages import Laying
 from phalanx.serve.workers.page_wire import (
     MESSAGES,
     PURPOSE,
@@ -25,11 +25,13 @@ from phalanx.serve.workers.page_wire import (
     Offer,
     Open,
     Refused,
+    SharedPages,
+    cut,
     digest,
+    fast_digest,
 )
-from phalanx.serve.workers.shared_pages import SharedPages, cut, fast_digest
+from phalanx.traffic.block_table import Leases
 from phalanx.traffic.events import Identity
-from phalanx.traffic.leases import Leases
 from phalanx.wire.connection import SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx.wire.port import ProvenPort

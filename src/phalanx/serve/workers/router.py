@@ -16,9 +16,8 @@ from phalanx.serve.workers import messages as m
 from phalanx.traffic import dispatch
 from phalanx.traffic import events as e
 from phalanx.traffic.block_table import page_names
-from phalanx.traffic.pools import Pool, PoolSettings
+from phalanx.traffic.pools import Link, Pool, PoolSettings
 from phalanx.traffic.requests import Ended, EngineOutput, Request
-from phalanx.traffic.routing import Link
 from phalanx.wire.messages import WireError
 from phalanx.wire.stream import SealedStream, sealed_stream
 

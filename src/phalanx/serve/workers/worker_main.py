@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.process.parent import die_with_parent
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.serve.workers import messages as m
 from phalanx.serve.workers.page_client import PageWay
 from phalanx.traffic.events import Role
@@ -94,8 +94,8 @@ def _reason(error: Exception) -> str:
 def _serve(task: WorkerTask, link: SealedConnection) -> str:
     from phalanx.serve.engine.engine import Engine
     from phalanx.serve.engine.errors import EngineError
-    from phalanx.serve.http.served.of_run import open_engine
-    from phalanx.serve.http.served.opened import device_of
+    from phalanx.serve.served.of_run import open_engine
+    from phalanx.serve.served.opened import device_of
     from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
     from phalanx.serve.workers.page_server import PageServer
     from phalanx.serve.workers.serving_worker import ServingWorker, measured_rate

@@ -11,8 +11,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import succession
 from phalanx.fleet.core.epochs.retention import droppable
 from phalanx.fleet.core.succession import NOT_LED
-from phalanx.simulate.hostile.coordinator import SimulatedCoordinator
-from phalanx.simulate.hostile.heads import Heads
+from phalanx.simulate.hostile.coordinator import Heads, SimulatedCoordinator
 from phalanx.simulate.hostile.training import Group, TrainingWorld
 
 

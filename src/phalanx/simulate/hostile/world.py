@@ -19,11 +19,9 @@ from phalanx.fleet.core.epochs.seating import shape_of
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, trusted
 from phalanx.simulate.clock import SimulatedClock
-from phalanx.simulate.hostile.conditions import draw_conditions
-from phalanx.simulate.hostile.coordinator import SimulatedCoordinator
-from phalanx.simulate.hostile.heads import Heads
+from phalanx.simulate.hostile.coordinator import Heads, SimulatedCoordinator
 from phalanx.simulate.hostile.node import SimulatedNode
-from phalanx.simulate.hostile.training import Disk, Group, GroupMember
+from phalanx.simulate.hostile.training import Disk, Group, GroupMember, draw_conditions
 
 
 class World:

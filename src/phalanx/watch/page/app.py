@@ -1,4 +1,4 @@
-"""The application of ``phalanx ui``: paths, and which view answers each.
+"""The application of ``phalanx ui``, and its server: paths, the view of each path, and uvicorn at a free address until Ctrl-C.
 
 Everything is read from run directories at the time of the request; nothing is ever written to one, and no file of one is locked. Views are
 plain functions that run in threads, so that a slow disk holds up no other request.
@@ -7,15 +7,19 @@ plain functions that run in threads, so that a slow disk holds up no other reque
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
 import threading
 import time
+import webbrowser
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,30 +29,32 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from phalanx.hardware.local import network
+from phalanx.hardware.local.network import ListenError, is_private
 from phalanx.observe.metrics.exporter import Exporter
 from phalanx.observe.metrics.exposition import OPEN_METRICS, TEXT
 from phalanx.observe.metrics.samples import Labels
 from phalanx.observe.metrics.targets import targets
-from phalanx.watch.metrics.lookout import Lookout
-from phalanx.watch.page.answer import Parameters, RequestError, json_answer, not_found
+from phalanx.watch.lookout import Lookout
 from phalanx.watch.page.export import ExportError, exported
-from phalanx.watch.page.guard import Access, Guard
-from phalanx.watch.page.live import Live
-from phalanx.watch.page.places import Place
-from phalanx.watch.page.views import (
-    checkpoints,
-    compare,
-    curves,
-    fleet,
-    goodput,
-    logs,
-    profiles,
-    ranks,
-    run,
-    why,
+from phalanx.watch.page.http import (
+    Access,
+    Guard,
+    Parameters,
+    RequestError,
+    access_for,
+    json_answer,
+    new_token,
+    not_found,
 )
-from phalanx.watch.page.views.runs import Runs
+from phalanx.watch.page.live import Live
+from phalanx.watch.page.runs import Place, Runs
+from phalanx.watch.page.view_curves import compare_view, curves_view
+from phalanx.watch.page.view_fleet import fleet_view, goodput_view
+from phalanx.watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
+from phalanx.watch.page.view_run import checkpoints_view, logs_view, summary, why_view
 from phalanx.watch.runs.index import RunIndex, found_in
+from phalanx.watch.series.stored import StoredSeries, default_folder
 
 # Answers that many viewers ask for at once are made once: fifty open pages of one run cost little more than one.
 #
@@ -191,17 +197,17 @@ def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
 
 def _views() -> dict[str, View]:
     return {
-        "": run.summary,
-        "/curves": curves.curves_view,
-        "/goodput": goodput.goodput_view,
-        "/fleet": fleet.fleet_view,
-        "/checkpoints": checkpoints.checkpoints_view,
-        "/ranks": ranks.ranks_view,
-        "/rank/{rank:int}": ranks.rank_view,
-        "/logs": logs.logs_view,
-        "/why": why.why_view,
-        "/profiles": profiles.profiles_view,
-        "/profile/{name}": profiles.profile_view,
+        "": summary,
+        "/curves": curves_view,
+        "/goodput": goodput_view,
+        "/fleet": fleet_view,
+        "/checkpoints": checkpoints_view,
+        "/ranks": ranks_view,
+        "/rank/{rank:int}": rank_view,
+        "/logs": logs_view,
+        "/why": why_view,
+        "/profiles": profiles_view,
+        "/profile/{name}": profile_view,
     }
 
 
@@ -217,7 +223,7 @@ async def _list(runs: Runs, kept: KeptAnswers, _request: Request) -> Response:
 
 async def _compare(runs: Runs, kept: KeptAnswers, request: Request) -> Response:
     def make() -> Response:
-        return json_answer(compare.compare_view(runs, Parameters(request.query_params)))
+        return json_answer(compare_view(runs, Parameters(request.query_params)))
 
     return await kept.get("", f"compare?{request.url.query}", make)
 
@@ -236,7 +242,7 @@ async def _trace(runs: Runs, request: Request) -> Response:
     """A file, which may be long: it is sent as it is read."""
 
     def find() -> Path:
-        return profiles.trace_file(runs.place(request.path_params["id"]), request.path_params["name"])
+        return trace_file(runs.place(request.path_params["id"]), request.path_params["name"])
 
     path = await to_thread.run_sync(find)
     name = f"{request.path_params['name']}.json.gz"
@@ -290,3 +296,84 @@ async def _apologize(_request: Request, error: Exception) -> Response:
     return json_answer(
         {"error": f"a defect of phalanx ui, which the run does not notice: {error!r}"[:500]}, 500
     )
+
+
+# The server.
+
+
+USUAL_PORT = 7425
+_TRIES = 20
+_BEHIND_RUNS = 5
+"""The server's niceness: a run on the same machine goes first."""
+_MOST_CONNECTIONS = 1024
+
+
+def serve(
+    folders: Sequence[Path],
+    host: str,
+    port: int | None,
+    *,
+    demand_token: bool,
+    open_page: bool | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Serves the page until Ctrl-C; ``tell`` is given its address. Raises ``ListenError``."""
+    token = new_token() if demand_token or not is_private(host) else ""
+    sock = listen(host, port)
+    url = address(host, sock.getsockname()[1], token)
+    runs = Runs(folders, stored=StoredSeries(default_folder()))
+    os.nice(_BEHIND_RUNS)
+    count = len(runs.places())
+    tell(
+        f"{url}  ({count} run{'s' * (count != 1)} in {', '.join(map(str, folders))}; Ctrl-C ends the page, never a run)"
+    )
+    if open_page or (open_page is None and _has_browser()):
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=runs.read_ahead, args=(over.is_set,), daemon=True).start()
+    try:
+        uvicorn_of(runs, host, token).run(sockets=[sock])
+    finally:
+        over.set()
+
+
+def uvicorn_of(runs: Runs, host: str, token: str) -> uvicorn.Server:
+    """A server of the page, that is given its socket."""
+    config = uvicorn.Config(
+        application(runs, access_for(host, token)),
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A socket that listens at ``port``; at the usual one or one after it if that is ``None``. Raises ``ListenError``."""
+    first, last = (USUAL_PORT, USUAL_PORT + _TRIES - 1) if port is None else (port, port)
+    for candidate in range(first, last):
+        try:
+            return network.listen(host, candidate)
+        except ListenError as error:
+            if not error.is_taken:
+                raise
+    return network.listen(host, last)
+
+
+def address(host: str, port: int, token: str) -> str:
+    """The page's URL; of an address that means all of them, the machine's name."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+
+
+def _has_browser() -> bool:
+    if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:
+        return False
+    return sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -26,12 +26,18 @@ from pathlib import Path
 import msgspec
 
 from phalanx.run.directory.durable import write_atomically
-from phalanx.watch.page.answer import Parameters, RequestError, json_bytes
-from phalanx.watch.page.places import Place
-from phalanx.watch.page.views import checkpoints, curves, fleet, goodput, logs, profiles, run, why
-from phalanx.watch.page.views.ranks import HEAT_COLUMNS, heat_table
-from phalanx.watch.page.views.runs import Runs
-from phalanx.watch.series.curves import AXES
+from phalanx.watch.page.http import Parameters, RequestError, json_bytes
+from phalanx.watch.page.runs import Place, Runs
+from phalanx.watch.page.view_curves import AXES, curves_view
+from phalanx.watch.page.view_fleet import fleet_view, goodput_view
+from phalanx.watch.page.view_ranks import (
+    HEAT_COLUMNS,
+    heat_table,
+    profile_names,
+    profile_summary,
+    profiles_view,
+)
+from phalanx.watch.page.view_run import checkpoints_view, logs_view, summary, why_view
 
 STATIC = Path(__file__).parent / "static"
 MOST_BYTES = 48 << 20
@@ -91,24 +97,24 @@ def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
     # Of the list the run's own row alone: whoever is sent the file need not learn of other runs.
     yield from _answer("/api/runs", lambda: {"folders": [], "runs": [asdict(runs.row(place))]})
     views = {
-        "": run.summary,
-        "/goodput": goodput.goodput_view,
-        "/fleet": fleet.fleet_view,
-        "/checkpoints": checkpoints.checkpoints_view,
-        "/why": why.why_view,
+        "": summary,
+        "/goodput": goodput_view,
+        "/fleet": fleet_view,
+        "/checkpoints": checkpoints_view,
+        "/why": why_view,
     }
     for path, view in views.items():
         yield from _answer(f"{base}{path}", partial(view, runs, place, plain))
     for axis in AXES:
         asked = Parameters({"names": "all", "x": axis, "points": _POINTS})
-        yield from _answer(f"{base}/curves?x={axis}", partial(curves.curves_view, runs, place, asked))
+        yield from _answer(f"{base}/curves?x={axis}", partial(curves_view, runs, place, asked))
     asked = Parameters({"grouped": "1", "last": "1000"})
-    yield from _answer(f"{base}/logs", partial(logs.logs_view, runs, place, asked))
+    yield from _answer(f"{base}/logs", partial(logs_view, runs, place, asked))
     for column in HEAT_COLUMNS:
         yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, runs, place, column))
-    yield from _answer(f"{base}/profiles", partial(profiles.profiles_view, runs, place, plain))
-    for name in profiles.profile_names(place):
-        yield from _answer(f"{base}/profile/{name}", partial(profiles.profile_summary, place, name))
+    yield from _answer(f"{base}/profiles", partial(profiles_view, runs, place, plain))
+    for name in profile_names(place):
+        yield from _answer(f"{base}/profile/{name}", partial(profile_summary, place, name))
 
 
 def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]]:

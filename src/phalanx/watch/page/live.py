@@ -21,7 +21,7 @@ from starlette.types import Receive, Send
 
 from phalanx.observe.serving import read_serving
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.page.places import Place
+from phalanx.watch.page.runs import Place
 
 MOST_VIEWERS = 256
 HEARTBEAT_S = 15.0

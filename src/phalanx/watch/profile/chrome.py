@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.observe.profile.recorded_step import COPY, KERNEL, RankTrace
-from phalanx.watch.profile.clocks import ClockFit
 from phalanx.watch.profile.memory import MemoryLine
-from phalanx.watch.profile.waits import Waits
+from phalanx.watch.profile.waits import ClockFit, Waits
 
 MOST_EVENTS = 250_000
 """Most ranges of a merged trace, of all ranks together: some 30 MB of text, which Perfetto opens in seconds."""

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.observe.profile.recorded_step import RankTrace
-from phalanx.watch.profile.partition import BACKWARD, FORWARD, StepPieces
-from phalanx.watch.profile.words import COMM, DATA, OPTIMIZER
+from phalanx.watch.profile.partition import BACKWARD, COMM, DATA, FORWARD, OPTIMIZER, StepPieces
 
 KINDS = (
     "activations",

@@ -1,9 +1,9 @@
-"""The runs below some folders, with a cache of what their files said.
+"""The runs below some folders, with a cache of what their files contain.
 
-Everything that a row shows lies in the run's own directory. To look at forty runs costs a few hundred small reads, to look at thousands some
+Everything that a row shows is in the run's own directory. To look at forty runs costs a few hundred small reads, to look at thousands some
 seconds; so what was read is kept in an SQLite file, under the path of the run and the size and time of each file that was read. A file that
 has changed is read again. The cache is only that: it may be deleted, damaged, of another version, or in a folder where nothing can be written;
-then everything is read again. Several processes may use it at once (write-ahead log; who finds it busy goes without).
+then everything is read again. Several processes may use it at once (write-ahead log; a process that finds it busy does without).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import RUN_FILE
 from phalanx.version import __version__
-from phalanx.watch.runs.lock import KernelLocks
+from phalanx.watch.runs.probe import KernelLocks
 from phalanx.watch.runs.row import ENDED, SUBMITTED, RunFacts, RunRow, read_facts, row_of
 
 __all__ = ["RunIndex", "RunRow"]

@@ -1,4 +1,4 @@
-"""Everything that was recorded of one run, read from its directory: what it was, on what it ran, from what, and what came of it."""
+"""Records of one run, read from its directory: what it was, on what it ran, from what, and what came of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from pathlib import Path
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import RunStarted
 from phalanx.observe.ledger.goodput import Goodput, goodput
-from phalanx.observe.record.machines import Machine, MachineDifference, machine_differences, newest_machines
+from phalanx.observe.record.machines import (
+    Machine,
+    MachineDifference,
+    machine_differences,
+    newest_machines,
+)
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.watch.runs.index import RunIndex, is_run
+from phalanx.watch.runs.probe import read_tail
 from phalanx.watch.runs.row import RunRow
-from phalanx.watch.runs.tail import read_tail
 
 _HOUR_NS = 3600 * 10**9
 

@@ -17,7 +17,7 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.directory.regular_file import read_small
 from phalanx.train.start.open_run import take_lock
 from phalanx.watch.runs.index import REMOVED, RunIndex, found_in
-from phalanx.watch.runs.lock import KernelLocks
+from phalanx.watch.runs.probe import KernelLocks
 from phalanx.watch.runs.row import RunRow
 
 

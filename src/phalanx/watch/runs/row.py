@@ -1,11 +1,15 @@
-"""A run in a list: what its files say, and the state that follows from that, the hour, and whether a process holds its directory.
+"""A run in a list: its files' facts, and the state that follows from these, the hour, and whether a process holds its directory.
 
-Only small files are opened whole, and of the event stream its ends (``tail``). A file that is missing or damaged leaves its facts out and is
+Only small files are read in full, and of the event stream its ends (``probe``). A file that is missing or damaged leaves its facts out and is
 named in ``problems``: a list shows all runs, the broken ones too.
+
+Labels, which are tags and a note, are in ``labels.json`` in the run's directory, so they are copied, moved and removed with the run. Two
+people may write at once: the file is replaced as a unit, and the later one wins.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -17,13 +21,84 @@ from typing import Literal
 
 from phalanx.launch.engines.order import FOLDER, LEAD_EXIT
 from phalanx.observe.events import Finished, Stopped
+from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
 from phalanx.run.directory.plain_json import plain_json
 from phalanx.run.directory.regular_file import read_small
 from phalanx.run.directory.result import read_result
-from phalanx.watch.runs.labels import read_labels
-from phalanx.watch.runs.tail import Tail, read_tail
+from phalanx.watch.runs.probe import Tail, read_tail
+
+# Labels.
+
+
+_MOST_TAGS, _LONGEST_TAG, _LONGEST_NOTE = 64, 64, 10_000
+_TAG = re.compile(r"[^\s,\x00-\x1f\x7f]+")
+
+
+class LabelError(ValueError):
+    """A tag or a note cannot be kept; the message says why."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What people say of a run."""
+
+    tags: tuple[str, ...] = ()
+    """Sorted, each once."""
+    note: str = ""
+
+    def tagged(self, *tags: str) -> Labels:
+        """These labels with further tags. Raises ``LabelError``."""
+        return _checked(Labels((*self.tags, *tags), self.note))
+
+    def untagged(self, *tags: str) -> Labels:
+        """These labels without some tags; those that are not there do not matter."""
+        return Labels(tuple(tag for tag in self.tags if tag not in tags), self.note)
+
+    def noted(self, note: str) -> Labels:
+        """These labels with another note. Raises ``LabelError``."""
+        return _checked(Labels(self.tags, note))
+
+
+def read_labels(run_dir: Path) -> Labels:
+    """The labels of the run in ``run_dir``: none if the file is missing; of a damaged one what can be read."""
+    try:
+        found = plain_json(read_small(RunDirectory(run_dir).labels))
+    except (OSError, ValueError, RecursionError):
+        return Labels()
+    if not isinstance(found, dict):
+        return Labels()
+    tags, note = found.get("tags"), found.get("note")
+    kept = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    return Labels(
+        tuple(sorted(set(kept)))[:_MOST_TAGS], note[:_LONGEST_NOTE] if isinstance(note, str) else ""
+    )
+
+
+def write_labels(run_dir: Path, labels: Labels) -> None:
+    """Replaces the labels of the run in ``run_dir``. Raises ``LabelError``, ``OSError``."""
+    kept = _checked(labels)
+    content = json.dumps({"tags": list(kept.tags), "note": kept.note}, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(RunDirectory(run_dir).labels, content.encode(errors="backslashreplace"))
+
+
+def _checked(labels: Labels) -> Labels:
+    tags = tuple(sorted(set(labels.tags)))
+    for tag in tags:
+        if not _TAG.fullmatch(tag) or len(tag) > _LONGEST_TAG:
+            raise LabelError(
+                f"{tag!r} is no tag: one has 1 to {_LONGEST_TAG} characters, without spaces and commas"
+            )
+    if len(tags) > _MOST_TAGS:
+        raise LabelError(f"{len(tags)} tags are more than a run may have, which is {_MOST_TAGS}")
+    if len(labels.note) > _LONGEST_NOTE:
+        raise LabelError(f"a note of {len(labels.note):,} characters is longer than {_LONGEST_NOTE:,}")
+    return Labels(tags, labels.note)
+
+
+# The row.
+
 
 SUBMITTED = f"{FOLDER}/run.toml"
 """The frozen run file of a submitted run, below its directory."""

@@ -1,4 +1,4 @@
-"""What differs between the time when a run was trained and now, here: code, packages, machine, data, and the bits of its kernels.
+"""Differences between the time when a run was trained and now, here: code, packages, machine, data, and the bits of its kernels.
 
 The record of the run's newest start says what was then. Each difference is weighed: *bits* (its numbers will be others), *perhaps* (they may be:
 another library, another processor) or *no* (they cannot be, by what this project promises; the speed may). What settles it are the probes: small

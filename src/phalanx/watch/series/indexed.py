@@ -29,7 +29,7 @@ from phalanx.observe.lines.step_index import (
     encode_record,
 )
 from phalanx.run.directory.regular_file import open_regular
-from phalanx.watch.series.step_lines import LATEST_S, step_row
+from phalanx.watch.series.table import LATEST_S, step_row
 
 CHUNK_RECORDS = 1 << 16
 """Records that are read at once: 6 MiB."""

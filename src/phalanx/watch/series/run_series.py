@@ -1,7 +1,11 @@
-"""The numbers of one run, followed as its event file grows: logged steps in a table, and what happened in lists that are bounded.
+"""Numbers of one run, followed as its event file grows: logged steps in a table, and events in lists that are bounded.
 
 A refresh reads what was appended since the last one, for a given time at most: a file of gigabytes is read over several requests, each
 of which answers with what is known so far. Nothing here writes, locks or waits, so a run never notices.
+
+A step's event carries the ledger up to it, so of many steps in a row the last one tells what they all took, unless a checkpoint, a
+restart or a step that was skipped divides them. The steps next to such a place are kept, and read again from the file at their offsets:
+``phalanx.observe.ledger.goodput`` then gives exactly what it gives of all events (a test holds it to that).
 """
 
 from __future__ import annotations
@@ -18,22 +22,106 @@ from numpy.typing import NDArray
 
 from phalanx.observe.events import (
     FROM_OUTSIDE,
+    CheckpointCopied,
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochLeft,
     Evaluated,
     Event,
     Finished,
+    IncidentKind,
     MemoryMeasured,
+    Message,
+    NonFinite,
+    RanksChanged,
+    Restored,
     RunStarted,
     Step,
     Stopped,
+    Unknown,
     decode,
 )
 from phalanx.observe.lines.step_index import MOST_STEP, Row, index_beside, row_of
 from phalanx.observe.lines.tail import FileTail, Position, read_lines_at
+from phalanx.observe.throughput import format_bytes, format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.watch.series.indexed import CHUNK_RECORDS, Chunk, StepIndex, columns_of
-from phalanx.watch.series.marks import Mark, mark_of
-from phalanx.watch.series.step_lines import step_row
-from phalanx.watch.series.table import NAMES, StepTable
+from phalanx.watch.series.table import NAMES, Integers, StepTable, step_row
+
+# Marks on a curve: what happened to the run at a step, in a line each.
+
+
+LONGEST_TEXT = 500
+_SPIKE = "LossSpike"
+_SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened: at which step, when, of what kind."""
+
+    step: int
+    t: float
+    kind: str
+    """ "checkpoint", "recovery", "left" (a fleet ended an epoch), "straggler", "nonfinite", "spike", "evaluation" or "message"."""
+    text: str
+
+
+def mark_of(event: Event, step: int) -> Mark | None:
+    """The mark of an event, or ``None``; ``step`` is the last one that was logged before it."""
+    found = _mark(event, step)
+    if found is None:
+        return None
+    at, kind, text = found
+    return Mark(at, event.t, kind, text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ...")
+
+
+def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
+    body = event.body
+    if type(body).__name__ == _SPIKE or (isinstance(body, Unknown) and body.kind == _SPIKE):
+        fields = body.fields if isinstance(body, Unknown) else vars(body)
+        at = fields.get("step")
+        return (at if isinstance(at, int) else step), "spike", _spike(fields)
+    match body:
+        case CheckpointSaved(step=at, size_bytes=size):
+            return at, "checkpoint", f"checkpoint of step {at:,} is durable ({format_bytes(size)})"
+        case CheckpointCopied(step=at, url=url):
+            return at, "checkpoint", f"the checkpoint of step {at:,} was copied to {url}"
+        case CheckpointFailed(step=at, reason=reason):
+            return at, "message", f"the checkpoint of step {at:,} failed: {reason}"
+        case Restored(step=at, source=source, seconds=seconds, reason=reason):
+            after = f" ({reason})" if reason else ""
+            took = format_duration(seconds)
+            return at, "recovery", f"goes on from step {at:,}, restored from {source} in {took}{after}"
+        case NonFinite(step=at, what=what, skipped=skipped):
+            outcome = "skipped" if skipped else "the run ends before it"
+            return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {what}"
+        case Evaluated(step=at, loss=loss):
+            return at, "evaluation", f"held-out loss {loss:.4f} after step {at:,}"
+        case RanksChanged(step=at, ranks=ranks, reason=reason):
+            return (
+                at,
+                "message",
+                f"{ranks:,} ranks from step {at + 1:,} on" + (f": {reason}" if reason else ""),
+            )
+        case EpochLeft(text=text, incident=incident):
+            return step, "straggler" if incident in _SLOW else "left", text
+        case Message(level=level, text=text, incident=incident):
+            return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
+        case Stopped(step=at, reason=reason):
+            return at, "message", f"stopped after step {at:,}: {reason}"
+        case Step():
+            return None
+    return None
+
+
+def _spike(fields: dict[str, object]) -> str:
+    loss, usual, action = fields.get("loss"), fields.get("typical_loss"), fields.get("action")
+    return f"the loss jumped to {loss} from about {usual}" + (f": {action}" if action else "")
+
+
+# The series.
+
 
 MOST_MARKS = 20_000
 MOST_STARTS = 10_000
@@ -284,3 +372,55 @@ class RunSeries:
 def _has_value(column: NDArray[np.generic]) -> bool:
     """True if a number of the column is finite: one of the newest, as a rule, so that the others need not be looked at."""
     return any(bool(np.isfinite(part.astype(np.float64)).any()) for part in (column[-_NEWEST:], column))
+
+
+# The few events on which goodput depends.
+
+
+_MOST_WITHOUT_LEDGER = 20_000
+
+
+def thinned_events(run: RunSeries) -> list[Event]:
+    """The events of a run, in the order written, without steps that change nothing in its accounts. Raises ``OSError``."""
+    with run.lock:
+        others = list(run.others)
+        offsets = run.table.column("offset").astype(np.int64)
+        told = _read(run, [offset for _, offset in others])
+        rows = _rows(run, [row for row, _ in others], list(told.values()))
+    steps = _read(run, offsets[rows].tolist())
+    return [event for _, event in sorted((told | steps).items())]
+
+
+def _read(run: RunSeries, offsets: list[int]) -> dict[int, Event]:
+    """The events at the offsets; one that is no longer there is left out."""
+    found = {}
+    for offset, line in zip(offsets, read_lines_at(run.directory.events, offsets), strict=True):
+        try:
+            found[offset] = decode(line)
+        except _UNREADABLE:
+            continue
+    return found
+
+
+def _rows(run: RunSeries, places: list[int], told: list[Event]) -> Integers:
+    """The rows that are kept: at the ends of each attempt, beside each event that is no step, and beside each step at which the
+    accounts may be divided."""
+    count = run.table.rows
+    if not count:
+        return np.zeros(0, np.int64)
+    steps = run.table.column("step").astype(np.int64)
+    attempts, times = run.table.column("attempt").astype(np.int64), run.table.column("t").astype(np.float64)
+    kept = np.zeros(count, np.bool_)
+    kept[np.flatnonzero(~run.table.column("has_ledger").astype(np.bool_))[-_MOST_WITHOUT_LEDGER:]] = True
+    at = np.array(places, np.int64)
+    kept[np.clip(np.concatenate((at - 1, at)), 0, count - 1)] = True
+    broken = np.flatnonzero((steps[1:] <= steps[:-1]) | (attempts[1:] != attempts[:-1])) + 1
+    firsts = np.concatenate(([0], broken))
+    lasts = np.concatenate((broken, [count])) - 1
+    cuts = [event.body.step for event in told if isinstance(event.body, CheckpointSaved | Restored)]
+    divisions = np.unique(np.concatenate((np.array(cuts, np.int64), steps[firsts] - 1)))
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        kept[[first, last, first + int(np.argmax(times[first : last + 1]))]] = True
+        near = first + np.searchsorted(steps[first : last + 1], divisions)
+        kept[np.clip(np.concatenate((near - 1, near, near + 1)), first, last)] = True
+    return np.flatnonzero(kept)

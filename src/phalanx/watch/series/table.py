@@ -1,7 +1,14 @@
-"""The logged steps of a run in columns: 77 bytes a step, so that a hundred thousand steps of forty runs fit into a server's memory.
+"""Logged steps of a run in columns: decoded from their lines, kept in 77 bytes a step, and reduced to the columns of a picture.
 
 Every logged step has a row, in the order written, with those that a restart had computed again. Numbers that tell where and when
 (step, time, tokens) and the loss are kept as they were logged; the others in single precision, which is more than any screen shows.
+
+Each column of the picture keeps the lowest and the highest value in it, for the band, and one value for the line: its median, so that the
+trend of a noisy quantity is seen. Where an extreme stands out of the bands beside it, the line has that extreme: a spike of one step in a hundred
+thousand is still drawn. Averages would show a run that never was. Numbers that are not finite count as missing.
+
+A run of 100,000 steps has 100,000 such lines and a few thousand others. What the quick way does not understand (another kind, a type
+that is not the usual one, a torn line) is left to ``phalanx.observe.events.decode``, which decides what it is.
 """
 
 from __future__ import annotations
@@ -10,10 +17,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.observe.lines.step_index import FINE
+from phalanx.observe.lines.step_index import FINE, Number, Row, row_of
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -147,3 +155,127 @@ class StepTable:
             later = np.append(least_after[1:], np.int64(2**62)) if self.rows else least_after
             self._alive = np.flatnonzero(steps < later)
         return self._alive
+
+
+# The line of a step, decoded straight into a row of numbers, ten times as fast as by the general decoder.
+
+
+_STEP = b'"kind":"Step"'
+LATEST_S = 1e10
+
+
+class _StepLine(msgspec.Struct):
+    """The fields of a ``Step`` that are kept."""
+
+    kind: str
+    t: float
+    attempt: int
+    step: int
+    loss: float | str
+    grad_norm: float | str
+    lr: float | str
+    tokens: int
+    tokens_per_s: float | str
+    step_s: float | str
+    mfu: Number = None
+    bits_per_byte: Number = None
+    goodput: Number = None
+    peak_memory_bytes: int | None = None
+    balance: Number = None
+    logged_s: float | str = 0.0
+    data_wait_s: float | str = 0.0
+    ledger: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_DECODER = msgspec.json.Decoder(_StepLine)
+
+
+def step_row(line: bytes, offset: int) -> Row | None:
+    """The row of a logged step, in the order of ``table.ROW``; ``None`` if the line is not plainly one."""
+    if _STEP not in line:
+        return None
+    try:
+        found = _DECODER.decode(line)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    if found.kind != "Step" or not 0 <= found.t < LATEST_S:
+        return None
+    return row_of(found, found.t, found.attempt, offset, len(found.ledger) > 2)
+
+
+# Reduction to as many points as a picture has columns.
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The division of points, whose x ascends, into columns of equal width: where each column that has points begins."""
+
+    first: Integers
+    """Index of each column's first point."""
+    number: Integers
+    """The column of each point, counted among those that have points."""
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def columns_of(x: Floats, most: int) -> Columns:
+    """Divides the range of ``x``, ascending and not empty, into at most ``most`` columns of equal width."""
+    low, high = float(x[0]), float(x[-1])
+    width = (high - low) / most or 1.0
+    place = np.minimum((x - low) / width, most - 1).astype(np.int64)
+    begins = np.empty(len(x), np.bool_)
+    begins[0] = True
+    np.not_equal(place[1:], place[:-1], out=begins[1:])
+    return Columns(np.flatnonzero(begins), np.cumsum(begins) - 1)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """One value a column for the line, and the extremes; NaN where a column has no finite value."""
+
+    y: Floats
+    lo: Floats
+    hi: Floats
+
+
+def reduce_series(y: Floats, columns: Columns) -> Reduced:
+    """Return the reduced values of ``y``."""
+    y = np.where(np.isfinite(y), y, np.nan)
+    lo = np.fmin.reduceat(y, columns.first)
+    hi = np.fmax.reduceat(y, columns.first)
+    return Reduced(_line(y, lo, hi, columns), lo, hi)
+
+
+def _line(y: Floats, lo: Floats, hi: Floats, columns: Columns) -> Floats:
+    """Return each column's median, or the extreme that stands out by more than the height of the bands beside it."""
+    # NaN is sorted behind all numbers of its column.
+    ascending = y[np.lexsort((y, columns.number))]
+    counts = np.add.reduceat(np.isfinite(y).astype(np.int64), columns.first)
+    line = ascending[columns.first + np.maximum(counts - 1, 0) // 2]
+    # The line ends with the newest value, which is also shown as a number.
+    newest = y[columns.first[-1] :]
+    line[-1] = next((value for value in newest[::-1] if np.isfinite(value)), np.nan)
+    lowest, highest = _beside(lo, np.fmin), _beside(hi, np.fmax)
+    up, down = hi - highest, lowest - lo
+    with np.errstate(invalid="ignore"):
+        stands_out = np.fmax(up, down) > highest - lowest
+        stands_out[-1] = False
+        return np.where(stands_out, np.where(up > down, hi, lo), line)
+
+
+def _beside(values: Floats, extreme: np.ufunc) -> Floats:
+    """Return the extreme of the values before and after each; that of a lone value is its own."""
+    padded = np.pad(values, 1, mode="reflect") if len(values) > 1 else np.repeat(values, 3)
+    beside: Floats = extreme(padded[:-2], padded[2:])
+    return beside
+
+
+def rounded(values: Floats, digits: int = 7) -> list[float | None]:
+    """The values in so many significant digits, for text; ``None`` for what is not finite."""
+    with np.errstate(all="ignore"):
+        magnitude = np.floor(np.log10(np.abs(values)))
+        scale = 10.0 ** (digits - 1 - magnitude)
+        short = np.round(values * scale) / scale
+        short = np.where(np.isfinite(short), short, values)
+    return [value if value - value == 0 else None for value in short.tolist()]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.http.access.admission import Demand, Limits, Measured, Workload, pages_of, retry_after
+from phalanx.serve.http.admission import Demand, Limits, Measured, Workload, pages_of, retry_after
 from phalanx.serve.http.protocol import RefusedError
 from phalanx.serve.http.request import LengthLimit
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.http.access.key_use import KeyUse
-from phalanx.serve.http.access.keys import Key, KeyFileError, KeyLimits, add_key, parse_limits, read_keys
+from phalanx.serve.http.keys import Key, KeyFileError, KeyLimits, KeyUse, add_key, parse_limits, read_keys
 from phalanx.serve.http.protocol import RefusedError
 
 

@@ -14,9 +14,8 @@ from importlib.util import find_spec
 import pytest
 
 from phalanx.serve.workers.over_nixl.agent import NixlAgent
-from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
-from phalanx.serve.workers.over_nixl.laying import Laying
-from phalanx.serve.workers.over_nixl.staging import Stretch
+from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, Stretch
+from phalanx.serve.workers.over_nixl.pages import Laying
 from phalanx.serve.workers.page_client import Pulled, pull
 from phalanx.serve.workers.page_server import OfferedPages, PageServer
 from phalanx.serve.workers.page_wire import Laid

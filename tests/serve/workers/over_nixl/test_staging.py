@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.serve.workers.over_nixl import agent_process
-from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, require_installed
-from phalanx.serve.workers.over_nixl.errors import NixlError
-from phalanx.serve.workers.over_nixl.laying import Laying
-from phalanx.serve.workers.over_nixl.staging import Staging, Stretch
+from phalanx.serve.workers.over_nixl.agent_process import (
+    AgentProcess,
+    NixlError,
+    Staging,
+    Stretch,
+    require_installed,
+)
+from phalanx.serve.workers.over_nixl.pages import Laying
 from phalanx.serve.workers.page_wire import NotLaid
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.text_console import text_console
-from phalanx.plan.report.units import (
+from phalanx.plan.report.elements import (
     BETWEEN,
     CO2,
     DAYS,
@@ -23,8 +23,7 @@ from phalanx.plan.report.units import (
     unit_for,
     written,
 )
-from phalanx.plan.search.ideas import short
-from phalanx.plan.search.network import NetworkCost
+from phalanx.plan.search.alternatives import NetworkCost, short
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate

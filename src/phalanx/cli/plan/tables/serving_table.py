@@ -12,10 +12,9 @@ from rich.text import Text
 
 from phalanx.cli.text_console import text_console
 from phalanx.hardware.cluster import Cluster
-from phalanx.plan.serving.demand import DemandError, read_objectives, read_traffic
 from phalanx.plan.serving.fleet import Answer, describe, nearest, plan_service
-from phalanx.plan.serving.memory import rank_token_bytes, requests_held, token_bytes, weight_bytes
-from phalanx.plan.serving.workers import Service
+from phalanx.plan.serving.step_cost import rank_token_bytes, requests_held, token_bytes, weight_bytes
+from phalanx.plan.serving.workers import DemandError, Service, read_objectives, read_traffic
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import RunSpec
 

@@ -12,8 +12,7 @@ from rich.table import Table
 from phalanx.cli.text_console import text_console
 from phalanx.plan.evidence.learned import learned
 from phalanx.plan.search.query import OWN
-from phalanx.plan.workload.foreign_stacks import STACKS
-from phalanx.plan.workload.software import SOFTWARE
+from phalanx.plan.workload.software import SOFTWARE, STACKS
 
 
 def print_stacks(*, as_json: bool) -> None:

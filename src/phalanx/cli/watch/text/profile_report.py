@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.watch.text.numbers import moment
 from phalanx.observe.throughput import format_bytes
-from phalanx.watch.profile.words import duration
+from phalanx.watch.profile.partition import duration
 
 if TYPE_CHECKING:
     from rich.console import Console

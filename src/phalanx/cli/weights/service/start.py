@@ -19,15 +19,15 @@ from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.weights.options import require_trusted_code
 from phalanx.cli.weights.service.worker_roles import Degrees
 from phalanx.run.directory.paths import is_published
-from phalanx.serve.http.served.served_run import ServedRun
+from phalanx.serve.served.served_run import ServedRun
 from phalanx.traffic.events import Role
 
 if TYPE_CHECKING:
     from phalanx.serve.engine.engine import KeptPages
-    from phalanx.serve.http.served.model_text import ModelText
     from phalanx.serve.http.worker import WorkerPort
+    from phalanx.serve.prompt import ModelText
     from phalanx.serve.workers.page_client import PageWay
-    from phalanx.serve.workers.router_client import Notice
+    from phalanx.serve.workers.service import Notice
 
 
 class Said:
@@ -88,7 +88,7 @@ class Start:
 
 def make_key(file: Path, name: str, limits: str) -> None:
     """Adds a new key's hash to ``file``, and prints the key."""
-    from phalanx.serve.http.access.keys import KeyFileError, add_key, parse_limits
+    from phalanx.serve.http.keys import KeyFileError, add_key, parse_limits
 
     with explained(KeyFileError):
         click.echo(add_key(file, name, parse_limits(limits)))
@@ -147,11 +147,11 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.run.peers.addresses import loopback_names
     from phalanx.serve.engine.errors import EngineError
-    from phalanx.serve.http.access.admission import Limits
-    from phalanx.serve.http.access.keys import KeyFileError, read_keys
+    from phalanx.serve.http.admission import Limits
     from phalanx.serve.http.app import Gateway
-    from phalanx.serve.http.served.of_run import served_folder
+    from phalanx.serve.http.keys import KeyFileError, read_keys
     from phalanx.serve.http.server import serve, serving_of
+    from phalanx.serve.served.of_run import served_folder
 
     path = asked.served.path
     directory = RunDirectory(path)
@@ -179,10 +179,8 @@ def _start(asked: Start, said: Said, sock: socket.socket) -> None:
 
 def _opened(asked: Start, said: Said) -> tuple[ModelText, WorkerPort]:
     """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
-    from phalanx.serve.http.served.following import open_followed
-    from phalanx.serve.http.served.of_run import open_run
-    from phalanx.serve.workers.router_client import WorkerDivision
-    from phalanx.serve.workers.service import devices_of, open_service
+    from phalanx.serve.served.of_run import open_followed, open_run
+    from phalanx.serve.workers.service import WorkerDivision, devices_of, open_service
 
     if asked.workers:
         divisions = {

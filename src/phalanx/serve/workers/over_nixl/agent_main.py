@@ -25,15 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.process.parent import die_with_parent
-from phalanx.serve.workers.over_nixl.agent import (
-    TO_AGENT,
-    Begun,
-    NixlAgent,
-    Over,
-    Read,
-    Serving,
-    Unable,
-)
+from phalanx.serve.workers.over_nixl.agent import TO_AGENT, Begun, NixlAgent, Over, Read, Serving, Unable
 from phalanx.wire.connection import FramedConnection
 from phalanx.wire.messages import WireError
 

@@ -1,1 +1,0 @@
-"""Access to the server: clients' keys, rate limits and admission."""

@@ -1,0 +1,277 @@
+"""Log files of a run by process, and their lines read in blocks, forward or from the end back.
+
+logs/attempt-000-rank-00003.jsonl           the lines that the process logs now
+logs/attempt-000-rank-00003.r0007.jsonl     an older file of the same process, set aside when it was full
+logs/attempt-000-rank-00003.out.jsonl       what it wrote past Python
+logs/attempt-000-rank-00003.log             a process of an earlier version: text, whose time is that of the file
+
+A line has a *key*: its time, but never before that of the line before it in its file. Clocks are set back and threads overtake each other by
+microseconds; by its key a process's lines keep their order when they are merged with others'.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+from phalanx.observe.logs.assemble import Assembler
+from phalanx.observe.logs.line import LogLine, decode, decode_lines
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.regular_file import leads_out, open_regular
+
+_NAME = re.compile(r"attempt-(\d{3,})-(.+?)(\.out)?(?:\.r(\d{4,}))?\.jsonl")
+_RAW = re.compile(r"attempt-(\d{3,})-(.+)\.log")
+_RANK = re.compile(r"rank-(\d+)")
+_CURRENT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The files that one writer has written one after another."""
+
+    attempt: int
+    process: str
+    files: tuple[Path, ...]
+    raw: bool = False
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that the name of the process tells."""
+        match = _RANK.fullmatch(self.process)
+        return int(match[1]) if match else None
+
+    @property
+    def node(self) -> str | None:
+        """The node that the name of an agent or worker tells."""
+        if self.rank is not None or self.process.startswith("coordinator"):
+            return None
+        worker = re.fullmatch(r"(.*\d)-\d+", self.process)
+        return worker[1] if worker else self.process
+
+
+def streams(directory: RunDirectory, attempt: int | None = None) -> list[Stream]:
+    """All writers of a run's logs, or of one attempt at it; none if there is no such folder."""
+    found: dict[tuple[int, str, str], list[tuple[int, Path]]] = defaultdict(list)
+    names: list[str] = []
+    with suppress(OSError):
+        names = [] if leads_out(directory.logs, directory.path) else os.listdir(directory.logs)
+    for name in names:
+        path = directory.logs / name
+        if match := _NAME.fullmatch(name):
+            number = int(match[4]) if match[4] else _CURRENT
+            found[int(match[1]), match[2], match[3] or ""].append((number, path))
+        elif match := _RAW.fullmatch(name):
+            found[int(match[1]), match[2], "raw"].append((0, path))
+    return [
+        Stream(key[0], key[1], tuple(path for _, path in sorted(files)), key[2] == "raw")
+        for key, files in sorted(found.items())
+        if attempt is None or key[0] == attempt
+    ]
+
+
+# Blocks of one writer's lines.
+
+
+BLOCK = 256 << 10
+_LEVEL_STANDS = 96
+_SKEW_S = 120.0
+"""A node's clock may be off that of the file server by so much."""
+_MOST_RAW = 32 << 20
+_MOST_LINE = 1 << 20
+"""A longer line is none that a process of a run has written (a record is bounded): it is passed over."""
+_CLOCK = re.compile(r"(\d\d):(\d\d):(\d\d) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some lines of a writer, in the direction of reading, with their keys, and the key of the last line that was read for them."""
+
+    keys: Sequence[float]
+    lines: Sequence[LogLine]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """What of the lines is asked for; others may be left out unread."""
+
+    since: float = 0.0
+    until: float = float("inf")
+    at_least: str = ""
+    """Lines of information may be left out if it is ``warning`` or ``error``."""
+
+
+def forward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[Block]:
+    """The writer's lines, oldest first."""
+    key = 0.0
+    for path in stream.files:
+        if _is_older(path, span.since):
+            continue
+        if stream.raw:
+            yield _block(raw_lines(stream, path))
+            continue
+        with suppress(OSError), open_regular(path) as file:
+            file.seek(_first_of(file, span.since, block_bytes))
+            for lines in _pieces(file, span, block_bytes):
+                block = _block(lines, key)
+                key = block.bound
+                yield block
+                if key > span.until:
+                    return
+
+
+def backward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[Block]:
+    """The writer's lines, newest first."""
+    key = float("inf")
+    for path in reversed(stream.files):
+        if _is_older(path, span.since):
+            return
+        with suppress(OSError):
+            pieces = [raw_lines(stream, path)] if stream.raw else _pieces_back(path, span, block_bytes)
+            for lines in pieces:
+                lines = lines[::-1]
+                keys = list(accumulate((line.t for line in lines), min, initial=key))[1:]
+                key = keys[-1] if keys else key
+                yield Block(keys, lines, key)
+                if key < span.since:
+                    return
+
+
+def joined(lines: Sequence[LogLine]) -> list[LogLine]:
+    """The lines, each with those that go on with it."""
+    found: list[LogLine] = []
+    for line in lines:
+        if line.goes_on is True and found:
+            before = found[-1]
+            found[-1] = LogLine(
+                before.t,
+                before.level,
+                before.node,
+                before.rank,
+                before.epoch,
+                before.attempt,
+                before.step,
+                f"{before.text}\n{line.text}",
+                before.process,
+            )
+        else:
+            found.append(line)
+    return found
+
+
+def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
+    """The records of a file of text. The times that some of its lines begin with are of the day of the file, or the day before."""
+    written = path.stat().st_mtime
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_RAW))
+        text = file.read().decode(errors="backslashreplace")
+    assembler, at, found = Assembler(), 0.0, []
+    for line in text.split("\n"):
+        if match := _CLOCK.match(line):
+            at = _on_the_day(written, *map(int, match.groups()))
+        found += [(at, record) for record in assembler.add(line + "\n")]
+    found += [(at, record) for record in assembler.settle()]
+    rank, node = stream.rank, stream.node
+    lines = [
+        LogLine(
+            *(t or written, record.level, node, rank, None, stream.attempt, None, record.text),
+            process=stream.process,
+            goes_on=record.goes_on,
+        )
+        for t, record in found
+    ]
+    return joined(lines)
+
+
+def _on_the_day(written: float, hours: int, minutes: int, seconds: int) -> float:
+    day = time.localtime(written)
+    at = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, hours, minutes, seconds, 0, 0, -1))
+    return at if at <= written + 1 else at - 86_400
+
+
+def _block(lines: Sequence[LogLine], before: float = 0.0) -> Block:
+    keys = list(accumulate((line.t for line in lines), max, initial=before))
+    return Block(keys[1:], lines, keys[-1])
+
+
+def _is_older(path: Path, since: float) -> bool:
+    if not since:
+        return False
+    try:
+        return path.stat().st_mtime < since - _SKEW_S
+    except OSError:
+        return True
+
+
+def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
+    """The place of a line before ``since``, within ``near_bytes`` of the first that is not; lines are in the order of time, or nearly."""
+    low, high = 0, file.seek(0, os.SEEK_END)
+    while since and high - low > near_bytes:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline(_MOST_LINE)
+        line = decode(file.readline(_MOST_LINE))
+        if line is not None and line.t < since - 1.0:
+            low = middle
+        else:
+            high = middle
+    if low:
+        file.seek(low)
+        file.readline(_MOST_LINE)
+        low = file.tell()
+    return low
+
+
+def _pieces(file: BinaryIO, span: Span, block_bytes: int) -> Iterator[list[LogLine]]:
+    rest, dropping = b"", False
+    while piece := file.read(block_bytes):
+        if dropping:
+            _, newline, piece = piece.partition(b"\n")
+            dropping = not newline
+        whole, newline, rest = (rest + piece).rpartition(b"\n")
+        if newline:
+            yield _decoded(whole, span)
+        if len(rest) > _MOST_LINE:
+            rest, dropping = b"", True
+    if rest:
+        yield _decoded(rest, span)  # torn, or just being written
+
+
+def _pieces_back(path: Path, span: Span, block_bytes: int) -> Iterator[list[LogLine]]:
+    with open_regular(path) as file:
+        end, rest, dropping = file.seek(0, os.SEEK_END), b"", False
+        while end > 0:
+            begin = max(0, end - block_bytes)
+            file.seek(begin)
+            piece, end = file.read(end - begin), begin
+            first, newline, piece = piece.partition(b"\n") if begin else (b"", b"\n", piece)
+            if not newline:
+                dropping = dropping or len(first) + len(rest) > _MOST_LINE
+                rest = b"" if dropping else first + rest
+                continue
+            piece = piece[: piece.rfind(b"\n") + 1] if dropping else piece + rest
+            rest, dropping = first, False
+            if piece:
+                yield _decoded(piece, span)
+
+
+def _decoded(block: bytes, span: Span) -> list[LogLine]:
+    if span.at_least not in ("warning", "error"):
+        return _whole(block)
+    *lines, last = block.rstrip(b"\n").split(b"\n")
+    # The last one is kept, whatever its level: it tells how far the block goes.
+    kept = [raw for raw in lines if b'"level":"info"' not in raw[:_LEVEL_STANDS]]
+    return _whole(b"\n".join([*kept, last]))
+
+
+def _whole(block: bytes) -> list[LogLine]:
+    lines = decode_lines(block)
+    return joined(lines) if b'"goes_on":true' in block else lines
