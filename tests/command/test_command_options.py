@@ -10,7 +10,17 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.command.options import Argument, AsJson, ExistingFile, Option, Overrides, command_options
+from phalanx.command.options import (
+    Argument,
+    AsJson,
+    ExistingFile,
+    Option,
+    Overrides,
+    Sets,
+    command_options,
+    set_fields,
+    written_options,
+)
 from phalanx.run.fields import POSITIVE, ValueRange
 
 
@@ -112,3 +122,33 @@ def test_help_has_the_strings_under_the_fields_and_the_defaults_that_are_not_emp
     assert "--seed INTEGER [default: 0]" in lines
     assert "--silent-default TEXT" in lines
     assert "--json Print one JSON object." in lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
+    folders: Annotated[tuple[Path, ...], Argument()] = ()
+    nodes: Annotated[int | None, Sets("fleet.nodes")] = None
+    spares: Annotated[int | None, Option("--more"), Sets("fleet.spares")] = None
+    hosts: Annotated[Path | None, Sets("launch.hosts")] = None
+    shares: Annotated[tuple[str, ...], Sets("launch.shares")] = ()
+    job: Annotated[bool | None, Option("--job/--lines")] = None
+    name: str = ""
+    is_quiet: bool = False
+
+
+def test_options_that_set_fields_of_the_run_file_are_written_as_overrides() -> None:
+    assert set_fields(SubmitOptions()) == []
+    options = SubmitOptions(nodes=2, spares=0, hosts=Path("hosts.txt"), shares=("pod=0.5",))
+    assert set_fields(options) == [
+        "fleet.nodes=2",
+        "fleet.spares=0",
+        'launch.hosts="hosts.txt"',
+        'launch.shares=["pod=0.5"]',
+    ]
+
+
+def test_options_with_a_value_are_named_as_the_user_writes_them() -> None:
+    fields = ("folders", "nodes", "spares", "shares", "job", "name", "is_quiet")
+    assert written_options(SubmitOptions(), *fields) == []
+    options = SubmitOptions(folders=(Path("a"),), spares=0, job=False, name="x", is_quiet=True)
+    assert written_options(options, *fields) == ["FOLDERS", "--more", "--lines", "--name", "--is-quiet"]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -68,6 +69,13 @@ class Option:
         self.click_attributes = click_attributes
 
 
+@dataclass(frozen=True)
+class Sets:
+    """Marks an option that is short for ``--set FIELD=VALUE``."""
+
+    field: str
+
+
 AsJson = Annotated[bool, Option("--json", text="Print one JSON object.")]
 """The flag ``--json``."""
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="FIELD=VALUE")]
@@ -89,8 +97,31 @@ def command_options(section: type[_Options]) -> Callable[[Callable[[_Options], N
     return decorate
 
 
+def set_fields(options: Any) -> list[str]:
+    """Return ``FIELD=VALUE``, in the form of ``--set``, for each option that is marked ``Sets`` and has a value."""
+    return [
+        f"{note.field}={json.dumps(value, default=str)}"
+        for name, hint in _hints(options.__class__).items()
+        for note in _take_apart(hint)[2]
+        if isinstance(note, Sets) and (value := getattr(options, name)) not in (None, ())
+    ]
+
+
+def written_options(options: Any, *fields: str) -> list[str]:
+    """Return the names of those options that have a value; of an option with a name for each truth value, the name of its value."""
+    written = []
+    for field in fields:
+        value = getattr(options, field)
+        names = _names(field, _take_apart(_hints(options.__class__)[field])[2])[0].split("/")
+        if value is False and len(names) > 1:
+            written.append(names[1])
+        elif not (value is None or value is False or value in ((), "")):
+            written.append(names[0])
+    return written
+
+
 @functools.cache
-def _hints(section: type) -> Mapping[str, Any]:
+def _hints(section: Any) -> Mapping[str, Any]:
     return get_type_hints(section, include_extras=True)
 
 
@@ -118,8 +149,7 @@ def _parameters(section: type) -> Iterator[Callable[[Callable[..., None]], objec
             attributes |= {"type": _click_type(plain, notes), "metavar": argument.metavar}
             yield click.argument(field.name, nargs=-1 if is_many else 1, **attributes)
             continue
-        option = next((note for note in notes if isinstance(note, Option)), Option())
-        names = option.names or (f"--{field.name.replace('_', '-')}",)
+        option = _option(notes)
         if plain is bool:
             attributes["is_flag"] = True
         else:
@@ -127,7 +157,23 @@ def _parameters(section: type) -> Iterator[Callable[[Callable[..., None]], objec
         is_shown = bool(field.default) if option.show_default is None else option.show_default
         attributes["show_default"] = is_shown and "default" in attributes
         attributes["text"] = functools.partial(_help, section, field.name, option)
-        yield click.option(*names, field.name, cls=_DocumentedOption, **attributes | option.click_attributes)
+        yield click.option(
+            *_names(field.name, notes),
+            field.name,
+            cls=_DocumentedOption,
+            **attributes | option.click_attributes,
+        )
+
+
+def _option(notes: tuple[Any, ...]) -> Option:
+    return next((note for note in notes if isinstance(note, Option)), Option())
+
+
+def _names(field: str, notes: tuple[Any, ...]) -> tuple[str, ...]:
+    for note in notes:
+        if isinstance(note, Argument):
+            return (note.metavar or field.upper(),)
+    return _option(notes).names or (f"--{field.replace('_', '-')}",)
 
 
 def _take_apart(hint: Any) -> tuple[Any, bool, tuple[Any, ...]]:
