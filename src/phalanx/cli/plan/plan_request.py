@@ -34,7 +34,7 @@ class PlanOptions:
     model: str | None = None
     """A known model instead of a run file, such as llama3-405b."""
     budget: str | None = None
-    """Budget to spend best: 40M$, 1e25FLOP, 30d, 1M gpu-hours; instead of a run file."""
+    """Plan what to train for so much: 40M$, 1e25FLOP, 30d, 1M gpu-hours; instead of a run file."""
     kind: Literal["dense", "mixture"] | None = None
     """With --budget: only models of this kind."""
     unique_tokens: str | None = None
