@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 from phalanx.cli.data.progress import PrepareProgress
 from phalanx.cli.data.report import lines_of_counts, report
-from phalanx.cli.data.workers import ChosenWorkers, resumable, worker_options
+from phalanx.cli.data.workers import ChosenWorkers, resumable
 from phalanx.cli.errors import explained
+from phalanx.command.options import Argument, AsJson, Option, command_options
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
     carry_out,
@@ -44,26 +46,18 @@ class PrepareCommand(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    recipe: Annotated[Path, Argument()]
+    out: Annotated[str, Option(metavar="FOLDER_OR_URL")]
+    """Where the dataset is to be: a folder, s3://, gs:// or az://."""
+    workers: ChosenWorkers
+    as_json: AsJson = False
+
+
 @click.command("prepare")
-@_RECIPE
-@click.option(
-    "--out",
-    required=True,
-    metavar="FOLDER_OR_URL",
-    help="Where the dataset is to be: a folder, s3://, gs:// or az://.",
-)
-@worker_options
-@_JSON
-def recipe_command(
-    recipe: Path,
-    out: str,
-    workers: int | None,
-    dask: str | None,
-    spark: str | None,
-    ray: str | None,
-    slurm: bool,
-    as_json: bool,
-) -> None:
+@command_options(RecipeOptions)
+def recipe_command(options: RecipeOptions) -> None:
     """Prepare the dataset that RECIPE describes: plan it in portions, have each done once, and seal it.
 
     Whatever ends it (Ctrl-C, a kill, a full disk, a lost machine), the same command goes on from there. The bytes of the dataset do not
@@ -76,13 +70,12 @@ def recipe_command(
       phalanx data prepare recipe.toml --out s3://bucket/web --spark spark://10.0.0.1:7077
       phalanx data prepare recipe.toml --out /shared/web --slurm --workers 16
     """
-    chosen = ChosenWorkers(workers, dask, spark, ray, slurm)
-    chosen.require_one_kind()
+    options.workers.require_one_kind()
     with explained(DataError, StoreError):
-        place = place_plan(read_recipe(recipe), recipe.parent, out)
-        dataset = carried_out(place, chosen, quiet=as_json)
+        place = place_plan(read_recipe(options.recipe), options.recipe.parent, options.out)
+        dataset = carried_out(place, options.workers, quiet=options.as_json)
     lines, facts = lines_of_counts(dataset.counts), {"counts": dataset.counts}
-    report(out, dataset, lines, facts, by_recipe=True, as_json=as_json)
+    report(options.out, dataset, lines, facts, by_recipe=True, as_json=options.as_json)
 
 
 def carried_out(place: Workplace, workers: ChosenWorkers, *, quiet: bool) -> PreparedDataset:

@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
+from phalanx.command.options import Option
 from phalanx.data.errors import DataError
+from phalanx.run.fields import POSITIVE
 from phalanx.store.errors import StoreError
 
 if TYPE_CHECKING:
     from phalanx.data.portions.executors.executor import Executor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChosenWorkers:
-    """What was said of workers on the command line; with nothing said, there are as many processes as this machine has cores."""
+    """Workers of a preparation; with no option, there are as many processes as this machine has cores."""
 
-    count: int | None
-    dask: str | None
-    spark: str | None
-    ray: str | None
-    slurm: bool
+    count: Annotated[
+        int | None,
+        POSITIVE,
+        Option(
+            "--workers",
+            text="Processes of this machine, or with --slurm jobs.  [default: as many as the machine has cores]",
+        ),
+    ] = None
+    dask: Annotated[str | None, Option(metavar="ADDRESS")] = None
+    """Have it done by a Dask cluster: the address of its scheduler."""
+    spark: Annotated[str | None, Option(metavar="MASTER")] = None
+    """Or by a Spark cluster: spark://HOST:7077, yarn, local[8]."""
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None
+    """Or by a Ray cluster: auto, HOST:6379, or local."""
+    slurm: bool = False
+    """Or by an array of --workers jobs of Slurm; --out, and paths that are read, must be seen by its nodes."""
 
     @property
-    def said(self) -> bool:
+    def is_chosen(self) -> bool:
         """True if any was named."""
         return self.count is not None or bool(self._clusters())
 
@@ -81,32 +94,6 @@ class ChosenWorkers:
     def _clusters(self) -> list[str]:
         named = (("dask", self.dask), ("spark", self.spark), ("ray", self.ray), ("slurm", self.slurm))
         return [name for name, given in named if given]
-
-
-def worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options ``--workers``, ``--dask``, ``--spark``, ``--ray`` and ``--slurm`` of a command."""
-    options = (
-        click.option(
-            "--workers",
-            type=click.IntRange(min=1),
-            help="Processes of this machine, or with --slurm jobs.  [default: as many as the machine has cores]",
-        ),
-        click.option(
-            "--dask", metavar="ADDRESS", help="Have it done by a Dask cluster: the address of its scheduler."
-        ),
-        click.option(
-            "--spark", metavar="MASTER", help="Or by a Spark cluster: spark://HOST:7077, yarn, local[8]."
-        ),
-        click.option("--ray", metavar="ADDRESS", help="Or by a Ray cluster: auto, HOST:6379, or local."),
-        click.option(
-            "--slurm",
-            is_flag=True,
-            help="Or by an array of --workers jobs of Slurm; --out, and paths that are read, must be seen by its nodes.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @contextmanager
