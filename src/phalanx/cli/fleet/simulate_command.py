@@ -6,12 +6,16 @@ import dataclasses
 import json
 import time
 from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated
 
 import click
 
 from phalanx.cli.fleet.simulate_start import command as start_command
 from phalanx.cli.fleet.simulate_traffic import command as traffic_command
+from phalanx.command.options import AsJson, Option, command_options
 from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx.simulate.hostile.run import run_seed
 from phalanx.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
 from phalanx.simulate.rates import DEFAULT_RATE
@@ -29,53 +33,31 @@ command.add_command(start_command)
 command.add_command(traffic_command)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulateFleetOptions:
+    nodes: Annotated[int, ValueRange(at_least=2)] = 12500
+    """Nodes of 8 that hold ranks."""
+    spares: Annotated[int | None, NOT_NEGATIVE] = None
+    """Nodes more; 1 % of the nodes if left out."""
+    days: Annotated[float, ValueRange(above=0)] = 30.0
+    seed: Annotated[int, Option(show_default=True)] = 0
+    rate: Annotated[float, ValueRange(above=0)] = DEFAULT_RATE
+    """Failures per 1,000 node-days; published fleets had 2.34 to 6.50."""
+    step_s: Annotated[float, ValueRange(above=0)] = 10.0
+    unit: Annotated[int, POSITIVE] = 1
+    """Nodes that talk most; with more than one, print how well the choice of spares keeps them together."""
+    spares_together: Annotated[int, NOT_NEGATIVE, Option(show_default=True)] = 0
+    """So many spares lie together, all over the fleet; 0: they are the last nodes."""
+    small: bool = False
+    """Small worlds in which everything fails, checked after every event."""
+    seeds: str = "0:100"
+    """Which small worlds, FIRST:END."""
+    as_json: AsJson = False
+
+
 @command.command("fleet")
-@click.option(
-    "--nodes", default=12_500, show_default=True, type=click.IntRange(2), help="Nodes of 8 that hold ranks."
-)
-@click.option("--spares", type=click.IntRange(0), help="Nodes more; 1 % of the nodes if left out.")
-@click.option("--days", default=30.0, show_default=True, type=click.FloatRange(0, min_open=True))
-@click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--rate",
-    default=DEFAULT_RATE,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Failures per 1,000 node-days; published fleets had 2.34 to 6.50.",
-)
-@click.option("--step-s", default=10.0, show_default=True, type=click.FloatRange(0, min_open=True))
-@click.option(
-    "--unit",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Nodes that talk most; with more than one, tell how well the choice of spares keeps them together.",
-)
-@click.option(
-    "--spares-together",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="So many spares lie together, all over the fleet; 0: they are the last nodes.",
-)
-@click.option(
-    "--small", is_flag=True, help="Small worlds in which everything fails, checked after every event."
-)
-@click.option("--seeds", default="0:100", show_default=True, help="Which small worlds, FIRST:END.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def fleet(
-    nodes: int,
-    spares: int | None,
-    days: float,
-    seed: int,
-    rate: float,
-    step_s: float,
-    unit: int,
-    spares_together: int,
-    small: bool,
-    seeds: str,
-    as_json: bool,
-) -> None:
+@command_options(SimulateFleetOptions)
+def fleet(options: SimulateFleetOptions) -> None:
     """A large fleet under published failure rates, or many small ones under hostile faults.
 
     \b
@@ -84,21 +66,25 @@ def fleet(
       phalanx simulate fleet --nodes 12500 --unit 4 --spares-together 4
       phalanx simulate fleet --small --seeds 0:1000
     """
-    progress = _progress("worlds" if small else "days")
+    progress = _progress("worlds" if options.small else "days")
     try:
-        if small:
-            _small(_range(seeds), as_json, progress)
+        if options.small:
+            _small(_range(options.seeds), options.as_json, progress)
             return
-        spares = nodes // 100 if spares is None else spares
-        if nodes % unit:
-            raise click.BadParameter(f"{nodes} nodes are not whole units of {unit}", param_hint="--unit")
+        spares = options.nodes // 100 if options.spares is None else options.spares
+        if options.nodes % options.unit:
+            raise click.BadParameter(
+                f"{options.nodes} nodes are not whole units of {options.unit}", param_hint="--unit"
+            )
         scenario = Scenario(
-            nodes, spares, days, seed, rate, step_s, unit=unit, spares_together=spares_together
+            *(options.nodes, spares, options.days, options.seed, options.rate, options.step_s),
+            unit=options.unit,
+            spares_together=options.spares_together,
         )
         report = simulate(scenario, progress)
     except BrokenInvariant as error:
         raise click.ClickException(str(error)) from error
-    click.echo(json.dumps(dataclasses.asdict(report)) if as_json else _format(report))
+    click.echo(json.dumps(dataclasses.asdict(report)) if options.as_json else _format(report))
 
 
 def _range(seeds: str) -> range:

@@ -3,71 +3,49 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import click
 
-from phalanx.plan.whole_run.start import MEASURED, Files, Start, read_s, start
+from phalanx.command.options import AsJson, Option, command_options
+from phalanx.plan.whole_run.start import MEASURED, Start, read_s, start
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 
 _NODES = (1, 100, 1_000, 10_000, 25_000)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulateStartOptions:
+    nodes: tuple[Annotated[int, POSITIVE], ...] = ()
+    """May be repeated; by default 1 to 25,000."""
+    workers: Annotated[int, POSITIVE] = 8
+    """Workers of each node."""
+    files: Literal["local", "shared"] = "local"
+    """Where Python and its packages lie: on every node, or on one file system for all."""
+    file_calls_per_s: Annotated[
+        float | None,
+        ValueRange(above=0),
+        Option(
+            text=f"Of the shared file system, for all nodes; by default {MEASURED.file_calls_per_s.value:,.0f}."
+        ),
+    ] = None
+    by_ssh: bool = False
+    """The launcher logs into every node: phalanx submit --on ssh."""
+    checkpoint_gb: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Size of the checkpoint that is read; 0 for none."""
+    storage_gb_per_s: Annotated[float, ValueRange(above=0)] = 2000.0
+    """Rate of its storage, for all nodes (Llama 3: 2 TB/s sustained)."""
+    node_gb_per_s: Annotated[float, ValueRange(above=0)] = 50.0
+    """Rate at which one node reads."""
+    warmup_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Compilation, and what the first step takes longer."""
+    as_json: AsJson = False
+
+
 @click.command("start")
-@click.option(
-    "--nodes", multiple=True, type=click.IntRange(1), help="May be repeated; by default 1 to 25,000."
-)
-@click.option("--workers", default=8, show_default=True, type=click.IntRange(1), help="Of each node.")
-@click.option(
-    "--files",
-    default="local",
-    show_default=True,
-    type=click.Choice(["local", "shared"]),
-    help="Where Python and its packages lie: on every node, or on one file system for all.",
-)
-@click.option(
-    "--file-calls-per-s",
-    type=click.FloatRange(0, min_open=True),
-    help=f"Of the shared file system, for all nodes; by default {MEASURED.file_calls_per_s.value:,.0f}.",
-)
-@click.option("--by-ssh", is_flag=True, help="The launcher logs into every node: phalanx submit --on ssh.")
-@click.option(
-    "--checkpoint-gb",
-    default=0.0,
-    type=click.FloatRange(0),
-    help="Size of the checkpoint that is read; 0 for none.",
-)
-@click.option(
-    "--storage-gb-per-s",
-    default=2_000.0,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Rate of its storage, for all nodes (Llama 3: 2 TB/s sustained).",
-)
-@click.option(
-    "--node-gb-per-s",
-    default=50.0,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Rate at which one node reads.",
-)
-@click.option(
-    "--warmup-s",
-    default=0.0,
-    type=click.FloatRange(0),
-    help="Compilation, and what the first step takes longer.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(
-    nodes: tuple[int, ...],
-    workers: int,
-    files: str,
-    file_calls_per_s: float | None,
-    by_ssh: bool,
-    checkpoint_gb: float,
-    storage_gb_per_s: float,
-    node_gb_per_s: float,
-    warmup_s: float,
-    as_json: bool,
-) -> None:
+@command_options(SimulateStartOptions)
+def command(options: SimulateStartOptions) -> None:
     """The time from the launch to the first step, phase by phase: a closed form with measured costs of one node or rank.
 
     Agents attach while their workers import; the shorter of the two is hidden, and marked so. The wait for a scheduler's nodes is not counted, nor
@@ -81,23 +59,22 @@ def command(
     from dataclasses import replace
 
     costs = MEASURED
-    if file_calls_per_s is not None:
-        given = replace(costs.file_calls_per_s, value=file_calls_per_s, source="--file-calls-per-s")
+    if options.file_calls_per_s is not None:
+        given = replace(costs.file_calls_per_s, value=options.file_calls_per_s, source="--file-calls-per-s")
         costs = replace(costs, file_calls_per_s=given)
-    where: Files = "shared" if files == "shared" else "local"
     found = [
         start(
             count,
-            workers,
-            files=where,
-            by_ssh=by_ssh,
-            restore_s=read_s(checkpoint_gb, count, storage_gb_per_s, node_gb_per_s),
-            warmup_s=warmup_s,
+            options.workers,
+            files=options.files,
+            by_ssh=options.by_ssh,
+            restore_s=read_s(options.checkpoint_gb, count, options.storage_gb_per_s, options.node_gb_per_s),
+            warmup_s=options.warmup_s,
             costs=costs,
         )
-        for count in nodes or _NODES
+        for count in options.nodes or _NODES
     ]
-    click.echo(json.dumps([_as_json(one) for one in found]) if as_json else "\n".join(_table(found)))
+    click.echo(json.dumps([_as_json(one) for one in found]) if options.as_json else "\n".join(_table(found)))
 
 
 def _as_json(one: Start) -> dict[str, object]:
