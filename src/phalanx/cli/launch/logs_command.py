@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _ASK_S = 5.0
 _OF_LINES = ("ranks", "nodes", "level", "since", "until", "grep", "attempt", "grouped", "as_json")
-"""Options that choose lines, or say how they are printed."""
+"""Options that choose lines, or their form."""
 
 
 @click.command("logs")
