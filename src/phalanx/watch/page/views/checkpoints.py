@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -46,15 +47,7 @@ def checkpoints_view(runs: Runs, place: Place, _parameters: Parameters) -> dict[
             for step in shown
         ],
         "left_out": len(steps) - len(shown),
-        "store": None
-        if standing is None
-        else {
-            "url": standing.url,
-            "newest": standing.newest,
-            "behind": list(standing.behind),
-            "error": standing.error,
-            "text": str(standing),
-        },
+        "store": None if standing is None else asdict(standing) | {"text": str(standing)},
         "verify": f"phalanx checkpoint verify {place.path}",
         "problem": "",
     }

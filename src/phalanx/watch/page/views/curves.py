@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from phalanx.watch.page.answer import Parameters, RequestError
 from phalanx.watch.page.places import Place
 from phalanx.watch.page.views.runs import Runs
@@ -50,16 +52,7 @@ def answer(found: Curves) -> dict[str, object]:
         },
         "reduced": found.reduced,
         "total": found.total,
-        "marks": [
-            {
-                "x": placed.x,
-                "step": placed.mark.step,
-                "t": placed.mark.t,
-                "kind": placed.mark.kind,
-                "text": placed.mark.text,
-            }
-            for placed in found.marks
-        ],
+        "marks": [{"x": placed.x, **asdict(placed.mark)} for placed in found.marks],
         "marks_left_out": found.marks_left_out,
     }
 

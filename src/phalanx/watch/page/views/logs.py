@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from msgspec import UNSET, structs, to_builtins
+
 from phalanx.observe.logs.first_failure import what_happened
 from phalanx.observe.logs.line import LEVELS
 from phalanx.run.directory.paths import RunDirectory
@@ -86,14 +88,6 @@ def _group(group: LogGroup) -> dict[str, object]:
 
 def _said(line: LogLine) -> dict[str, object]:
     text = line.text if len(line.text) <= _LONGEST_TEXT else f"{line.text[:_LONGEST_TEXT]} ..."
-    return {
-        "t": line.t,
-        "level": line.level,
-        "node": line.node,
-        "rank": line.rank,
-        "epoch": line.epoch,
-        "attempt": line.attempt,
-        "step": line.step,
-        "process": line.process,
-        "text": text,
-    }
+    shortened = structs.replace(line, text=text, goes_on=UNSET)
+    facts: dict[str, object] = to_builtins(shortened)
+    return facts
