@@ -28,11 +28,11 @@ class GenerateOptions:
     """The prompt is a user's message; an imported model's chat template frames it."""
     tokens: Annotated[int, POSITIVE] = 200
     """At most so many."""
-    temperature: Annotated[float, NOT_NEGATIVE] = 0.8
+    temperature: Annotated[float, click.FloatRange(0.0)] = 0.8
     """0: the likeliest."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
     """Choose among the k likeliest; 0: among all."""
-    top_p: Annotated[float, ValueRange(above=0, at_most=1), Option(show_default=False)] = 1.0
+    top_p: Annotated[float, click.FloatRange(0.0, 1.0, min_open=True), Option(show_default=False)] = 1.0
     """Nucleus sampling."""
     seed: Annotated[int, ValueRange(at_least=0, at_most=2**63 - 1), Option(show_default=True)] = 0
     """The same seed gives the same text."""
