@@ -1,4 +1,4 @@
-"""``phalanx simulate``: the fleet's control plane under a simulated clock."""
+"""``phalanx simulate``: the fleet's control plane and a service's router under a simulated clock, and the time of a start."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import click
 
-from phalanx.cli.fleet.simulate_start import command as start_command
-from phalanx.cli.fleet.simulate_traffic import command as traffic_command
 from phalanx.command.options import AsJson, Option, command_options
 from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.plan.whole_run.start import MEASURED, Start, read_s, start
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx.simulate.hostile.run import run_seed
 from phalanx.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
 from phalanx.simulate.rates import DEFAULT_RATE
 from phalanx.simulate.spares import SeatsKept
+from phalanx.simulate.traffic.run import Load
+from phalanx.simulate.traffic.run import run_seed as run_traffic_seed
+from phalanx.traffic.invariants import BrokenInvariant as BrokenRouting
 
 _PAUSE_S = 3.0
 
@@ -27,10 +30,6 @@ _PAUSE_S = 3.0
 @click.group("simulate")
 def command() -> None:
     """Simulate a fleet or a service with the code that decides in a real one, or how long a start takes."""
-
-
-command.add_command(start_command)
-command.add_command(traffic_command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,3 +175,174 @@ def _kept(name: str, kept: SeatsKept) -> str:
 def _shares(seconds: dict[str, float], whole_s: float) -> list[str]:
     rows = [*sorted(seconds.items(), key=lambda row: -row[1]), ("total", whole_s)]
     return [f"{name:<20} {value:>18,.1f} s {100 * value / whole_s:>8.3f} %" for name, value in rows]
+
+
+# ``phalanx simulate start``: the time of a run of so many nodes from its launch to its first step.
+
+
+_NODES = (1, 100, 1_000, 10_000, 25_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateStartOptions:
+    nodes: tuple[Annotated[int, POSITIVE], ...] = ()
+    """May be repeated; by default 1 to 25,000."""
+    workers: Annotated[int, POSITIVE] = 8
+    """Workers of each node."""
+    files: Literal["local", "shared"] = "local"
+    """Where Python and its packages lie: on every node, or on one file system for all."""
+    file_calls_per_s: Annotated[
+        float | None,
+        ValueRange(above=0),
+        Option(
+            text=f"Of the shared file system, for all nodes; by default {MEASURED.file_calls_per_s.value:,.0f}."
+        ),
+    ] = None
+    by_ssh: bool = False
+    """The launcher logs into every node: phalanx submit --on ssh."""
+    checkpoint_gb: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Size of the checkpoint that is read; 0 for none."""
+    storage_gb_per_s: Annotated[float, ValueRange(above=0)] = 2000.0
+    """Rate of its storage, for all nodes (Llama 3: 2 TB/s sustained)."""
+    node_gb_per_s: Annotated[float, ValueRange(above=0)] = 50.0
+    """Rate at which one node reads."""
+    warmup_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Compilation, and what the first step takes longer."""
+    as_json: AsJson = False
+
+
+@command.command("start")
+@command_options(SimulateStartOptions)
+def start_command(options: SimulateStartOptions) -> None:
+    """The time from the launch to the first step, phase by phase: a closed form with measured costs of one node or rank.
+
+    Agents attach while their workers import; the shorter of the two is hidden, and marked so. The wait for a scheduler's nodes is not counted, nor
+    is a scheduler's own start of so many tasks.
+
+    \b
+      phalanx simulate start
+      phalanx simulate start --nodes 12500 --files shared --checkpoint-gb 5700
+      phalanx simulate start --nodes 500 --by-ssh --json
+    """
+    from dataclasses import replace
+
+    costs = MEASURED
+    if options.file_calls_per_s is not None:
+        given = replace(costs.file_calls_per_s, value=options.file_calls_per_s, source="--file-calls-per-s")
+        costs = replace(costs, file_calls_per_s=given)
+    found = [
+        start(
+            count,
+            options.workers,
+            files=options.files,
+            by_ssh=options.by_ssh,
+            restore_s=read_s(options.checkpoint_gb, count, options.storage_gb_per_s, options.node_gb_per_s),
+            warmup_s=options.warmup_s,
+            costs=costs,
+        )
+        for count in options.nodes or _NODES
+    ]
+    click.echo(json.dumps([_as_json(one) for one in found]) if options.as_json else "\n".join(_table(found)))
+
+
+def _as_json(one: Start) -> dict[str, object]:
+    phases = [
+        {
+            "phase": phase.name,
+            "s": phase.duration_s,
+            "source": phase.source,
+            "hidden": phase.name == one.hidden,
+        }
+        for phase in one.phases
+    ]
+    return {"nodes": one.nodes, "total_s": one.total_s, "phases": phases}
+
+
+def _table(found: list[Start]) -> list[str]:
+    lines = [f"{'seconds, nodes:':<18}" + "".join(f"{one.nodes:>12,}" for one in found)]
+    for place, phase in enumerate(found[0].phases):
+        cells = (
+            f"({one.phases[place].duration_s:,.1f})"
+            if phase.name == one.hidden
+            else f"{one.phases[place].duration_s:,.1f}"
+            for one in found
+        )
+        lines.append(f"{phase.name:<18}" + "".join(f"{cell:>12}" for cell in cells))
+    lines.append(f"{'in all':<18}" + "".join(f"{one.total_s:>12,.1f}" for one in found))
+    return [*lines, "(in brackets: hidden by what goes on at the same time)"]
+
+
+# ``phalanx simulate traffic``: the router of a service under a simulated clock, with every fault.
+
+
+@command.command("traffic")
+@click.option("--seeds", default="0:100", show_default=True, help="Which worlds, FIRST:END.")
+@click.option(
+    "--workers", default=0, type=click.IntRange(0), help="In each world; 0: 1 to 6, drawn from its seed."
+)
+@click.option("--rate", default=0.0, type=click.FloatRange(0), help="Requests a second; 0: drawn.")
+@click.option(
+    "--faults", default=-1.0, type=float, help="Faults a second, for the first 18 s; negative: drawn."
+)
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with the second of an arrival on each line, instead of random ones.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def traffic_command(
+    seeds: str, workers: int, rate: float, faults: float, trace: Path | None, as_json: bool
+) -> None:
+    """Serve texts in worlds in which workers, gateways, links and pages fail; no token may be lost, doubled or changed.
+
+    \b
+      phalanx simulate traffic --seeds 0:1000
+      phalanx simulate traffic --seeds 7:8 --workers 300 --rate 50 --json
+    """
+    load = Load(workers, rate, faults, _arrivals(trace) if trace else ())
+    began_s = time.monotonic()
+    counts: Counter[str] = Counter()
+    struck: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    first_token_s, gap_s = [], 0.0
+    for seed in _range(seeds):
+        try:
+            outcome = run_traffic_seed(seed, load)
+        except BrokenRouting as error:
+            raise click.ClickException(str(error)) from error
+        counts.update(outcome.counts)
+        struck.update(outcome.faults)
+        totals.update(worlds=1, requests=outcome.requests, tokens=outcome.tokens, events=outcome.events)
+        first_token_s.append(outcome.first_token_s)
+        gap_s = max(gap_s, outcome.longest_gap_s)
+    seconds = time.monotonic() - began_s
+    medians = sorted(median for median, _ in first_token_s)
+    result = {
+        **totals,
+        "faults": dict(struck.most_common()),
+        "counts": dict(counts.most_common()),
+        "first_token_s": medians[len(medians) // 2],
+        "first_token_p99_s": max(late for _, late in first_token_s),
+        "longest_gap_s": gap_s,
+        "seconds": seconds,
+    }
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        click.echo(
+            f"{totals['worlds']} worlds, {totals['requests']} requests, {totals['tokens']} tokens, {struck.total()} faults, "
+            f"{counts['moved']} moves, {counts['quarantined']} in quarantine: no token lost, doubled or changed, all pages "
+            f"given back ({totals['worlds'] / seconds:.1f} worlds/s)"
+        )
+
+
+def _arrivals(trace: Path) -> list[float]:
+    try:
+        times = sorted(float(line) for line in trace.read_text().split())
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{trace}: {error}; give seconds, one on a line", param_hint="--trace"
+        ) from error
+    if not times or not 0 <= times[0] <= times[-1] < float("inf"):
+        raise click.BadParameter(f"{trace}: give at least one second, none below 0", param_hint="--trace")
+    return times
