@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import click
 
 from phalanx.cli.data.named import NamedText, prepare_here, prepare_in_portions
-from phalanx.cli.data.recipe import PrepareCommand
-from phalanx.cli.data.workers import ChosenWorkers
+from phalanx.cli.data.recipe import ChosenWorkers, PrepareCommand
 from phalanx.command.options import Argument, AsJson, ExistingFile, Option, command_options
 from phalanx.data.portions.planning.recipe import OutputRecipe
 from phalanx.run.fields import ValueRange

@@ -205,7 +205,7 @@ def _print_joining(
     spec: RunSpec, topology: Topology, run_dir: Path, joining: Sequence[str], options: PlaceOptions
 ) -> None:
     """Says what the fleet of a run loses with nodes that are to join it; exit code ``REFUSED`` if they make it lose more than it may."""
-    from phalanx.cli.fleet.joining import verdict_with
+    from phalanx.cli.fleet.join_from_hosts import verdict_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.given_nodes import loses_more
 

@@ -110,7 +110,7 @@ def command(options: SubmitOptions) -> None:
         if spec.launch.engine == "slurm":
             _submit_to_slurm(spec, working_dir, options)
         elif spec.launch.engine == "kubernetes":
-            from phalanx.cli.launch.submit_to_kubernetes import submit_to_kubernetes
+            from phalanx.cli.launch.on_kubernetes import submit_to_kubernetes
 
             submit_to_kubernetes(spec, dry_run=options.dry_run, out=options.out, as_json=options.as_json)
         else:
