@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 FLOORS = {
     "process": 0,
     "run": 0,
+    "command": 1,
     "observe": 1,
     "hardware": 1,
     "store": 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
@@ -24,14 +24,10 @@ def explained(*kinds: type[Exception]) -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
-def refuse_unused(options: Mapping[str, object], why: str) -> None:
-    """Raises ``click.UsageError`` naming the options that were given and would be ignored, with ``why``."""
-    if given := [
-        name
-        for name, value in options.items()
-        if value is not None and value is not False and value not in ((), "")
-    ]:
-        raise click.UsageError(f"{', '.join(given)}: {why}")
+def refuse_unused(options: Sequence[str], why: str) -> None:
+    """Raises ``click.UsageError`` for ``options``, which would be ignored, with ``why``."""
+    if options:
+        raise click.UsageError(f"{', '.join(options)}: {why}")
 
 
 class TroubleError(click.ClickException):

@@ -6,7 +6,7 @@ import json
 
 from click.testing import CliRunner
 
-from phalanx.cli.fleet.simulate_start import command
+from phalanx.cli.fleet.simulate_command import start_command as command
 
 
 def test_the_phases_of_a_start_are_told_for_each_number_of_nodes_with_their_sources() -> None:

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from phalanx.cli.fleet import ask, fleet_command, resize_command
 from phalanx.cli.launch import cancel_command, submit_command, submit_to_hosts
+from phalanx.cli.launch.submit_command import SubmitOptions
 from phalanx.cli.watch import status_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
@@ -60,7 +61,9 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
 
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again"):
-        submit_command._submit(spec, tmp_path, None, "", False, lender)
+        submit_command._submit(
+            spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml"), lender=lender)
+        )
     cancel_command._give_back(run_dir, earlier)
     assert grown == []
 
@@ -110,7 +113,9 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
     monkeypatch.setattr(resize_command, "wait_until_gone", fill if early else lambda *_: {})
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
-        submit_command._submit(spec, tmp_path, None, "", False, lender)
+        submit_command._submit(
+            spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml"), lender=lender)
+        )
     assert "No space left on device" in str(told.value)
     assert cancelled == ([] if early else ["7"])
     assert ("scancel 7" in str(told.value)) == ("scancel" in full)
@@ -139,7 +144,7 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
     monkeypatch.setattr(slurm, "submit", submit)
     spec = RunSpec(name="run", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(KilledError):
-        submit_command._submit(spec, tmp_path, None, "", False, None)
+        submit_command._submit(spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml")))
     assert status_command._job_line(run_dir).startswith("job 9 (slurm): waits for 2 nodes")  # type: ignore[union-attr]
     here = order_of(replace(spec, launch=LaunchSpec(engine="local")), tmp_path)
     with pytest.raises(EngineError, match=r"is job 9 already"):
@@ -404,7 +409,7 @@ def test_a_cancellation_is_not_forgotten_by_the_submission_or_the_job_that_begin
     spec = RunSpec(name="run", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     refused = pytest.raises(EngineError, match="was cancelled while it was being submitted")
     with refused if at == "its beginning" else nullcontext():
-        submit_command._submit(spec, tmp_path, None, "", False, None)
+        submit_command._submit(spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml")))
     cancel.join()
     assert ended.exists() == (at == "its job's start")
     assert stopped.exists()

@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from phalanx.cli.data.progress import PrepareProgress
-from phalanx.cli.data.recipe import carried_out
+from phalanx.cli.data.recipe import ChosenWorkers, carried_out
 from phalanx.cli.data.report import (
     facts_of_files,
     in_number,
@@ -19,7 +19,6 @@ from phalanx.cli.data.report import (
     print_left_out,
     report,
 )
-from phalanx.cli.data.workers import ChosenWorkers
 from phalanx.cli.errors import explained
 from phalanx.data.chat.encode import ChatLayout
 from phalanx.data.chat.template import template_beside

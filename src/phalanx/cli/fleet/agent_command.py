@@ -9,14 +9,15 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 from phalanx.cli.address_options import HostAndPort, HostName
 from phalanx.cli.errors import explained
+from phalanx.command.options import AsJson, ExistingFolder, Option, Overrides, command_options
 from phalanx.hardware.local.network import family_of, split_address
 
 if TYPE_CHECKING:
@@ -25,62 +26,33 @@ if TYPE_CHECKING:
 _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    run: Path
+    """The run file, the same on every node, with run_dir where all see it; or a run directory."""
+    coordinator: Annotated[str, HostAndPort()] = ""
+    """Address of the coordinator: HOST is the node that leads. By default, for a run directory, that in its fleet.json."""
+    overrides: Overrides = ()
+    """Override a field; the same on every node."""
+    lead: Annotated[bool | None, Option("--lead/--no-lead")] = None
+    """Start the coordinator on this node, or not; by default on the first node of a Slurm step, else if HOST is its own."""
+    node: str | None = None
+    """This node's name in the fleet; by default its Slurm name or host name."""
+    host: Annotated[str | None, HostName(for_others=True)] = None
+    """Address at which the other nodes reach this machine; detected by default."""
+    domain: tuple[str, ...] = ()
+    """Domains of the network from the widest to the narrowest; may be repeated. Under Slurm those of SLURM_TOPOLOGY_ADDR."""
+    spare: bool = False
+    """Take ranks at first only if the other nodes are too few."""
+    certificates: ExistingFolder | None = None
+    """Folder with ca.pem, node.pem and node.key: everything then goes over mutual TLS."""
+    as_json: AsJson = False
+    """Print one JSON object at the end."""
+
+
 @click.command("agent")
-@click.option(
-    "--run",
-    "run",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="The run file, the same on every node, with run_dir where all see it; or a run directory.",
-)
-@click.option(
-    "--coordinator",
-    default="",
-    type=HostAndPort(),
-    help="Address of the coordinator: HOST is the node that leads. By default, for a run directory, that in its fleet.json.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="FIELD=VALUE",
-    help="Override a field; the same on every node.",
-)
-@click.option(
-    "--lead/--no-lead",
-    default=None,
-    help="Start the coordinator on this node, or not; by default on the first node of a Slurm step, else if HOST is its own.",
-)
-@click.option("--node", help="This node's name in the fleet; by default its Slurm name or host name.")
-@click.option(
-    "--host",
-    type=HostName(for_others=True),
-    help="Address at which the other nodes reach this machine; detected by default.",
-)
-@click.option(
-    "--domain",
-    multiple=True,
-    help="Domains of the network from the widest to the narrowest; may be repeated. Under Slurm as SLURM_TOPOLOGY_ADDR says.",
-)
-@click.option("--spare", is_flag=True, help="Take ranks at first only if the other nodes are too few.")
-@click.option(
-    "--certificates",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder with ca.pem, node.pem and node.key: everything then goes over mutual TLS.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-def command(
-    run: Path,
-    coordinator: str,
-    overrides: tuple[str, ...],
-    lead: bool | None,
-    node: str | None,
-    host: str | None,
-    domain: tuple[str, ...],
-    spare: bool,
-    certificates: Path | None,
-    as_json: bool,
-) -> None:
+@command_options(AgentOptions)
+def command(options: AgentOptions) -> None:
     """Train with this node as part of a fleet: once on every node, in torchrun's place.
 
     The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's progress. The
@@ -96,69 +68,54 @@ def command(
     """
     from phalanx.fleet.node.agent import leave
 
-    name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    name = options.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not re.fullmatch(r"[^*\s/][^\s/]{0,127}", name):
         why = "no spaces or slashes, no star first, at most 128 characters"
         raise click.BadParameter(f"{name!r} is no name of a node: {why}", param_hint="--node")
     from phalanx.launch.foreign import slurm_domains
 
-    domain = domain or slurm_domains(os.environ)
-    part = NodePart(run, coordinator, overrides, lead, name, host or "", domain, spare, certificates)
-    code, led = take_part(part, as_json)
+    options = replace(options, domain=options.domain or slurm_domains(os.environ))
+    code, led = take_part(name, options)
     if led:
         raise SystemExit(code)
-    if as_json and not code:
+    if options.as_json and not code:
         click.echo(json.dumps({"node": name, "ended": True}))
     leave(code)
 
 
-@dataclass(frozen=True)
-class NodePart:
-    """The part of this node in a fleet."""
-
-    run: Path
-    """The run file; or the run directory of a fleet that runs."""
-    coordinator: str
-    """As host:port; empty for that in the run directory."""
-    overrides: tuple[str, ...]
-    lead: bool | None
-    """``None``: as the place in a step or the coordinator's host says."""
-    node: str
-    host: str
-    """Address at which the others reach this machine; empty to find it."""
-    domain: tuple[str, ...] = ()
-    spare: bool = False
-    certificates: Path | None = None
-
-
-def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
+def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
     """Takes part in a run to its end, or to that of this node's part; the exit code, and whether this node led."""
     from phalanx.launch.foreign import in_slurm_step
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
-    run = part.run
+    run = options.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
     # The batch script of a job names the run file; an agent that is given the run directory joins a fleet from outside its job.
     joins = folder.is_dir()
     if not joins:
-        spec = _read(run, part.overrides, part.coordinator)
+        spec = _read(run, options.overrides, options.coordinator)
         folder = Path(spec.run_dir)
-        succeeded = _is_succeeded(folder, part.certificates)
-        if _leads(part.lead, part.coordinator) and not succeeded:
+        succeeded = _is_succeeded(folder, options.certificates)
+        if _leads(options.lead, options.coordinator) and not succeeded:
             from phalanx.cli.train.train_fleet import train_fleet
             from phalanx.fleet.node.supervision.fleet_plan import Lead
 
-            here, port = split_address(part.coordinator)
-            lead = Lead(part.node, part.host or here, int(port), part.domain, part.spare, part.certificates)
-            return train_fleet(spec, run, (), as_json, lead), True
+            here, port = split_address(options.coordinator)
+            lead = Lead(
+                node, options.host or here, int(port), options.domain, options.spare, options.certificates
+            )
+            return train_fleet(spec, run, (), options.as_json, lead), True
         if not succeeded:
             with explained(TimeoutError):
                 patience_s = spec.fleet.coordinator_lease_s
                 _wait_for(
-                    part.coordinator, folder, patience_s, lambda: _is_succeeded(folder, part.certificates)
+                    options.coordinator,
+                    folder,
+                    patience_s,
+                    lambda: _is_succeeded(folder, options.certificates),
                 )
     if joins and not in_slurm_step(os.environ):
-        _refuse_too_far(folder, part.node, part.domain)
+        _refuse_too_far(folder, node, options.domain)
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.node.agent import AgentError, run_agent
     from phalanx.fleet.node.agent_args import AgentArgs, own_host
@@ -168,12 +125,12 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
     with explained(RunDirectoryError, SecurityError):
         args = AgentArgs(
             run_dir=folder,
-            node=part.node,
+            node=node,
             attempt=RunDirectory(folder).newest_attempt(),
-            coordinator=part.coordinator,
-            host=part.host or own_host(part.coordinator or _coordinator_of(folder) or "127.0.0.1:0"),
-            domain=part.domain,
-            started_as_spare=part.spare,
+            coordinator=options.coordinator,
+            host=options.host or own_host(options.coordinator or _coordinator_of(folder) or "127.0.0.1:0"),
+            domain=options.domain,
+            started_as_spare=options.spare,
             at_signal="leave" if joins or not in_slurm_step(os.environ) else "wait",
             may_lead=True,
         )
@@ -182,7 +139,7 @@ def take_part(part: NodePart, as_json: bool) -> tuple[int, bool]:
             order_for(log, args.node, args.attempt, read_resolved(RunDirectory(folder)).observe, args.node)
         )
         try:
-            run_agent(args, part.certificates)
+            run_agent(args, options.certificates)
         except AgentError as error:
             click.echo(f"error: {error}", err=True)
             return 1, False

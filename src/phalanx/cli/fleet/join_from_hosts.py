@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.cli.fleet.joining import members_of, verdict_with
 from phalanx.cli.launch.submit_to_hosts import hosts_in, unpriced
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.fleet.core.settings import formation_of
 from phalanx.hardware.tables import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import Host
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, order_of
 from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.given_nodes import loses_more, network_of, too_slow
-from phalanx.launch.placing.topology import TopologyError
+from phalanx.launch.given_nodes import loses_more, network_of, too_slow, verdict_on
+from phalanx.launch.placing.topology import Topology, TopologyError
+from phalanx.launch.placing.verify import Verdict
 from phalanx.plan.search.query import RequestError
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
+
+# Price of a fleet with the nodes that are about to join it, beside the fleet without them.
+
+_GONE = ("lost", "given back")
+
+
+def members_of(seen: FleetFile) -> list[str]:
+    """Names of the nodes of a fleet that are there."""
+    return [member.name for member in seen.members if member.role not in _GONE]
+
+
+def verdict_with(
+    spec: RunSpec, topology: Topology, seen: FleetFile, joining: Sequence[str]
+) -> tuple[Verdict | None, Verdict]:
+    """The verdicts on a fleet as it is (``None`` if that has no price) and with the nodes that join it, on as many ranks as it then can have.
+
+    Members keep their seats when nodes join, so the price of the fleet with them, which is that of the best order, is the least it can be.
+
+    Raises:
+        TopologyError: A node is not in the network.
+        RequestError, HardwareError: The run has no price.
+        ValueError: No layout is legal.
+    """
+    members, workers = members_of(seen), spec.fleet.workers_per_node
+    seats = -(-seen.ranks // workers)
+    before = None
+    if seats:
+        with suppress(TopologyError, RequestError, HardwareError):
+            before = verdict_on(_on(spec, seats), topology, members)
+    nodes = list(dict.fromkeys([*members, *joining]))
+    wanted = max(spec.fleet.nodes, seats, len(nodes) - spec.fleet.spares)
+    formation = formation_of(_on(spec, wanted))
+    ranks = formation.largest(min(wanted, len(nodes)) * workers)
+    return before, verdict_on(_on(spec, formation.seats(ranks)), topology, nodes)
+
+
+def _on(spec: RunSpec, nodes: int) -> RunSpec:
+    return replace(spec, fleet=replace(spec.fleet, nodes=nodes))
 
 
 def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple[LaunchOrder, list[Host]]:

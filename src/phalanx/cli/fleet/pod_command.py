@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from phalanx.cli.address_options import HostAndPort, HostName
+from phalanx.command.options import Argument, Option, command_options
+from phalanx.run.fields import NOT_NEGATIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodOptions:
+    run_file: Annotated[Path, Argument()]
+    index: Annotated[int, NOT_NEGATIVE]
+    """The pod's index in its job, which a replacement keeps: its node is node-INDEX, and 0 leads."""
+    coordinator: Annotated[str, HostAndPort()]
+    """The stable DNS name of the pod that leads."""
+    host: Annotated[str, HostName(for_others=True)]
+    """This pod's own address."""
+    submission: str
+    """Name of this start of the run, different from all others."""
+    alive: Path | None = None
+    """A file to touch for as long as this process lives."""
+    labels: Annotated[tuple[str, ...], Option("--domain-label")] = ()
+    """A label of the node that names its domain in the network, the widest first; may be repeated."""
 
 
 @click.command("pod")
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.option(
-    "--index",
-    required=True,
-    type=click.IntRange(min=0),
-    help="The pod's index in its job, which a replacement keeps: its node is node-INDEX, and 0 leads.",
-)
-@click.option(
-    "--coordinator",
-    required=True,
-    type=HostAndPort(),
-    help="The stable DNS name of the pod that leads.",
-)
-@click.option("--host", required=True, type=HostName(for_others=True), help="This pod's own address.")
-@click.option("--submission", required=True, help="A word that tells this start of the run from others.")
-@click.option(
-    "--alive", type=click.Path(path_type=Path), help="A file to touch for as long as this process lives."
-)
-@click.option(
-    "--domain-label",
-    "labels",
-    multiple=True,
-    help="A label of the node that names its domain in the network, the widest first; may be repeated.",
-)
-def command(
-    run_file: Path,
-    index: int,
-    coordinator: str,
-    host: str,
-    submission: str,
-    alive: Path | None,
-    labels: tuple[str, ...],
-) -> None:
+@command_options(PodOptions)
+def command(options: PodOptions) -> None:
     """Train with this pod as one node of the run of RUN_FILE; phalanx submit --on kubernetes writes the manifest that calls this.
 
     Exit codes tell the job what to do with the pod: 0: the run is finished. 75: it was saved and goes on, start the pod again. 76: the run was
@@ -53,7 +43,7 @@ def command(
       phalanx pod /etc/phalanx/run.toml --index 3 --coordinator big-1f3a9c04-node-0-0.big-1f3a9c04:29400 --host 10.0.0.7 --submission word
     """
     from phalanx.cli.errors import explained
-    from phalanx.cli.fleet.agent_command import NodePart, take_part
+    from phalanx.cli.fleet.agent_command import AgentOptions, take_part
     from phalanx.fleet.node.agent import leave
     from phalanx.hardware.local.network import join_address, split_address
     from phalanx.launch.engines.tools import EngineError
@@ -70,23 +60,27 @@ def command(
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.read import read_run
 
-    if alive is not None:
-        show_life(alive)
-    leads = index == 0
+    if options.alive is not None:
+        show_life(options.alive)
+    leads = options.index == 0
     with explained(EngineError):
-        run_dir = made_directory(Path(read_run(run_file, PRESETS, []).run_dir))
+        run_dir = made_directory(Path(read_run(options.run_file, PRESETS, []).run_dir))
         code = exit_code(run_dir, 1, leads=False)
         if code == 0:
             click.echo(f"the run in {run_dir} is finished")
             leave(0)
         if leads:
-            begin_submission(run_dir, submission)
-        domains = node_domains(labels, os.environ)
+            begin_submission(run_dir, options.submission)
+        domains = node_domains(options.labels, os.environ)
     # The leading pod listens at its own address: its name may not be known yet, or still be that of the pod before it.
-    where = join_address(host, split_address(coordinator)[1]) if leads else coordinator
-    part = NodePart(run_file, where, (), leads, f"{TASK}-{index}", host, domains)
+    where = (
+        join_address(options.host, split_address(options.coordinator)[1]) if leads else options.coordinator
+    )
+    part = AgentOptions(
+        run=options.run_file, coordinator=where, lead=leads, host=options.host, domain=domains
+    )
     try:
-        code, led = take_part(part, as_json=False)
+        code, led = take_part(f"{TASK}-{options.index}", part)
         # Another may lead by now, and this pod have been its member; then fleet.json says whether the run is over.
         leads = leads and (led or is_over(run_dir))
     except click.ClickException as error:

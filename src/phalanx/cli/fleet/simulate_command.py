@@ -1,4 +1,4 @@
-"""``phalanx simulate``: the fleet's control plane under a simulated clock."""
+"""``phalanx simulate``: the fleet's control plane and a service's router under a simulated clock, and the time of a start."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import dataclasses
 import json
 import time
 from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import click
 
-from phalanx.cli.fleet.simulate_start import command as start_command
 from phalanx.cli.fleet.simulate_traffic import command as traffic_command
+from phalanx.command.options import AsJson, Option, command_options
 from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.plan.whole_run.start import MEASURED, Start, read_s, start
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx.simulate.hostile.run import run_seed
 from phalanx.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
 from phalanx.simulate.rates import DEFAULT_RATE
@@ -25,57 +29,34 @@ def command() -> None:
     """Simulate a fleet or a service with the code that decides in a real one, or how long a start takes."""
 
 
-command.add_command(start_command)
 command.add_command(traffic_command)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulateFleetOptions:
+    nodes: Annotated[int, ValueRange(at_least=2)] = 12500
+    """Nodes of 8 that hold ranks."""
+    spares: Annotated[int | None, NOT_NEGATIVE] = None
+    """Nodes more; 1 % of the nodes if left out."""
+    days: Annotated[float, ValueRange(above=0)] = 30.0
+    seed: Annotated[int, Option(show_default=True)] = 0
+    rate: Annotated[float, ValueRange(above=0)] = DEFAULT_RATE
+    """Failures per 1,000 node-days; published fleets had 2.34 to 6.50."""
+    step_s: Annotated[float, ValueRange(above=0)] = 10.0
+    unit: Annotated[int, POSITIVE] = 1
+    """Nodes that talk most; with more than one, print how well the choice of spares keeps them together."""
+    spares_together: Annotated[int, NOT_NEGATIVE, Option(show_default=True)] = 0
+    """So many spares lie together, all over the fleet; 0: they are the last nodes."""
+    small: bool = False
+    """Small worlds in which everything fails, checked after every event."""
+    seeds: str = "0:100"
+    """Which small worlds, FIRST:END."""
+    as_json: AsJson = False
+
+
 @command.command("fleet")
-@click.option(
-    "--nodes", default=12_500, show_default=True, type=click.IntRange(2), help="Nodes of 8 that hold ranks."
-)
-@click.option("--spares", type=click.IntRange(0), help="Nodes more; 1 % of the nodes if left out.")
-@click.option("--days", default=30.0, show_default=True, type=click.FloatRange(0, min_open=True))
-@click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--rate",
-    default=DEFAULT_RATE,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Failures per 1,000 node-days; published fleets had 2.34 to 6.50.",
-)
-@click.option("--step-s", default=10.0, show_default=True, type=click.FloatRange(0, min_open=True))
-@click.option(
-    "--unit",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Nodes that talk most; with more than one, tell how well the choice of spares keeps them together.",
-)
-@click.option(
-    "--spares-together",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="So many spares lie together, all over the fleet; 0: they are the last nodes.",
-)
-@click.option(
-    "--small", is_flag=True, help="Small worlds in which everything fails, checked after every event."
-)
-@click.option("--seeds", default="0:100", show_default=True, help="Which small worlds, FIRST:END.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def fleet(
-    nodes: int,
-    spares: int | None,
-    days: float,
-    seed: int,
-    rate: float,
-    step_s: float,
-    unit: int,
-    spares_together: int,
-    small: bool,
-    seeds: str,
-    as_json: bool,
-) -> None:
+@command_options(SimulateFleetOptions)
+def fleet(options: SimulateFleetOptions) -> None:
     """A large fleet under published failure rates, or many small ones under hostile faults.
 
     \b
@@ -84,21 +65,25 @@ def fleet(
       phalanx simulate fleet --nodes 12500 --unit 4 --spares-together 4
       phalanx simulate fleet --small --seeds 0:1000
     """
-    progress = _progress("worlds" if small else "days")
+    progress = _progress("worlds" if options.small else "days")
     try:
-        if small:
-            _small(_range(seeds), as_json, progress)
+        if options.small:
+            _small(_range(options.seeds), options.as_json, progress)
             return
-        spares = nodes // 100 if spares is None else spares
-        if nodes % unit:
-            raise click.BadParameter(f"{nodes} nodes are not whole units of {unit}", param_hint="--unit")
+        spares = options.nodes // 100 if options.spares is None else options.spares
+        if options.nodes % options.unit:
+            raise click.BadParameter(
+                f"{options.nodes} nodes are not whole units of {options.unit}", param_hint="--unit"
+            )
         scenario = Scenario(
-            nodes, spares, days, seed, rate, step_s, unit=unit, spares_together=spares_together
+            *(options.nodes, spares, options.days, options.seed, options.rate, options.step_s),
+            unit=options.unit,
+            spares_together=options.spares_together,
         )
         report = simulate(scenario, progress)
     except BrokenInvariant as error:
         raise click.ClickException(str(error)) from error
-    click.echo(json.dumps(dataclasses.asdict(report)) if as_json else _format(report))
+    click.echo(json.dumps(dataclasses.asdict(report)) if options.as_json else _format(report))
 
 
 def _range(seeds: str) -> range:
@@ -190,3 +175,98 @@ def _kept(name: str, kept: SeatsKept) -> str:
 def _shares(seconds: dict[str, float], whole_s: float) -> list[str]:
     rows = [*sorted(seconds.items(), key=lambda row: -row[1]), ("total", whole_s)]
     return [f"{name:<20} {value:>18,.1f} s {100 * value / whole_s:>8.3f} %" for name, value in rows]
+
+
+# ``phalanx simulate start``: the time of a run of so many nodes from its launch to its first step.
+
+
+_NODES = (1, 100, 1_000, 10_000, 25_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateStartOptions:
+    nodes: tuple[Annotated[int, POSITIVE], ...] = ()
+    """May be repeated; by default 1 to 25,000."""
+    workers: Annotated[int, POSITIVE] = 8
+    """Workers of each node."""
+    files: Literal["local", "shared"] = "local"
+    """Where Python and its packages lie: on every node, or on one file system for all."""
+    file_calls_per_s: Annotated[
+        float | None,
+        ValueRange(above=0),
+        Option(
+            text=f"Of the shared file system, for all nodes; by default {MEASURED.file_calls_per_s.value:,.0f}."
+        ),
+    ] = None
+    by_ssh: bool = False
+    """The launcher logs into every node: phalanx submit --on ssh."""
+    checkpoint_gb: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Size of the checkpoint that is read; 0 for none."""
+    storage_gb_per_s: Annotated[float, ValueRange(above=0)] = 2000.0
+    """Rate of its storage, for all nodes (Llama 3: 2 TB/s sustained)."""
+    node_gb_per_s: Annotated[float, ValueRange(above=0)] = 50.0
+    """Rate at which one node reads."""
+    warmup_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Compilation, and what the first step takes longer."""
+    as_json: AsJson = False
+
+
+@command.command("start")
+@command_options(SimulateStartOptions)
+def start_command(options: SimulateStartOptions) -> None:
+    """The time from the launch to the first step, phase by phase: a closed form with measured costs of one node or rank.
+
+    Agents attach while their workers import; the shorter of the two is hidden, and marked so. The wait for a scheduler's nodes is not counted, nor
+    is a scheduler's own start of so many tasks.
+
+    \b
+      phalanx simulate start
+      phalanx simulate start --nodes 12500 --files shared --checkpoint-gb 5700
+      phalanx simulate start --nodes 500 --by-ssh --json
+    """
+    from dataclasses import replace
+
+    costs = MEASURED
+    if options.file_calls_per_s is not None:
+        given = replace(costs.file_calls_per_s, value=options.file_calls_per_s, source="--file-calls-per-s")
+        costs = replace(costs, file_calls_per_s=given)
+    found = [
+        start(
+            count,
+            options.workers,
+            files=options.files,
+            by_ssh=options.by_ssh,
+            restore_s=read_s(options.checkpoint_gb, count, options.storage_gb_per_s, options.node_gb_per_s),
+            warmup_s=options.warmup_s,
+            costs=costs,
+        )
+        for count in options.nodes or _NODES
+    ]
+    click.echo(json.dumps([_as_json(one) for one in found]) if options.as_json else "\n".join(_table(found)))
+
+
+def _as_json(one: Start) -> dict[str, object]:
+    phases = [
+        {
+            "phase": phase.name,
+            "s": phase.duration_s,
+            "source": phase.source,
+            "hidden": phase.name == one.hidden,
+        }
+        for phase in one.phases
+    ]
+    return {"nodes": one.nodes, "total_s": one.total_s, "phases": phases}
+
+
+def _table(found: list[Start]) -> list[str]:
+    lines = [f"{'seconds, nodes:':<18}" + "".join(f"{one.nodes:>12,}" for one in found)]
+    for place, phase in enumerate(found[0].phases):
+        cells = (
+            f"({one.phases[place].duration_s:,.1f})"
+            if phase.name == one.hidden
+            else f"{one.phases[place].duration_s:,.1f}"
+            for one in found
+        )
+        lines.append(f"{phase.name:<18}" + "".join(f"{cell:>12}" for cell in cells))
+    lines.append(f"{'in all':<18}" + "".join(f"{one.total_s:>12,.1f}" for one in found))
+    return [*lines, "(in brackets: hidden by what goes on at the same time)"]

@@ -57,7 +57,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         with explained(EngineError):
             cancel_job(str(run_dir), namespace, now=now, wait=not no_wait)
         return
-    refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
+    refuse_unused(["--namespace"] * bool(namespace), "is for --on kubernetes")
     demand_folder(run_dir)
     with explained(EngineError):
         submitter = submitter_of(run_dir)

@@ -6,12 +6,11 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import click
 
+from phalanx.cli.launch.log_options import LogsOptions
 from phalanx.observe.logs.assemble import clean
 from phalanx.observe.logs.first_failure import what_happened, who
 from phalanx.observe.logs.line import LogLine, encode
@@ -34,29 +33,12 @@ _COLORS = {"error": "red", "warning": "yellow", "debug": "bright_black"}
 _LETTERS = {"error": "E", "warning": "W", "debug": "D"}
 
 
-@dataclass(frozen=True)
-class LineOptions:
-    """What ``phalanx logs`` was asked for, in the words of the user."""
-
-    ranks: tuple[str, ...]
-    nodes: tuple[str, ...]
-    level: str
-    since: str | None
-    until: str | None
-    grep: str
-    attempt: int | None
-    last: int
-    grouped: bool
-    as_json: bool
-    follow: bool
-
-
-def print_lines(run_dir: Path, options: LineOptions) -> None:
+def print_lines(options: LogsOptions) -> None:
     """Prints the lines. Raises ``click.ClickException`` with what is wrong with the options, or if there are no logs."""
-    directory = RunDirectory(run_dir)
+    directory = RunDirectory(options.run_dir)
     if not directory.logs.is_dir():
         raise click.ClickException(
-            f"there is no {directory.logs}: nobody has started a run in {run_dir} yet, or its logs were removed"
+            f"there is no {directory.logs}: nobody has started a run in {options.run_dir} yet, or its logs were removed"
         )
     query = _query(options, time.time())
     follower = Follower(directory, query) if options.follow else None
@@ -74,20 +56,20 @@ def print_lines(run_dir: Path, options: LineOptions) -> None:
         time.sleep(_POLL_S)
 
 
-def _print(lines: Iterable[LogLine], options: LineOptions) -> None:
+def _print(lines: Iterable[LogLine], options: LogsOptions) -> None:
     for text in _texts(lines, options):
         click.echo(text)
 
 
-def _query(options: LineOptions, now_s: float) -> LogQuery:
+def _query(options: LogsOptions, now_s: float) -> LogQuery:
     try:
         return LogQuery(
             frozenset(number for words in options.ranks for number in ranks_of(words)),
             frozenset(options.nodes),
-            options.level,
+            options.level or "debug",
             moment(options.since, now_s) if options.since else None,
             moment(options.until, now_s) if options.until else None,
-            options.grep,
+            options.grep or "",
             options.attempt,
         )
     except LogQueryError as error:
@@ -133,7 +115,7 @@ def _print_first_failure(directory: RunDirectory) -> None:
         click.secho(f"  {_safe(words)}", dim=True, err=True)
 
 
-def _texts(lines: Iterable[LogLine], options: LineOptions) -> Iterator[str]:
+def _texts(lines: Iterable[LogLine], options: LogsOptions) -> Iterator[str]:
     """What is printed of some lines."""
     if options.grouped:
         for group in grouped(lines):

@@ -10,77 +10,22 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained, refuse_unused
+from phalanx.cli.launch.log_options import LogsOptions
 from phalanx.cli.run_folder import demand_folder
+from phalanx.command.options import command_options, written_options
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.submission import Submitted
 
 _POLL_S = 0.5
 _ASK_S = 5.0
-_LAST = 50
+_OF_LINES = ("ranks", "nodes", "level", "since", "until", "grep", "attempt", "grouped", "as_json")
+"""Options that choose lines, or their form."""
 
 
 @click.command("logs")
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--rank", "ranks", multiple=True, metavar="N|N-M", help="Only these ranks; may be given again.")
-@click.option("--node", "nodes", multiple=True, help="Only this node; may be given again.")
-@click.option(
-    "--level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="Only lines as serious as this, or more.",
-)
-@click.option("--since", metavar="AGO|TIME", help="Only later lines: 90s, 10m, 2h, 1d ago, or an ISO time.")
-@click.option("--until", metavar="AGO|TIME", help="Only earlier lines.")
-@click.option("--grep", metavar="REGEX", help="Only lines in which this is found, in upper or lower case.")
-@click.option("--attempt", type=click.IntRange(min=0), help="Only of this start of the run.")
-@click.option(
-    "--grouped", is_flag=True, help="The same said by many ranks and nodes is one line with a count."
-)
-@click.option("--json", "as_json", is_flag=True, help="Lines of JSON, for programs.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run is complete, or the job has ended.")
-@click.option(
-    "--last",
-    type=click.IntRange(min=0),
-    default=_LAST,
-    show_default=True,
-    help="Begin with so many lines; 0: all.",
-)
-@click.option(
-    "--job/--lines",
-    "job",
-    default=None,
-    help="What the job has printed, or the lines of its processes. By default the job's, of a submitted run for which no other option is given.",
-)
-@click.option(
-    "--on",
-    "engine",
-    type=click.Choice(["kubernetes"]),
-    help="RUN_DIR is the name of a job there, as phalanx submit has printed it.",
-)
-@click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
-@click.option(
-    "--index",
-    type=click.IntRange(min=0),
-    help="With --on kubernetes: the pod of this index; by default that which leads.",
-)
-def command(
-    run_dir: Path,
-    ranks: tuple[str, ...],
-    nodes: tuple[str, ...],
-    level: str | None,
-    since: str | None,
-    until: str | None,
-    grep: str | None,
-    attempt: int | None,
-    grouped: bool,
-    as_json: bool,
-    follow: bool,
-    last: int,
-    job: bool | None,
-    engine: str | None,
-    namespace: str,
-    index: int | None,
-) -> None:
+@command_options(LogsOptions)
+def command(options: LogsOptions) -> None:
     """Print what the processes of the run in RUN_DIR have said, merged in time: ranks, agents, coordinator, and libraries in them.
 
     If processes failed, the one that failed first is told from those that failed because of it.
@@ -99,46 +44,34 @@ def command(
     from phalanx.launch.engines.submission import read_record
     from phalanx.launch.engines.tools import EngineError
 
-    choice: dict[str, object] = {
-        "--rank": ranks,
-        "--node": nodes,
-        "--level": level,
-        "--since": since,
-        "--until": until,
-        "--grep": grep,
-        "--attempt": attempt,
-        "--grouped": grouped,
-        "--json": as_json,
-    }
-    if engine is not None:
+    run_dir, job = options.run_dir, options.job
+    line_options = written_options(options, *_OF_LINES)
+    if options.engine is not None:
         from phalanx.cli.launch.on_kubernetes import print_log
 
         refuse_unused(
-            {**choice, "--job": job is True, "--lines": job is False},
+            [*line_options, *written_options(options, "job")],
             "kubectl prints the log of a pod as it is: leave it out, or kubectl exec POD -- python -m phalanx logs RUN_DIR",
         )
+        index, follow = options.index or 0, options.follow
         with explained(EngineError):
-            code = print_log(str(run_dir), namespace, index=index or 0, follow=follow, last=last)
+            code = print_log(str(run_dir), options.namespace, index=index, follow=follow, last=options.last)
         raise SystemExit(code)
-    refuse_unused({"--index": index, "--namespace": namespace}, "is for --on kubernetes")
+    refuse_unused(written_options(options, "index", "namespace"), "is for --on kubernetes")
     demand_folder(run_dir)
     if job:
         refuse_unused(
-            choice, "chooses lines, and the log of a job is printed as it is: --lines instead of --job"
+            line_options, "chooses lines, and the log of a job is printed as it is: --lines instead of --job"
         )
-    chooses = any((ranks, nodes, level, since, until, grep, attempt is not None, grouped, as_json))
     if job is None:
-        job = not chooses and (run_dir / "launch").is_dir() and read_record(run_dir) is not None
+        job = not line_options and (run_dir / "launch").is_dir() and read_record(run_dir) is not None
     if job:
-        _print_job(run_dir, last, follow=follow)
+        _print_job(run_dir, options.last, follow=options.follow)
         return
-    from phalanx.cli.launch.log_lines import LineOptions, print_lines
+    from phalanx.cli.launch.log_lines import print_lines
 
-    options = LineOptions(
-        ranks, nodes, level or "debug", since, until, grep or "", attempt, last, grouped, as_json, follow
-    )
     try:
-        print_lines(run_dir, options)
+        print_lines(options)
     except BrokenPipeError:  # its reader has seen enough
         sys.stderr.close()
 

@@ -6,16 +6,27 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
 from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.text_console import text_console
+from phalanx.command.options import (
+    Argument,
+    AsJson,
+    ExistingFolder,
+    Option,
+    Overrides,
+    Sets,
+    command_options,
+    set_fields,
+    written_options,
+)
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
     from phalanx.launch.placing.choose import Choice
-    from phalanx.launch.placing.seats import Order
     from phalanx.launch.placing.topology import Topology
     from phalanx.launch.placing.verify import Verdict
     from phalanx.launch.run_traffic import RunTraffic
@@ -26,77 +37,48 @@ REFUSED = 3
 _LISTED, _ANY_WIDTH = 6, 10_000
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    run_file: Annotated[Path, Argument()]
+    place_name: Annotated[str, Option("--topology", metavar="FILE|slurm|kubernetes")]
+    """The network: TOML, topology.conf, Topograph's JSON; or the cluster that this machine uses."""
+    overrides: Overrides = ()
+    """Override a field of the run file."""
+    nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes")] = None
+    """Nodes that hold ranks; by default fleet.nodes."""
+    spares: Annotated[int | None, NOT_NEGATIVE, Sets("fleet.spares")] = None
+    """Spare nodes beside them; by default fleet.spares."""
+    cluster_name: Annotated[str | None, Option("--cluster"), Sets("launch.cluster")] = None
+    """The kind of its nodes, for rates and formats: a name of `phalanx hardware`, or a TOML file; by default launch.cluster."""
+    shares: Annotated[
+        tuple[str, ...], Option("--share", metavar="LEVEL=FRACTION"), Sets("launch.shares")
+    ] = ()
+    """The part of its nodes' rate that may leave a domain of a level at once; by default that of the topology, else 1."""
+    unit: Annotated[int | None, POSITIVE] = None
+    """Only units of so many nodes; by default the best."""
+    order: Literal["data", "pipeline"] | None = None
+    """Only this order of ranks; by default the best."""
+    whole: bool = False
+    """Refuse units that straddle the narrowest domains."""
+    partition: str = ""
+    """With slurm: only nodes of this partition."""
+    free_only: Annotated[bool, Option("--free")] = False
+    """With slurm: only nodes that nobody uses now."""
+    allocation: Annotated[str | None, Option(metavar="HOSTS")] = None
+    """Verify these nodes instead, such as n[1-8,12]: what they cost a step."""
+    joins: Annotated[ExistingFolder | None, Option("--joining", metavar="RUN_DIR")] = None
+    """With --allocation: these nodes are to join the fleet that trains there; verify it as it is with them."""
+    most_lost_ms: Annotated[
+        float | None,
+        NOT_NEGATIVE,
+        Option(text=f"With --allocation: exit code {REFUSED} if it loses more of a step than this."),
+    ] = None
+    as_json: AsJson = False
+
+
 @click.command("place")
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.option(
-    "--topology",
-    "place_name",
-    required=True,
-    metavar="FILE|slurm|kubernetes",
-    help="The network: TOML, topology.conf, Topograph's JSON; or the cluster that this machine uses.",
-)
-@click.option(
-    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field of the run file."
-)
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes that hold ranks; by default fleet.nodes.")
-@click.option(
-    "--spares", type=click.IntRange(min=0), help="Spare nodes beside them; by default fleet.spares."
-)
-@click.option(
-    "--cluster",
-    "cluster_name",
-    help="The kind of its nodes, for rates and formats: a name of `phalanx hardware`, or a TOML file; by default launch.cluster.",
-)
-@click.option(
-    "--share",
-    "shares",
-    multiple=True,
-    metavar="LEVEL=FRACTION",
-    help="The part of its nodes' rate that may leave a domain of a level at once; by default as the topology says, else 1.",
-)
-@click.option("--unit", type=click.IntRange(min=1), help="Only units of so many nodes; by default the best.")
-@click.option(
-    "--order", type=click.Choice(["data", "pipeline"]), help="Only this order of ranks; by default the best."
-)
-@click.option("--whole", is_flag=True, help="Refuse units that straddle the narrowest domains.")
-@click.option("--partition", default="", help="With slurm: only nodes of this partition.")
-@click.option("--free", "free_only", is_flag=True, help="With slurm: only nodes that nobody uses now.")
-@click.option(
-    "--allocation",
-    metavar="HOSTS",
-    help="Verify these nodes instead, such as n[1-8,12]: what they cost a step.",
-)
-@click.option(
-    "--joining",
-    "joins",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    metavar="RUN_DIR",
-    help="With --allocation: these nodes are to join the fleet that trains there; verify it as it is with them.",
-)
-@click.option(
-    "--most-lost-ms",
-    type=click.FloatRange(min=0),
-    help=f"With --allocation: exit code {REFUSED} if it loses more of a step than this.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(
-    run_file: Path,
-    place_name: str,
-    overrides: tuple[str, ...],
-    nodes: int | None,
-    spares: int | None,
-    cluster_name: str | None,
-    shares: tuple[str, ...],
-    unit: int | None,
-    order: str | None,
-    whole: bool,
-    partition: str,
-    free_only: bool,
-    allocation: str | None,
-    joins: Path | None,
-    most_lost_ms: float | None,
-    as_json: bool,
-) -> None:
+@command_options(PlaceOptions)
+def command(options: PlaceOptions) -> None:
     """Place the run of RUN_FILE in a network: units of nodes, spares, the order of ranks, and its price.
 
     Each line is a choice: the size of a unit (nodes that talk most, kept together), how ranks follow the network's tree, how many units
@@ -118,53 +100,28 @@ def command(
     from phalanx.plan.search.query import RequestError
     from phalanx.run.read import read_run
 
-    wanted = _Wanted(
-        unit or 0, None if order is None else "pipeline" if order == "pipeline" else "data", whole
-    )
-    if place_name != "slurm":
-        refuse_unused({"--partition": partition, "--free": free_only}, "is for --topology slurm")
-    if not allocation:
-        about_given = {"--joining": joins, "--most-lost-ms": most_lost_ms}
-        refuse_unused(about_given, "is about nodes that were given: --allocation HOSTS")
-    if joins is not None:
+    if options.place_name != "slurm":
+        refuse_unused(written_options(options, "partition", "free_only"), "is for --topology slurm")
+    if not options.allocation:
+        unused = written_options(options, "joins", "most_lost_ms")
+        refuse_unused(unused, "is about nodes that were given: --allocation HOSTS")
+    if options.joins is not None:
         refuse_unused(
-            {"--unit": unit, "--order": order, "--whole": whole},
+            written_options(options, "unit", "order", "whole"),
             "members keep their seats when nodes join a fleet (--joining): leave it out",
         )
     with explained(TopologyError, EngineError, HardwareError, RequestError, ValueError):
-        sized = _sized(nodes, spares, cluster_name, shares)
-        spec = read_run(run_file, PRESETS, [*overrides, *sized])
-        topology = load_topology(place_name, partition, free_only=free_only)
-        if not allocation:
-            _tell_choices(spec, topology, wanted, as_json)
-        elif joins is not None:
-            _tell_joining(spec, topology, joins, expanded(allocation), most_lost_ms, as_json)
+        spec = read_run(options.run_file, PRESETS, [*options.overrides, *set_fields(options)])
+        topology = load_topology(options.place_name, options.partition, free_only=options.free_only)
+        if not options.allocation:
+            _print_choices(spec, topology, options)
+        elif options.joins is not None:
+            _print_joining(spec, topology, options.joins, expanded(options.allocation), options)
         else:
-            _tell_given(spec, topology, expanded(allocation), wanted, most_lost_ms, as_json)
+            _print_allocation(spec, topology, expanded(options.allocation), options)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The limits that options set to a placement; by default there are none."""
-
-    unit: int
-    """Nodes of a unit; 0 for any number."""
-    order: Order | None
-    whole: bool
-    """No unit may straddle the narrowest domains."""
-
-
-def _sized(nodes: int | None, spares: int | None, cluster: str | None, shares: tuple[str, ...]) -> list[str]:
-    """``--set`` for those fields that an option names."""
-    return [
-        *([f"fleet.nodes={nodes}"] if nodes else []),
-        *([f"fleet.spares={spares}"] if spares is not None else []),
-        *([f"launch.cluster={json.dumps(cluster)}"] if cluster else []),
-        *([f"launch.shares={json.dumps(shares)}"] if shares else []),
-    ]
-
-
-def _tell_choices(spec: RunSpec, topology: Topology, wanted: _Wanted, as_json: bool) -> None:
+def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> None:
     """Says which placements there are, the best first."""
     from phalanx.launch.given_nodes import with_rates_of
     from phalanx.launch.placing.choose import choices
@@ -174,47 +131,38 @@ def _tell_choices(spec: RunSpec, topology: Topology, wanted: _Wanted, as_json: b
     topology = with_rates_of(topology, spec, traffic)
     found = choices(
         *(topology, traffic.shape, traffic.flows, spec.fleet.spares),
-        unit=wanted.unit,
-        order=wanted.order,
-        whole=wanted.whole,
+        unit=options.unit or 0,
+        order=options.order,
+        whole=options.whole,
     )
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps(_as_json(topology, traffic, found)))
     else:
         _print(spec, topology, traffic, found)
 
 
-def _tell_given(
-    spec: RunSpec,
-    topology: Topology,
-    given: Sequence[str],
-    wanted: _Wanted,
-    most_lost_ms: float | None,
-    as_json: bool,
-) -> None:
+def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], options: PlaceOptions) -> None:
     """Says what the run loses on the nodes that were given; exit code ``REFUSED`` if that is more than it may."""
     from phalanx.launch.given_nodes import with_rates_of
     from phalanx.launch.placing.verify import verify
     from phalanx.launch.run_traffic import traffic_of
 
-    spec = _on_all(spec, len(given))
+    spec = _on_all(spec, len(hosts))
     traffic = traffic_of(spec, spec.launch.cluster)
     verdict = verify(
-        *(with_rates_of(topology, spec, traffic), given, traffic.shape, traffic.flows),
-        unit=wanted.unit,
-        order=wanted.order,
-        whole=wanted.whole,
+        *(with_rates_of(topology, spec, traffic), hosts, traffic.shape, traffic.flows),
+        unit=options.unit or 0,
+        order=options.order,
+        whole=options.whole,
     )
-    _tell_verdict(verdict, as_json)
-    if most_lost_ms is not None and 1e3 * verdict.lost_s > most_lost_ms:
-        raise SystemExit(REFUSED)
+    _print_verdict(verdict, options)
 
 
-def _on_all(spec: RunSpec, given: int) -> RunSpec:
-    """The run on all ``given`` nodes but its spares, if nothing says on how many it is to run."""
-    if spec.fleet.nodes or spec.parallel.ranks or given <= spec.fleet.spares:
+def _on_all(spec: RunSpec, hosts: int) -> RunSpec:
+    """The run on all ``hosts`` but its spares, if nothing says on how many it is to run."""
+    if spec.fleet.nodes or spec.parallel.ranks or hosts <= spec.fleet.spares:
         return spec
-    return replace(spec, fleet=replace(spec.fleet, nodes=given - spec.fleet.spares))
+    return replace(spec, fleet=replace(spec.fleet, nodes=hosts - spec.fleet.spares))
 
 
 def _choice_json(choice: Choice) -> dict[str, object]:
@@ -253,37 +201,29 @@ def _as_json(topology: Topology, traffic: RunTraffic, found: list[Choice]) -> di
     }
 
 
-def _tell_joining(
-    spec: RunSpec,
-    topology: Topology,
-    run_dir: Path,
-    joining: Sequence[str],
-    most_lost_ms: float | None,
-    as_json: bool,
+def _print_joining(
+    spec: RunSpec, topology: Topology, run_dir: Path, joining: Sequence[str], options: PlaceOptions
 ) -> None:
     """Says what the fleet of a run loses with nodes that are to join it; exit code ``REFUSED`` if they make it lose more than it may."""
-    from phalanx.cli.fleet.joining import verdict_with
+    from phalanx.cli.fleet.join_from_hosts import verdict_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.given_nodes import loses_more
 
     with explained(FleetFileError):
         seen = read_fleet_file(run_dir)
     before, after = verdict_with(spec, topology, seen, joining)
-    _tell_verdict(after, as_json)
-    if most_lost_ms is not None and 1e3 * after.lost_s > most_lost_ms and loses_more(before, after):
-        raise SystemExit(REFUSED)
+    _print_verdict(after, options, is_worse=loses_more(before, after))
 
 
-def _tell_verdict(verdict: Verdict, as_json: bool) -> None:
-    if as_json:
-        told = _choice_json(verdict.best) | {
-            "lost_s": verdict.lost_s,
-            "good": verdict.good,
-            "sentence": verdict.sentence,
-        }
-        click.echo(json.dumps(told))
+def _print_verdict(verdict: Verdict, options: PlaceOptions, *, is_worse: bool = True) -> None:
+    """Print a verdict; exit with code ``REFUSED`` if more of a step is lost than the options allow and ``is_worse``."""
+    if options.as_json:
+        facts = {"lost_s": verdict.lost_s, "good": verdict.good, "sentence": verdict.sentence}
+        click.echo(json.dumps(_choice_json(verdict.best) | facts))
     else:
         click.echo(verdict.sentence)
+    if options.most_lost_ms is not None and 1e3 * verdict.lost_s > options.most_lost_ms and is_worse:
+        raise SystemExit(REFUSED)
 
 
 def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[Choice]) -> None:

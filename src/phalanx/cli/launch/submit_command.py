@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.command.options import (
+    Argument,
+    AsJson,
+    ExistingFile,
+    ExistingFolder,
+    FilePath,
+    Option,
+    Overrides,
+    Sets,
+    command_options,
+    set_fields,
+)
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.order import LaunchOrder
@@ -21,72 +34,55 @@ if TYPE_CHECKING:
     from phalanx.run.spec import LaunchSpec, RunSpec
 
 
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
+    run_file: Annotated[Path, Argument()]
+    engine: Annotated[
+        Literal["slurm", "kubernetes", "ssh", "local"] | None, Option("--on"), Sets("launch.engine")
+    ] = None
+    """The engine; by default launch.engine."""
+    overrides: Overrides = ()
+    """Override a field of the run file."""
+    nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes")] = None
+    """Nodes that hold ranks: fleet.nodes."""
+    spares: Annotated[int | None, NOT_NEGATIVE, Sets("fleet.spares")] = None
+    """Spare nodes beside them: fleet.spares."""
+    hosts: Annotated[ExistingFile | None, Sets("launch.hosts")] = None
+    """For ssh, a file with one host a line: launch.hosts."""
+    partition: Annotated[str | None, Option("--partition", "--queue"), Sets("launch.partition")] = None
+    """launch.partition: of Slurm, or the queue of Kueue or Volcano."""
+    namespace: Annotated[str | None, Sets("launch.namespace")] = None
+    """For kubernetes: launch.namespace."""
+    account: Annotated[str | None, Sets("launch.account")] = None
+    """launch.account."""
+    qos: Annotated[str | None, Sets("launch.qos")] = None
+    """launch.qos."""
+    time: Annotated[str | None, Sets("launch.time_limit")] = None
+    """Longest time of one job, as 2d or 12h: launch.time_limit. The run then queues itself again."""
+    constraint: Annotated[str | None, Sets("launch.constraint")] = None
+    """launch.constraint."""
+    reservation: Annotated[str | None, Sets("launch.reservation")] = None
+    """launch.reservation."""
+    exclude: Annotated[str | None, Sets("launch.exclude")] = None
+    """Nodes not to use: launch.exclude."""
+    container_image: Annotated[
+        str | None, Option("--container-image", "--image"), Sets("launch.container_image")
+    ] = None
+    """launch.container_image."""
+    cluster: Annotated[str | None, Sets("launch.cluster")] = None
+    """The kind of the nodes, for the price of their placement: launch.cluster."""
+    lender: Annotated[ExistingFolder | None, Option("--take-from")] = None
+    """A run of yours that gives back the nodes that are not free now, and gets as many again when this one ends."""
+    dry_run: bool = False
+    """Print exactly what would be submitted, and change nothing."""
+    out: FilePath | None = None
+    """For kubernetes with --dry-run: also write the manifests into this file."""
+    as_json: AsJson = False
+
+
 @click.command("submit")
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.option(
-    "--on",
-    "engine",
-    type=click.Choice(["slurm", "kubernetes", "ssh", "local"]),
-    help="The engine; by default launch.engine.",
-)
-@click.option(
-    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field of the run file."
-)
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes that hold ranks: fleet.nodes.")
-@click.option("--spares", type=click.IntRange(min=0), help="Spare nodes beside them: fleet.spares.")
-@click.option(
-    "--hosts",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="For ssh, a file with one host a line: launch.hosts.",
-)
-@click.option("--partition", "--queue", help="launch.partition: of Slurm, or the queue of Kueue or Volcano.")
-@click.option("--namespace", help="For kubernetes: launch.namespace.")
-@click.option("--account", help="launch.account.")
-@click.option("--qos", help="launch.qos.")
-@click.option(
-    "--time",
-    help="Longest time of one job, as 2d or 12h: launch.time_limit. The run then queues itself again.",
-)
-@click.option("--constraint", help="launch.constraint.")
-@click.option("--reservation", help="launch.reservation.")
-@click.option("--exclude", help="Nodes not to use: launch.exclude.")
-@click.option("--container-image", "--image", help="launch.container_image.")
-@click.option("--cluster", help="The kind of the nodes, for the price of their placement: launch.cluster.")
-@click.option(
-    "--take-from",
-    "lender",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A run of yours that gives back the nodes that are not free now, and gets as many again when this one ends.",
-)
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="For kubernetes with --dry-run: also write the manifests into this file.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(
-    run_file: Path,
-    engine: str | None,
-    overrides: tuple[str, ...],
-    cluster: str | None,
-    lender: Path | None,
-    dry_run: bool,
-    as_json: bool,
-    nodes: int | None,
-    spares: int | None,
-    hosts: Path | None,
-    partition: str | None,
-    account: str | None,
-    qos: str | None,
-    time: str | None,
-    constraint: str | None,
-    reservation: str | None,
-    exclude: str | None,
-    container_image: str | None,
-    namespace: str | None,
-    out: Path | None,
-) -> None:
+@command_options(SubmitOptions)
+def command(options: SubmitOptions) -> None:
     """Start the run of RUN_FILE on a cluster, on hosts by ssh, or in the background of this machine: one job, one agent on every node, spares included.
 
     What would keep the job from ever starting is said before it is queued, all of it. The run file is frozen with its overrides in
@@ -104,39 +100,23 @@ def command(
     from phalanx.launch.engines.submission import doubts_of
     from phalanx.launch.engines.tools import EngineError
 
-    fields = {
-        "fleet.nodes": nodes,
-        "fleet.spares": spares,
-        "launch.engine": engine,
-        "launch.hosts": None if hosts is None else str(hosts),
-        "launch.partition": partition,
-        "launch.namespace": namespace,
-        "launch.account": account,
-        "launch.qos": qos,
-        "launch.time_limit": time,
-        "launch.constraint": constraint,
-        "launch.reservation": reservation,
-        "launch.exclude": exclude,
-        "launch.container_image": container_image,
-        "launch.cluster": cluster,
-    }
     working_dir = Path.cwd()
     with explained(EngineError):
-        spec = _read(run_file, [*overrides, *_overrides(fields)])
-        _refuse_elsewhere(spec, spares, out, lender)
-        spec = _checked(run_file, spec, working_dir)
+        spec = _read(options.run_file, [*options.overrides, *set_fields(options)])
+        _refuse_elsewhere(spec, options)
+        spec = _checked(options.run_file, spec, working_dir)
         for doubt in doubts_of(spec, working_dir):
             click.secho(f"warning: {doubt}", fg="yellow", err=True)
         if spec.launch.engine == "slurm":
-            _submit_to_slurm(spec, working_dir, lender, dry_run=dry_run, as_json=as_json)
+            _submit_to_slurm(spec, working_dir, options)
         elif spec.launch.engine == "kubernetes":
-            from phalanx.cli.launch.submit_to_kubernetes import submit_to_kubernetes
+            from phalanx.cli.launch.on_kubernetes import submit_to_kubernetes
 
-            submit_to_kubernetes(spec, dry_run=dry_run, out=out, as_json=as_json)
+            submit_to_kubernetes(spec, dry_run=options.dry_run, out=options.out, as_json=options.as_json)
         else:
             from phalanx.cli.launch.submit_to_hosts import submit_to_hosts
 
-            submit_to_hosts(spec, working_dir, dry_run=dry_run, as_json=as_json)
+            submit_to_hosts(spec, working_dir, dry_run=options.dry_run, as_json=options.as_json)
 
 
 def _read(run_file: Path, overrides: list[str]) -> RunSpec:
@@ -152,14 +132,14 @@ def _read(run_file: Path, overrides: list[str]) -> RunSpec:
     return replace(spec, launch=_with_variables(spec.launch)) if spec.launch.engine == "slurm" else spec
 
 
-def _refuse_elsewhere(spec: RunSpec, spares: int | None, out: Path | None, lender: Path | None) -> None:
+def _refuse_elsewhere(spec: RunSpec, options: SubmitOptions) -> None:
     """Raises ``click.UsageError`` for options that the run's engine would ignore."""
     engine = spec.launch.engine
-    if out is not None and engine != "kubernetes":
+    if options.out is not None and engine != "kubernetes":
         raise click.UsageError("--out is for the manifests of Kubernetes")
-    if spares and not spec.fleet.nodes and engine == "local":
+    if options.spares and not spec.fleet.nodes and engine == "local":
         raise click.UsageError("--spares needs a fleet: add --nodes N")
-    if lender is not None and engine != "slurm":
+    if options.lender is not None and engine != "slurm":
         raise click.UsageError("--take-from is for Slurm: elsewhere nobody else gives the nodes to others")
 
 
@@ -176,28 +156,22 @@ def _checked(run_file: Path, spec: RunSpec, working_dir: Path) -> RunSpec:
     return spec
 
 
-def _submit_to_slurm(
-    spec: RunSpec, working_dir: Path, lender: Path | None, *, dry_run: bool, as_json: bool
-) -> None:
+def _submit_to_slurm(spec: RunSpec, working_dir: Path, options: SubmitOptions) -> None:
     """Queues the run placed as is best on the nodes that are free now, or prints the script. Raises ``EngineError``."""
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import order_of
 
     order = order_of(spec, working_dir)
-    if dry_run:
-        script = batch_script(order if lender is None else _borrowing(order, lender))
+    if options.dry_run:
+        script = batch_script(order if options.lender is None else _borrowing(order, options.lender))
+        as_json = options.as_json
         click.echo(json.dumps({"script": script, "run_dir": spec.run_dir}) if as_json else script, nl=as_json)
         return
     _refuse_impossible(order)
     best, why_not = _placement(spec)
     if best is not None and not spec.launch.unit:
         spec = replace(spec, launch=replace(spec.launch, unit=best.unit, order=best.order))
-    _submit(spec, working_dir, best, why_not, as_json, lender)
-
-
-def _overrides(fields: dict[str, str | int | None]) -> list[str]:
-    """``--set`` for those fields that an option names."""
-    return [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
+    _submit(spec, working_dir, best, why_not, options)
 
 
 def _with_variables(launch: LaunchSpec) -> LaunchSpec:
@@ -281,7 +255,7 @@ def _still_lent(order: LaunchOrder) -> str:
 
 
 def _submit(
-    spec: RunSpec, working_dir: Path, best: Choice | None, why_not: str, as_json: bool, lender: Path | None
+    spec: RunSpec, working_dir: Path, best: Choice | None, why_not: str, options: SubmitOptions
 ) -> None:
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.private_variables import private_variables
@@ -297,7 +271,7 @@ def _submit(
     )
     from phalanx.launch.engines.tools import EngineError
 
-    order = order_of(spec, working_dir)
+    order, lender = order_of(spec, working_dir), options.lender
     private = private_variables(order.launch, working_dir)
     script = batch_script(order)  # what no job can have is refused before anything is written, or borrowed
     with only_submission(order):
@@ -316,7 +290,7 @@ def _submit(
                 made = _noted(order, slurm.submit(path, private))
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error
-    if as_json:
+    if options.as_json:
         price = (
             None if best is None else {"slowest_s": best.price.slowest_s, "certified": best.price.certified}
         )

@@ -7,32 +7,30 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.cli.plan.plan_request import (
     GivenOnce,
-    Subject,
+    PlanOptions,
+    cluster_asked,
     given_options,
     mistakes,
-    one_run_file,
     placer_asked,
     question_asked,
-    refuse_nowhere,
-    refuse_over,
+    refuse_outputs,
     refuse_repeated,
     refuse_without,
+    require_one_run_file,
     require_service,
     spec_asked,
 )
 from phalanx.cli.plan.what_to_train import answer_budget, answer_fit, refuse_beside
+from phalanx.command.options import command_options
 
 if TYPE_CHECKING:
-    from phalanx.hardware.cluster import Cluster
-    from phalanx.plan.search.alternatives import Placer
     from phalanx.plan.search.plan import Plan
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
@@ -44,24 +42,9 @@ _TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "sc
 """Fields that decide what is learned, which a plan of a model by its name cannot know."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """The paths of the files to write; ``None`` for those that were not asked for."""
-
-    report: Path | None
-    trace: Path | None
-    out: Path | None
-
-
-def write_files(
-    plan: Plan,
-    spec: RunSpec,
-    aim: Aim,
-    written: Written,
-    stated: set[str] | None,
-) -> None:
-    """Writes what was asked for, and says so; ``stated`` are the fields given beside a model's name, ``None`` with a run file."""
-    report, trace, out = written.report, written.trace, written.out
+def write_files(plan: Plan, spec: RunSpec, options: PlanOptions) -> None:
+    """Write the files of the options, and print their paths."""
+    report, trace, out = options.report, options.trace, options.out
     if report is not None:
         from phalanx.plan.report.page import report_page
 
@@ -76,7 +59,8 @@ def write_files(
         from phalanx.plan.search.layout_text import run_of_layout
         from phalanx.run.read import to_table
 
-        winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if aim.tokens else None)
+        winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if options.tokens else None)
+        stated = options.stated
         unfilled = tuple(field for field in _TO_FILL_IN if stated is not None and field not in stated)
         if unfilled:
             listed = ", ".join(unfilled)
@@ -89,154 +73,8 @@ def write_files(
 
 
 @click.command("plan", cls=GivenOnce)
-@click.argument("files", nargs=-1, metavar="[RUN_FILE | RUN_DIR...]", type=click.Path(path_type=Path))
-@click.option("--model", help="A known model instead of a run file, such as llama3-405b.")
-@click.option(
-    "--budget", help="What to train for so much: 40M$, 1e25FLOP, 30d, 1M gpu-hours; instead of a run file."
-)
-@click.option(
-    "--kind", type=click.Choice(["dense", "mixture"]), help="With --budget: only models of this kind."
-)
-@click.option("--unique-tokens", help="With --budget: the text there is, as in 1T; more tokens repeat it.")
-@click.option("--inference-tokens", help="With --budget: tokens to be served later, which it pays for too.")
-@click.option(
-    "--fit",
-    "fits",
-    is_flag=True,
-    help="Fit a scaling law to finished runs: --fit RUN_DIR..., beside a run file to predict.",
-)
-@click.option(
-    "--cluster", "cluster_name", default="this", show_default=True, help="Where: NAME:COUNT, or a TOML file."
-)
-@click.option(
-    "--tokens", help="Train on so many, as in 15T; by default what the run file says, or 20 a parameter."
-)
-@click.option("--optimize", type=click.Choice(["time", "cost", "gpus"]), default="time", show_default=True)
-@click.option(
-    "--layout", help='One layout: tp=8,pp=16,dp=128; what it leaves out, or "file", is as in the run file.'
-)
-@click.option(
-    "--explain", is_flag=True, help="Memory and time of the layout term by term, beside the best one's."
-)
-@click.option(
-    "--require", multiple=True, metavar="CONDITION", help="Only layouts where this holds; may be repeated."
-)
-@click.option(
-    "--top", type=click.IntRange(1, 1000), default=8, show_default=True, help="How many layouts to list."
-)
-@click.option(
-    "--stack", default="phalanx", show_default=True, help="The software that trains; --stacks lists them."
-)
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    default=2048,
-    show_default=True,
-    help="With --model or --budget: sequences.",
-)
-@click.option(
-    "--seq-len",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="With --model or --budget: tokens.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="FIELD=VALUE",
-    help="Override a field of the run file, or a figure.",
-)
-@click.option(
-    "--step-error",
-    type=click.FloatRange(0, 1),
-    help="Relative standard deviation of step times; by default as published runs say.",
-)
-@click.option(
-    "--assume",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Of the run: recovery=restart, repair_s=14400, failures_per_1000_node_days=6.5, ...",
-)
-@click.option(
-    "--topology",
-    "network",
-    metavar="FILE|slurm|kubernetes",
-    help="Rank layouts with what their placement on this network adds to a step (see `phalanx place`).",
-)
-@click.option(
-    "--share",
-    "shares",
-    multiple=True,
-    metavar="LEVEL=FRACTION",
-    help="With --topology: the part of its nodes' rate that may leave a domain of a level at once.",
-)
-@click.option(
-    "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page that stands alone (HTML).",
-)
-@click.option(
-    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the step for ui.perfetto.dev."
-)
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write a run file for the best layout."
-)
-@click.option("--serve", is_flag=True, help="Plan workers that serve the model, for --traffic within --slo.")
-@click.option(
-    "--traffic", help="With --serve: tokens and requests a second, as in in=2000,out=500,hit=0.3,rate=40."
-)
-@click.option(
-    "--slo", help="With --serve: times of 99 in 100 requests, as in ttft=1s,tpot=50ms; also percentile=0.9."
-)
-@click.option(
-    "--format",
-    "weight_format",
-    type=click.Choice(["bf16", "fp8"]),
-    default="bf16",
-    show_default=True,
-    help="With --serve: the format of weights in products.",
-)
-@click.option(
-    "--stacks",
-    is_flag=True,
-    help="List the software that can be planned for, with the published runs known of it, and stop.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(
-    files: tuple[Path, ...],
-    model: str | None,
-    budget: str | None,
-    kind: str | None,
-    unique_tokens: str | None,
-    inference_tokens: str | None,
-    fits: bool,
-    cluster_name: str,
-    tokens: str | None,
-    optimize: str,
-    layout: str | None,
-    explain: bool,
-    require: tuple[str, ...],
-    top: int,
-    stack: str,
-    batch: int,
-    seq_len: int,
-    overrides: tuple[str, ...],
-    step_error: float | None,
-    assume: tuple[str, ...],
-    network: str | None,
-    shares: tuple[str, ...],
-    report: Path | None,
-    trace: Path | None,
-    out: Path | None,
-    serve: bool,
-    traffic: str | None,
-    slo: str | None,
-    weight_format: str,
-    stacks: bool,
-    as_json: bool,
-) -> None:
+@command_options(PlanOptions)
+def command(options: PlanOptions) -> None:
     """Find the best layouts of a run on a cluster, and say why; or explain one layout; or say what to train for a budget.
 
     Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
@@ -256,32 +94,35 @@ def command(
       phalanx plan configs/llama3-405b.toml --serve --cluster h200:64 --traffic in=2000,out=500,rate=10 --slo ttft=2s,tpot=50ms
     """
     with mistakes():
-        if stacks:
-            return _list_stacks(as_json=as_json)
+        if options.stacks:
+            return _list_stacks(as_json=options.as_json)
         from phalanx.plan.search.query import Aim
 
-        refuse_repeated(overrides)
-        refuse_nowhere(report=report, trace=trace, out=out)
-        refuse_over(files, report=report, trace=trace)
-        if step_error is not None and math.isnan(step_error):
+        refuse_repeated(options.overrides)
+        refuse_outputs(options)
+        if options.step_error is not None and math.isnan(options.step_error):
             raise click.UsageError("--step-error nan: write a number from 0 to 1")
-        subject = Subject(files, model, batch, seq_len, cluster_name, overrides)
-        if serve:
-            return _answer_service(subject, traffic, slo or "", weight_format, top=top, as_json=as_json)
+        if options.serve:
+            return _answer_service(options)
         refuse_without("--serve", ("traffic", "slo", "weight_format"))
-        if fits:
+        if options.fits:
             refuse_beside("--fit", given_options(), _WITH_FIT, _INSTEAD_OF_FIT)
-            return answer_fit(files, overrides=overrides, tokens=tokens, budget=budget, as_json=as_json)
-        aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
-        if budget is not None:
-            question = question_asked(budget, aim, kind, unique_tokens, inference_tokens, overrides)
-            return answer_budget(subject.complete(question), out=out, report=report, as_json=as_json)
-        refuse_without("--budget", ("kind", "unique_tokens", "inference_tokens"))
-        spec = spec_asked(one_run_file(files), model, batch, seq_len, _used(subject.fields, aim))
-        cluster, placer = subject.cluster(), placer_asked(network, shares, spec)
-        return _answer(
-            spec, cluster, aim, subject.stated(), placer, Written(report, trace, out), explain, as_json
+            return answer_fit(
+                options.files,
+                overrides=options.overrides,
+                tokens=options.tokens,
+                budget=options.budget,
+                as_json=options.as_json,
+            )
+        aim = Aim(
+            *(options.optimize, options.require, options.top, options.stack),
+            *(options.layout, options.tokens, options.step_error, options.assume),
         )
+        if options.budget is not None:
+            question = question_asked(options, aim)
+            return answer_budget(question, out=options.out, report=options.report, as_json=options.as_json)
+        refuse_without("--budget", ("kind", "unique_tokens", "inference_tokens"))
+        return _answer_layouts(options, aim)
 
 
 _WITH_FIT = ("files", "fits", "budget", "tokens", "overrides", "as_json")
@@ -296,45 +137,37 @@ def _list_stacks(*, as_json: bool) -> None:
     print_stacks(as_json=as_json)
 
 
-def _answer_service(
-    subject: Subject, traffic: str | None, slo: str, weight_format: str, *, top: int, as_json: bool
-) -> None:
-    """Plans workers that serve the model, and prints what was found."""
+def _answer_service(options: PlanOptions) -> None:
+    """Plan workers that serve the model, and print them."""
     from phalanx.cli.plan.tables.serving_table import answer_service
 
-    asked = require_service(subject.files, traffic)
-    answer_service(subject.spec(), subject.cluster(), asked, slo, weight_format, top=top, as_json=as_json)
+    traffic, slo = require_service(options), options.slo or ""
+    spec, cluster = spec_asked(options), cluster_asked(options)
+    answer_service(
+        spec, cluster, traffic, slo, options.weight_format, top=options.top, as_json=options.as_json
+    )
 
 
-def _used(fields: list[str], aim: Aim) -> list[str]:
-    """``fields``, all of which a plan uses. Raises an error that names one that it would not."""
-    from phalanx.plan.search.query import refuse_unused
-
-    refuse_unused(fields, searching=aim.layout is None, tokens=aim.tokens)
-    return fields
-
-
-def _answer(
-    spec: RunSpec,
-    cluster: Cluster,
-    aim: Aim,
-    stated: set[str] | None,
-    placer: Placer | None,
-    written: Written,
-    explain: bool,
-    as_json: bool,
-) -> None:
-    """Makes the plan, writes the files that were asked for and prints it."""
+def _answer_layouts(options: PlanOptions, aim: Aim) -> None:
+    """Plan layouts of the run, write the files of the options and print the plan. Raises an error for a field that no plan uses."""
     from phalanx.cli.plan.tables.plan_table import print_plan
     from phalanx.plan.search.as_json import plan_json
     from phalanx.plan.search.plan import make_plan
+    from phalanx.plan.search.query import refuse_unused
 
-    searching = aim.layout is None or explain
-    plan = make_plan(spec, cluster, aim, stated=stated, searching=searching, placer=placer)
-    write_files(plan, spec, aim, written, stated)
-    if as_json:
+    require_one_run_file(options.files)
+    refuse_unused(options.fields, searching=aim.layout is None, tokens=aim.tokens)
+    spec, cluster = spec_asked(options), cluster_asked(options)
+    plan = make_plan(
+        *(spec, cluster, aim),
+        stated=options.stated,
+        searching=aim.layout is None or options.explain,
+        placer=placer_asked(options, spec),
+    )
+    write_files(plan, spec, options)
+    if options.as_json:
         click.echo(json.dumps(plan_json(plan), allow_nan=False))
     else:
-        print_plan(plan, explain=explain)
+        print_plan(plan, explain=options.explain)
     if not plan.chosen.fits:
         raise SystemExit(1)

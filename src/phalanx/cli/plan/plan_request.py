@@ -1,4 +1,4 @@
-"""What the options of ``phalanx plan`` ask for: the run, the cluster, the network, the question of a budget; and which go together.
+"""The options of ``phalanx plan``, which of them go together, and what they name: the run, the cluster, the network, the question of a budget.
 
 The heavy parts (arrays, catalogs) are imported when they are needed, so that ``--help`` answers at once.
 """
@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.plan.what_to_train import refuse_beside, refuse_model_fields
+from phalanx.command.options import Argument, AsJson, FilePath, Option, Overrides
+from phalanx.run.fields import FRACTION, POSITIVE, ValueRange
 
 if TYPE_CHECKING:
     from phalanx.hardware.cluster import Cluster
@@ -24,6 +26,79 @@ if TYPE_CHECKING:
     from phalanx.plan.search.alternatives import Placer
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    files: Annotated[tuple[Path, ...], Argument(metavar="[RUN_FILE | RUN_DIR...]")] = ()
+    model: str | None = None
+    """A known model instead of a run file, such as llama3-405b."""
+    budget: str | None = None
+    """Plan what to train for so much: 40M$, 1e25FLOP, 30d, 1M gpu-hours; instead of a run file."""
+    kind: Literal["dense", "mixture"] | None = None
+    """With --budget: only models of this kind."""
+    unique_tokens: str | None = None
+    """With --budget: the text there is, as in 1T; more tokens repeat it."""
+    inference_tokens: str | None = None
+    """With --budget: tokens to be served later, which it pays for too."""
+    fits: Annotated[bool, Option("--fit")] = False
+    """Fit a scaling law to finished runs: --fit RUN_DIR..., beside a run file to predict."""
+    cluster_name: Annotated[str, Option("--cluster")] = "this"
+    """Where: NAME:COUNT, or a TOML file."""
+    tokens: str | None = None
+    """Train on so many, as in 15T; by default those of the run file, or 20 a parameter."""
+    optimize: Literal["time", "cost", "gpus"] = "time"
+    layout: str | None = None
+    """One layout: tp=8,pp=16,dp=128; what it leaves out, or "file", is as in the run file."""
+    explain: bool = False
+    """Memory and time of the layout term by term, beside the best one's."""
+    require: Annotated[tuple[str, ...], Option(metavar="CONDITION")] = ()
+    """Only layouts where this holds; may be repeated."""
+    top: Annotated[int, ValueRange(at_least=1, at_most=1000)] = 8
+    """How many layouts to list."""
+    stack: str = "phalanx"
+    """The software that trains; --stacks lists them."""
+    batch: Annotated[int, POSITIVE] = 2048
+    """With --model or --budget: sequences."""
+    seq_len: Annotated[int, POSITIVE] = 8192
+    """With --model or --budget: tokens."""
+    overrides: Overrides = ()
+    """Override a field of the run file, or a figure."""
+    step_error: Annotated[float | None, FRACTION] = None
+    """Relative standard deviation of step times; by default that of published runs."""
+    assume: Annotated[tuple[str, ...], Option(metavar="NAME=VALUE")] = ()
+    """Assumption about the run: recovery=restart, repair_s=14400, failures_per_1000_node_days=6.5, ..."""
+    network: Annotated[str | None, Option("--topology", metavar="FILE|slurm|kubernetes")] = None
+    """Rank layouts with what their placement on this network adds to a step (see `phalanx place`)."""
+    shares: Annotated[tuple[str, ...], Option("--share", metavar="LEVEL=FRACTION")] = ()
+    """With --topology: the part of its nodes' rate that may leave a domain of a level at once."""
+    report: FilePath | None = None
+    """Write a page that stands alone (HTML)."""
+    trace: FilePath | None = None
+    """Write the step for ui.perfetto.dev."""
+    out: FilePath | None = None
+    """Write a run file for the best layout."""
+    serve: bool = False
+    """Plan workers that serve the model, for --traffic within --slo."""
+    traffic: str | None = None
+    """With --serve: tokens and requests a second, as in in=2000,out=500,hit=0.3,rate=40."""
+    slo: str | None = None
+    """With --serve: times of 99 in 100 requests, as in ttft=1s,tpot=50ms; also percentile=0.9."""
+    weight_format: Annotated[Literal["bf16", "fp8"], Option("--format")] = "bf16"
+    """With --serve: the format of weights in products."""
+    stacks: bool = False
+    """List the software that can be planned for, with the published runs known of it, and stop."""
+    as_json: AsJson = False
+
+    @property
+    def fields(self) -> list[str]:
+        """The overrides of fields of the run file, without those of the cluster."""
+        return [text for text in self.overrides if not text.startswith(_CLUSTER_FIGURES)]
+
+    @property
+    def stated(self) -> set[str] | None:
+        """The fields that are stated of a known model; ``None`` of a run file, which states them all."""
+        return None if self.model is None else {text.partition("=")[0].strip() for text in self.fields}
 
 
 class GivenOnce(click.Command):
@@ -47,10 +122,11 @@ def refuse_repeated(overrides: tuple[str, ...]) -> None:
             raise click.UsageError(f"--set {name} is given more than once: give it once")
 
 
-def refuse_nowhere(**paths: Path | None) -> None:
-    """Raises UsageError for a file to write that has no folder, or is written twice, before anything is searched."""
+def refuse_outputs(options: PlanOptions) -> None:
+    """Raises UsageError for a file to write that has no folder, is written twice, or is read, before anything is searched."""
     written: dict[Path, str] = {}
-    for name, path in paths.items():
+    outputs = {"report": options.report, "trace": options.trace, "out": options.out}
+    for name, path in outputs.items():
         if path is not None and (first := written.setdefault(path.resolve(), name)) != name:
             raise click.UsageError(f"--{first} and --{name} both write {path}: give each a file of its own")
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -58,17 +134,15 @@ def refuse_nowhere(**paths: Path | None) -> None:
             raise click.UsageError(
                 f"--{name} {path}: {what}: give the path of a file in a folder that exists"
             )
-
-
-def refuse_over(read: tuple[Path, ...], **paths: Path | None) -> None:
-    """Raises UsageError for a file to write that is one of those which are ``read``."""
-    for name, path in paths.items():
-        if path is not None and path.resolve() in {one.resolve() for one in read}:
+    for name in ("report", "trace"):
+        path = outputs[name]
+        if path is not None and path.resolve() in {file.resolve() for file in options.files}:
             raise click.UsageError(f"--{name} would write over the run file {path}: give another name")
 
 
-def placer_asked(network: str | None, shares: tuple[str, ...], spec: RunSpec) -> Placer | None:
-    """What places layouts on the network that was given; none without one."""
+def placer_asked(options: PlanOptions, spec: RunSpec) -> Placer | None:
+    """Return what places layouts on the network of the options; ``None`` without one."""
+    network, shares = options.network, options.shares
     if network is None:
         if shares:
             raise click.UsageError("--share is about a network: --topology FILE, slurm or kubernetes")
@@ -86,8 +160,8 @@ def placer_asked(network: str | None, shares: tuple[str, ...], spec: RunSpec) ->
     return placer_on(rates, spec)
 
 
-def one_run_file(files: tuple[Path, ...]) -> Path | None:
-    """The run file to plan, if one is given. Raises UsageError for several, and for options that are about a model's name."""
+def require_one_run_file(files: tuple[Path, ...]) -> None:
+    """Raises UsageError for several run files, and beside one for options that are about a model's name."""
     if len(files) > 1:
         raise click.UsageError(
             f"one run file is planned at a time, not {len(files)}; --fit takes run directories"
@@ -96,19 +170,18 @@ def one_run_file(files: tuple[Path, ...]) -> Path | None:
         raise click.UsageError(
             "--batch and --seq-len go with --model; of a run file, use --set train.batch_size=..."
         )
-    return files[0] if files else None
 
 
-def require_service(files: tuple[Path, ...], traffic: str | None) -> str:
+def require_service(options: PlanOptions) -> str:
     """The traffic to plan for. Raises UsageError for options that do not plan a service."""
     refuse_beside(
         "--serve", given_options(), _WITH_SERVE, "it plans workers, not the layout of a training run"
     )
-    if traffic is None:
+    if options.traffic is None:
         raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
-    if len(files) > 1:
-        raise click.UsageError(f"one model is planned at a time, not {len(files)}")
-    return traffic
+    if len(options.files) > 1:
+        raise click.UsageError(f"one model is planned at a time, not {len(options.files)}")
+    return options.traffic
 
 
 _WITH_SERVE = (
@@ -157,15 +230,8 @@ def given_options() -> list[str]:
     return [name for name in click.get_current_context().params if is_given(name)]
 
 
-def question_asked(
-    budget: str,
-    aim: Aim,
-    kind: str | None,
-    unique_tokens: str | None,
-    inference_tokens: str | None,
-    overrides: tuple[str, ...],
-) -> Question:
-    """The question that a budget asks, about no cluster yet. Raises an error for options and fields that are the answer's."""
+def question_asked(options: PlanOptions, aim: Aim) -> Question:
+    """The question that a budget asks. Raises an error for options and fields that are the answer's."""
     from phalanx.plan.scaling.answer import Question
     from phalanx.plan.scaling.optimum import read_budget
     from phalanx.plan.scaling.shapes import MODEL_KINDS
@@ -174,18 +240,21 @@ def question_asked(
     refuse_beside(
         "--budget", given_options(), _WITH_BUDGET, "the model, its tokens and its layout are the answer"
     )
-    fields = without_cluster(overrides)
-    refuse_unused(fields, searching=True, tokens=None)
-    refuse_model_fields(fields)
-    return Question(
-        read_budget(budget),
+    refuse_unused(options.fields, searching=True, tokens=None)
+    refuse_model_fields(options.fields)
+    unique, inference = options.unique_tokens, options.inference_tokens
+    question = Question(
+        read_budget(options.budget or ""),
         None,
         aim,
-        overrides=tuple(fields),
-        kinds=tuple(one for one in MODEL_KINDS if kind in (None, one)),
-        unique_tokens=read_tokens(unique_tokens, "--unique-tokens") if unique_tokens else math.inf,
-        inference_tokens=read_tokens(inference_tokens, "--inference-tokens") if inference_tokens else 0.0,
+        overrides=tuple(options.fields),
+        kinds=tuple(kind for kind in MODEL_KINDS if options.kind in (None, kind)),
+        unique_tokens=read_tokens(unique, "--unique-tokens") if unique else math.inf,
+        inference_tokens=read_tokens(inference, "--inference-tokens") if inference else 0.0,
     )
+    cluster = cluster_asked(options) if is_given("cluster_name") else question.cluster
+    batch = options.batch if is_given("batch") else None
+    return replace(question, cluster=cluster, seq_len=options.seq_len, batch=batch)
 
 
 class _Mistake(click.ClickException):
@@ -212,11 +281,10 @@ def is_given(option: str) -> bool:
     return source is click.core.ParameterSource.COMMANDLINE
 
 
-def spec_asked(
-    run_file: Path | None, model: str | None, batch: int, seq_len: int, overrides: list[str]
-) -> RunSpec:
-    """The run of the file or of the known model, with what overrides it. Raises UsageError unless it is one of the two."""
-    if (run_file is None) == (model is None):
+def spec_asked(options: PlanOptions) -> RunSpec:
+    """The run of the first file or of the known model, with what overrides it. Raises UsageError unless it is one of the two."""
+    model, overrides = options.model, options.fields
+    if bool(options.files) == (model is not None):
         raise click.UsageError("give a run file, or --model NAME (phalanx models lists them)")
     from phalanx.model.facts.presets import PRESETS
     from phalanx.plan.search.query import run_of_model
@@ -228,70 +296,29 @@ def spec_asked(
                 raise click.UsageError(
                     f"--set {field} and --{option.replace('_', '-')} say the same: give one"
                 )
-        return run_of_model(model, seq_len, batch, tuple(overrides))
-    assert run_file is not None, "one of the two is given"
-    return read_run(run_file, PRESETS, tuple(overrides))
+        return run_of_model(model, options.seq_len, options.batch, tuple(overrides))
+    return read_run(options.files[0], PRESETS, tuple(overrides))
 
 
 _CLUSTER_FIGURES = "cluster."
 
 
-def without_cluster(overrides: Iterable[str]) -> list[str]:
-    """The overrides of the run file's fields: without figures of the cluster."""
-    return [text for text in overrides if not text.startswith(_CLUSTER_FIGURES)]
-
-
-def cluster_asked(name: str, overrides: Iterable[str]) -> Cluster:
+def cluster_asked(options: PlanOptions) -> Cluster:
     """The cluster by its name or file, with the figures that overrides give it."""
     from phalanx.hardware.catalog import cluster
     from phalanx.hardware.overrides import read_figure, with_value
 
-    found = cluster(name)
+    name = options.cluster_name
+    target = cluster(name)
     if re.fullmatch(r"[\w-]+", name) and name != "this":
         click.echo(
-            f"--cluster {name}: one domain, {found.key}; --cluster {name}:N is of N accelerators", err=True
+            f"--cluster {name}: one domain, {target.key}; --cluster {name}:N is of N accelerators", err=True
         )
-    for text in overrides:
+    for text in options.overrides:
         if text.startswith(_CLUSTER_FIGURES):
             figure, _, value = text.removeprefix(_CLUSTER_FIGURES).partition("=")
             try:
-                found = with_value(found, figure.strip(), read_figure(value))
+                target = with_value(target, figure.strip(), read_figure(value))
             except ValueError as error:
                 raise click.UsageError(f"--set {text}: {error}") from error
-    return found
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The arguments of the command line that say which model is planned, and for which cluster."""
-
-    files: tuple[Path, ...]
-    model: str | None
-    batch: int
-    seq_len: int
-    cluster_name: str
-    overrides: tuple[str, ...]
-
-    @property
-    def fields(self) -> list[str]:
-        """The overrides of fields of the run file, without those of the cluster."""
-        return without_cluster(self.overrides)
-
-    def spec(self) -> RunSpec:
-        """The run of the first file, or of the known model."""
-        first = self.files[0] if self.files else None
-        return spec_asked(first, self.model, self.batch, self.seq_len, self.fields)
-
-    def cluster(self) -> Cluster:
-        """The cluster with its overridden figures."""
-        return cluster_asked(self.cluster_name, self.overrides)
-
-    def stated(self) -> set[str] | None:
-        """The fields that are stated of a known model; ``None`` of a run file, which states them all."""
-        return None if self.model is None else {text.partition("=")[0].strip() for text in self.fields}
-
-    def complete(self, question: Question) -> Question:
-        """The question of a budget, about the cluster that was given, if one was, and sequences of this length."""
-        place = self.cluster() if is_given("cluster_name") else question.cluster
-        batch = self.batch if is_given("batch") else None
-        return replace(question, cluster=place, seq_len=self.seq_len, batch=batch)
+    return target

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.text_console import text_console
+from phalanx.command.options import Argument, AsJson, Option, Overrides, command_options
 from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.stages import stage_layers
 from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.parallel.collectives import collectives, rounds_per_step
+from phalanx.run.fields import POSITIVE
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
 from phalanx.run.problems import RunFileError
@@ -232,32 +235,23 @@ def print_dry_run(found: JsonObject) -> None:
 _COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    run_file: Annotated[Path, Argument()]
+    overrides: Overrides = ()
+    """Override a field; may be repeated."""
+    ranks: Annotated[int | None, POSITIVE] = None
+    """Show what each rank of a fleet of this size holds and calls."""
+    dry: Annotated[bool, Option("--dry-run")] = False
+    """Build and step single ranks of that fleet, and compare; exit code 1 if anything differs."""
+    chosen: Annotated[tuple[int, ...], Option("--rank")] = ()
+    """A rank to dry-run; may be repeated. By default three."""
+    as_json: AsJson = False
+
+
 @click.command("show")
-@click.argument("run_file", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field; may be repeated."
-)
-@click.option(
-    "--ranks", type=click.IntRange(min=1), help="Show what each rank of a fleet of this size holds and calls."
-)
-@click.option(
-    "--dry-run",
-    "dry",
-    is_flag=True,
-    help="Build and step single ranks of that fleet, and compare; exit code 1 if anything differs.",
-)
-@click.option(
-    "--rank", "chosen", type=int, multiple=True, help="A rank to dry-run; may be repeated. By default three."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(
-    run_file: Path,
-    overrides: tuple[str, ...],
-    ranks: int | None,
-    dry: bool,
-    chosen: tuple[int, ...],
-    as_json: bool,
-) -> None:
+@command_options(ShowOptions)
+def command(options: ShowOptions) -> None:
     """Show parameters, FLOPs per token and state bytes of a run. Needs no GPU and builds nothing.
 
     With --ranks also who holds what on a fleet of that size, of which nothing need exist. A dry run builds the trainer's own
@@ -269,23 +263,23 @@ def command(
       phalanx show configs/deepseek-v3.toml --ranks 2048
       phalanx show configs/moe-100t.toml --ranks 98304 --dry-run
     """
-    if (dry or chosen) and ranks is None:
+    if (options.dry or options.chosen) and options.ranks is None:
         raise click.UsageError("a dry run needs the size of the fleet: give --ranks")
-    if any(not 0 <= rank < (ranks or 0) for rank in chosen):
-        raise click.UsageError(f"--rank must be from 0 to {(ranks or 0) - 1}")
+    if any(not 0 <= rank < (options.ranks or 0) for rank in options.chosen):
+        raise click.UsageError(f"--rank must be from 0 to {(options.ranks or 0) - 1}")
     with explained():
-        spec = read_run(run_file, PRESETS, overrides)
+        spec = read_run(options.run_file, PRESETS, options.overrides)
         facts = _facts(spec)
-        laid_out = resolved(spec, ranks, run_file) if ranks else None
-    if laid_out and ranks:
-        facts["layout"] = layout_facts(laid_out, ranks)
-    if not as_json:
+        laid_out = resolved(spec, options.ranks, options.run_file) if options.ranks else None
+    if laid_out and options.ranks:
+        facts["layout"] = layout_facts(laid_out, options.ranks)
+    if not options.as_json:
         _print(facts)
         if "layout" in facts:
             print_layout(facts["layout"])
-    if laid_out and ranks and dry:
-        facts["dry_run"] = _dry_run(laid_out, ranks, chosen, as_json=as_json)
-    if as_json:
+    if laid_out and options.ranks and options.dry:
+        facts["dry_run"] = _dry_run(laid_out, options.ranks, options.chosen, as_json=options.as_json)
+    if options.as_json:
         click.echo(json.dumps(facts))
     if not all(found["matches"] for found in facts.get("dry_run", ())):
         raise SystemExit(1)

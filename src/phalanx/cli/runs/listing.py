@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import click
 import msgspec
@@ -14,6 +15,8 @@ from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.text_console import text_console
 from phalanx.cli.watch.text.numbers import ABOVE_PEAK, age, share, utilization
+from phalanx.command.options import Argument, AsJson, Option, command_options, written_options
+from phalanx.run.fields import POSITIVE
 from phalanx.watch.runs.index import RunIndex
 from phalanx.watch.runs.row import RunRow
 from phalanx.watch.runs.select import (
@@ -40,36 +43,30 @@ _SHOWN = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    folders: Annotated[tuple[Path, ...], Argument()] = ()
+    conditions: Annotated[tuple[str, ...], Option("--where", metavar="CONDITION")] = ()
+    """Only runs that fit; may be repeated."""
+    tags: Annotated[tuple[str, ...], Option("--tag")] = ()
+    """Only runs with this tag; may be repeated."""
+    sort: Annotated[str, Option(metavar="COLUMN")] = ""
+    """Order by a column; with - before it, the largest first."""
+    columns: Annotated[str, Option(metavar="A,B,...")] = ""
+    """Show these columns instead."""
+    last: Annotated[int | None, POSITIVE] = None
+    """Show at most so many, those at the end."""
+    engine: Annotated[Literal["slurm", "kubernetes"] | None, Option("--on")] = None
+    """List the runs that are queued or running there instead."""
+    namespace: str = ""
+    """With --on kubernetes: not that of kubectl's context."""
+    as_json: AsJson = False
+    """Print one JSON array."""
+
+
 @click.command("list", short_help="The runs in folders: state, losses, speed, weights, tags.")
-@click.argument("folders", type=click.Path(path_type=Path), nargs=-1)
-@click.option(
-    "--where", "conditions", multiple=True, metavar="CONDITION", help="Only runs that fit; may be repeated."
-)
-@click.option("--tag", "tags", multiple=True, help="Only runs with this tag; may be repeated.")
-@click.option(
-    "--sort", metavar="COLUMN", default="", help="Order by a column; with - before it, the largest first."
-)
-@click.option("--columns", metavar="A,B,...", default="", help="Show these columns instead.")
-@click.option("--last", type=click.IntRange(min=1), help="Show at most so many, those at the end.")
-@click.option(
-    "--on",
-    "engine",
-    type=click.Choice(["slurm", "kubernetes"]),
-    help="List the runs that are queued or running there instead.",
-)
-@click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
-def list_command(
-    folders: tuple[Path, ...],
-    conditions: tuple[str, ...],
-    tags: tuple[str, ...],
-    sort: str,
-    columns: str,
-    last: int | None,
-    engine: str | None,
-    namespace: str,
-    as_json: bool,
-) -> None:
+@command_options(ListOptions)
+def list_command(options: ListOptions) -> None:
     """List the runs in FOLDERS (runs/ if none is given); a folder may be a run directory itself.
 
     Each has a line: state, losses, speed, weights, tags, and the checkpoint that it goes on from. A condition is NAME OPERATOR VALUE, with
@@ -86,40 +83,33 @@ def list_command(
     A state is running, finished, stopped (asked to, and saved), failed (its process is gone), silent (held by a process, but without an
     event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
     """
-    if engine != "kubernetes":
-        refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
-    if engine is not None:
+    if options.engine != "kubernetes":
+        refuse_unused(written_options(options, "namespace"), "is for --on kubernetes")
+    if options.engine is not None:
         refuse_unused(
-            {
-                "FOLDERS": folders,
-                "--where": conditions,
-                "--tag": tags,
-                "--sort": sort,
-                "--columns": columns,
-                "--last": last,
-            },
+            written_options(options, "folders", "conditions", "tags", "sort", "columns", "last"),
             "is about runs in folders, and --on lists the jobs of a cluster: one or the other",
         )
-        _list_jobs(engine, namespace, as_json=as_json)
+        _list_jobs(options.engine, options.namespace, as_json=options.as_json)
         return
-    places = folders or (Path("runs"),)
+    places = options.folders or (Path("runs"),)
     for folder in places:
         demand_folder(folder)
     with explained(SelectionError):
-        demands = [read_condition(text) for text in conditions]
-        shown = [checked_name(name.strip()) for name in columns.split(",") if name.strip()] or list(_SHOWN)
-        rows = selected(RunIndex(places).rows(), demands, tags)
-        if sort:
-            rows = ordered(rows, sort.lstrip("-"), falling=sort.startswith("-"))
-    rows = rows[-last:] if last else rows
-    if as_json:
+        demands = [read_condition(text) for text in options.conditions]
+        columns = [checked_name(name.strip()) for name in options.columns.split(",") if name.strip()]
+        rows = selected(RunIndex(places).rows(), demands, options.tags)
+        if options.sort:
+            rows = ordered(rows, options.sort.lstrip("-"), falling=options.sort.startswith("-"))
+    rows = rows[-options.last :] if options.last else rows
+    if options.as_json:
         found = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
         click.echo(msgspec.json.encode(found).decode())
         return
     if rows:
-        _print(rows, shown)
+        _print(rows, columns or list(_SHOWN))
     else:
-        which = "no run fits" if demands or tags else "no run"
+        which = "no run fits" if demands or options.tags else "no run"
         click.echo(f"{which} in {', '.join(map(str, places))}")
     for row in rows:
         for problem in row.problems:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from phalanx.cli.runs.compare import compare_command
-from phalanx.cli.runs.labels import note_command, tag_command
+from phalanx.cli.runs.labels import note_command, remove_command, tag_command
 from phalanx.cli.runs.listing import list_command
-from phalanx.cli.runs.remove import remove_command
 from phalanx.cli.runs.show import show_command
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 
@@ -21,10 +23,21 @@ from phalanx.cli.train.session import (
     tell_on,
     tell_parent,
 )
+from phalanx.command.options import (
+    Argument,
+    AsJson,
+    Option,
+    Overrides,
+    Sets,
+    command_options,
+    set_fields,
+    written_options,
+)
 from phalanx.data.errors import DataError
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 from phalanx.run.read import RUN_FILE, override, read_run, read_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.origins import child_run, fields_from_model
@@ -33,78 +46,42 @@ _NEWEST = "newest"
 _MOST_DIGITS = 15
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    places: Annotated[tuple[Path, ...], Argument(metavar="[RUN_FILE|RUN_DIR]")] = ()
+    ranks: Annotated[int | None, POSITIVE, Sets("parallel.ranks")] = None
+    """Ranks to start on this machine, of all axes (short for --set parallel.ranks=...)."""
+    overrides: Overrides = ()
+    """Override a field; may be repeated."""
+    from_step: Annotated[
+        str | None, Option("--from", metavar="[STEP]", flag_value=_NEWEST, is_flag=False)
+    ] = None
+    """Go on from the checkpoint of STEP of the run in RUN_DIR (without STEP: the newest) as a run of its own, with the values of --set from there
+    on."""
+    from_model: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Start from the weights of the imported model in DIR, on the text of --data."""
+    data: Annotated[Path | None, Option(metavar="PATH")] = None
+    """With --from-model: a prepared dataset, or text, which is prepared with the model's tokenizer."""
+    nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes")] = None
+    """Train as a fleet of so many nodes on this machine."""
+    spares: Annotated[int | None, NOT_NEGATIVE, Sets("fleet.spares")] = None
+    """Nodes more, warm, to step in (short for --set fleet.spares=...)."""
+    faults: Annotated[tuple[str, ...], Option("--fault", metavar="FAULT")] = ()
+    """Break something: "kill node 2 at step 30", a file of such lines, or random:SEED:COUNT; may be repeated."""
+    check_layout: Annotated[str | None, Option(metavar="FIELD=VALUE,...")] = None
+    """Train a few steps on the run's layout and on another one, such as "tensor=2,ranks=4" (fields of [parallel]), in temporary directories, and show
+    where they part."""
+    check_steps: Annotated[int, POSITIVE] = 3
+    """Steps of --check-layout."""
+    run_dir: Annotated[str | None, Sets("run_dir")] = None
+    """The run directory (short for --set run_dir=...)."""
+    as_json: AsJson = False
+    """Print the result as one JSON object on the last line."""
+
+
 @click.command("train")
-@click.argument("places", metavar="[RUN_FILE|RUN_DIR]", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--ranks",
-    type=click.IntRange(min=1),
-    help="Ranks to start on this machine, of all axes (short for --set parallel.ranks=...).",
-)
-@click.option(
-    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field; may be repeated."
-)
-@click.option(
-    "--from",
-    "from_step",
-    is_flag=False,
-    flag_value=_NEWEST,
-    metavar="[STEP]",
-    help="Go on from the checkpoint of STEP of the run in RUN_DIR (without STEP: the newest) as a run of its own, "
-    "with the values of --set from there on.",
-)
-@click.option(
-    "--from-model",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="Start from the weights of the imported model in DIR, on the text of --data.",
-)
-@click.option(
-    "--data",
-    metavar="PATH",
-    type=click.Path(path_type=Path),
-    help="With --from-model: a prepared dataset, or text, which is prepared with the model's tokenizer.",
-)
-@click.option(
-    "--nodes", type=click.IntRange(min=1), help="Train as a fleet of so many nodes on this machine."
-)
-@click.option(
-    "--spares",
-    type=click.IntRange(min=0),
-    help="Nodes more, warm, to step in (short for --set fleet.spares=...).",
-)
-@click.option(
-    "--fault",
-    "faults",
-    multiple=True,
-    metavar="FAULT",
-    help='Break something: "kill node 2 at step 30", a file of such lines, or random:SEED:COUNT; may be repeated.',
-)
-@click.option(
-    "--check-layout",
-    metavar="FIELD=VALUE,...",
-    help='Train a few steps on the run\'s layout and on another one, such as "tensor=2,ranks=4" (fields of [parallel]), in temporary '
-    "directories, and show where they part.",
-)
-@click.option(
-    "--check-steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps of --check-layout."
-)
-@click.option("--run-dir", help="The run directory (short for --set run_dir=...).")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line.")
-def command(
-    places: tuple[Path, ...],
-    ranks: int | None,
-    overrides: tuple[str, ...],
-    from_step: str | None,
-    from_model: Path | None,
-    data: Path | None,
-    nodes: int | None,
-    spares: int | None,
-    faults: tuple[str, ...],
-    check_layout: str | None,
-    check_steps: int,
-    run_dir: str | None,
-    as_json: bool,
-) -> None:
+@command_options(TrainOptions)
+def command(options: TrainOptions) -> None:
     """Train the run that RUN_FILE describes, or go on with the one in RUN_DIR.
 
     Started again after Ctrl-C, a crash or kill -9, it goes on from the newest good checkpoint, on as many ranks as there
@@ -125,42 +102,38 @@ def command(
     Exit codes: 0 finished, 75 stopped on request (start again to go on), 1 failed. With --check-layout: 0 the layouts agree in every bit,
     1 they part, 2 they could not be compared.
     """
-    if len(places) > 1:
+    if len(options.places) > 1:
         raise click.UsageError(
-            f"give one run file or run directory, not {len(places)}: {', '.join(map(str, places))}"
+            f"give one run file or run directory, not {len(options.places)}: {', '.join(map(str, options.places))}"
         )
-    place = places[0] if places else None
-    if check_layout is not None:
-        unused = {"--nodes": nodes, "--spares": spares, "--fault": faults, "--run-dir": run_dir}
+    place = options.places[0] if options.places else None
+    if options.check_layout is not None:
+        unused = written_options(options, "nodes", "spares", "faults", "run_dir")
         refuse_unused(unused, "--check-layout trains a few steps on this machine, in temporary directories")
-    extra = [f"run_dir={json.dumps(run_dir)}"] if run_dir else []
-    extra += [f"parallel.ranks={ranks}"] if ranks else []
-    extra += [f"fleet.nodes={nodes}"] if nodes else []
-    extra += [f"fleet.spares={spares}"] if spares is not None else []
-    shown = explained if check_layout is None else trouble
+    shown = explained if options.check_layout is None else trouble
     with shown(DataError, RunDirectoryError):
-        spec, run_file = _described(place, from_step, from_model, data, [*overrides, *extra])
-    if check_layout is not None:
+        spec, run_file = _described(place, options)
+    if options.check_layout is not None:
         from phalanx.cli.train.check_layout import compare_layouts
 
-        sys.exit(compare_layouts(spec, run_file, check_layout, check_steps, as_json))
+        sys.exit(compare_layouts(spec, run_file, options.check_layout, options.check_steps, options.as_json))
     if started_as_rank(os.environ):
         from phalanx.cli.train.train_as_rank import train_as_rank
 
-        sys.exit(train_as_rank(spec, run_file, as_json))
+        sys.exit(train_as_rank(spec, run_file, options.as_json))
     if spec.fleet.nodes:
         from phalanx.cli.train.train_fleet import train_fleet
 
-        sys.exit(train_fleet(spec, run_file, faults, as_json))
-    if faults or spares:
-        raise click.UsageError(f"{'--fault' if faults else '--spares'} needs a fleet: add --nodes N")
-    sys.exit(_train_here(spec, run_file, as_json))
+        sys.exit(train_fleet(spec, run_file, options.faults, options.as_json))
+    if options.faults or options.spares:
+        raise click.UsageError(f"{'--fault' if options.faults else '--spares'} needs a fleet: add --nodes N")
+    sys.exit(_train_here(spec, run_file, options.as_json))
 
 
-def _described(
-    place: Path | None, from_step: str | None, model: Path | None, data: Path | None, overrides: list[str]
-) -> tuple[RunSpec, Path]:
+def _described(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path]:
     """The run that the command line describes, and the path of its run file, for messages."""
+    from_step, model, data = options.from_step, options.from_model, options.data
+    overrides = [*options.overrides, *set_fields(options)]
     if model is not None or data is not None:
         if model is None or data is None:
             raise click.UsageError("--from-model and --data belong together: give both")
@@ -168,10 +141,10 @@ def _described(
             raise click.UsageError(
                 "--from goes on with a run, --from-model begins one: leave out one of the two"
             )
-        wanted = [*fields_from_model(model, data, bare=place is None), *overrides]
+        fields = [*fields_from_model(model, data, bare=place is None), *overrides]
         if place is None:
-            return read_table({}, PRESETS, wanted, Path("--from-model")), Path("--from-model")
-        return read_run(place, PRESETS, wanted), place
+            return read_table({}, PRESETS, fields, Path("--from-model")), Path("--from-model")
+        return read_run(place, PRESETS, fields), place
     if place is None and from_step not in (None, _NEWEST):
         raise click.UsageError(
             f"--from takes a step: give the run directory before it, phalanx train {from_step} --from STEP"

@@ -57,7 +57,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
         with explained(EngineError):
             tell_status(str(run_dir), namespace, last, as_json=as_json)
         return
-    refuse_unused({"--namespace": namespace}, "is for --on kubernetes")
+    refuse_unused(["--namespace"] * bool(namespace), "is for --on kubernetes")
     demand_folder(run_dir)
     job = None if as_json else _job_line(run_dir)
     if job is not None:

@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from phalanx.cli.address_options import HostName
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
+from phalanx.command.options import Argument, Option, command_options
+from phalanx.run.fields import ValueRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class UiOptions:
+    folders: Annotated[tuple[Path, ...], Argument(metavar="[DIR ...]")] = ()
+    host: Annotated[str, HostName()] = "127.0.0.1"
+    """Address to listen at. Any but a loopback address demands a token, which is printed."""
+    port: Annotated[int | None, ValueRange(at_least=0, at_most=65535)] = None
+    """Port to listen at (0: any). Without it 7425, or the next that is free."""
+    token: bool = False
+    """Demand a token on a loopback address too, as on a machine that others log in to."""
+    open_page: Annotated[bool | None, Option("--open/--no-open")] = None
+    """Open the page in a browser, or not. Without it: where there is one."""
+    export: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write the page of the one run DIR into FILE, which needs no server, and end."""
 
 
 @click.command("ui")
-@click.argument("folders", nargs=-1, metavar="[DIR ...]", type=click.Path(path_type=Path))
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    type=HostName(),
-    help="Address to listen at. Any but a loopback address demands a token, which is printed.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    help="Port to listen at (0: any). Without it 7425, or the next that is free.",
-)
-@click.option(
-    "--token",
-    is_flag=True,
-    help="Demand a token on a loopback address too, as on a machine that others log in to.",
-)
-@click.option(
-    "--open/--no-open",
-    "open_page",
-    default=None,
-    help="Open the page in a browser, or not. Without it: where there is one.",
-)
-@click.option(
-    "--export",
-    "export",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the page of the one run DIR into FILE, which needs no server, and end.",
-)
-def command(
-    folders: tuple[Path, ...],
-    host: str,
-    port: int | None,
-    token: bool,
-    open_page: bool | None,
-    export: Path | None,
-) -> None:
+@command_options(UiOptions)
+def command(options: UiOptions) -> None:
     """Show the runs below DIR (runs/ if none is given) in a browser: curves, comparisons, where the time went, ranks, fleet, logs.
 
     The page reads run directories, also while runs write them, and changes nothing. Ctrl-C ends the page, never a run.
@@ -66,17 +48,22 @@ def command(
     from phalanx.hardware.local.network import ListenError
     from phalanx.watch.page.app import serve
 
-    folders = folders or (Path("runs"),)
+    folders = options.folders or (Path("runs"),)
     for folder in folders:
         demand_folder(folder)
-    if export is not None:
+    if options.export is not None:
         from phalanx.watch.page.export import ExportError, export_run
 
         if len(folders) != 1:
             raise click.UsageError("--export takes one run directory")
         with explained(ExportError):
-            size = export_run(folders[0], export)
-        click.echo(f"{export}: {size / 1e6:.1f} MB; it opens in any browser, without a server")
+            size = export_run(folders[0], options.export)
+        click.echo(f"{options.export}: {size / 1e6:.1f} MB; it opens in any browser, without a server")
         return
     with explained(ListenError):
-        serve(folders, host, port, demand_token=token, open_page=open_page, tell=click.echo)
+        serve(
+            *(folders, options.host, options.port),
+            demand_token=options.token,
+            open_page=options.open_page,
+            tell=click.echo,
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import click
 
@@ -12,55 +13,39 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
 from phalanx.cli.weights.options import DtypeName
+from phalanx.command.options import Argument, Option, command_options
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.fields import POSITIVE
 
 _VERIFIED_PROMPTS = 8
 """Held-out texts whose beginnings are continued."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    place: Annotated[Path, Argument()]
+    kind: Annotated[Literal["hf", "dcp"], Option("--to", show_default=False)] = "hf"
+    """The format (hf)."""
+    step: int | None = None
+    """A step other than the newest."""
+    dtype: Annotated[Literal["float32", "bfloat16"], DtypeName(), Option(show_default=False)] = "float32"
+    """Format of the weights (hf only)."""
+    max_seq_len: Annotated[int | None, POSITIVE] = None
+    """The context length that is written (hf only; the published one, or else train.seq_len)."""
+    verify: Literal["transformers", "vllm"] | None = None
+    """Then let this engine load OUT, and compare its greedy tokens with the run's (hf only)."""
+    prompts: Annotated[tuple[str, ...], Option("--verify-prompt")] = ()
+    """A prompt for --verify; again for more. Without one, the beginnings of held-out text."""
+    verify_tokens: Annotated[int, POSITIVE] = 24
+    """New tokens of each."""
+    verify_python: Annotated[str, Option(metavar="PATH")] = ""
+    """The python of another environment, which has the engine."""
+    out: Annotated[Path, Argument()]
+
+
 @click.command("export")
-@click.argument("place", type=click.Path(path_type=Path))
-@click.option("--to", "kind", type=click.Choice(["hf", "dcp"]), default="hf", help="The format (hf).")
-@click.option("--step", type=int, help="A step other than the newest.")
-@click.option("--dtype", type=DtypeName(), default="float32", help="Of the weights (hf only).")
-@click.option(
-    "--max-seq-len",
-    type=click.IntRange(min=1),
-    help="The context that readers are told of (hf only; the published one, or else train.seq_len).",
-)
-@click.option(
-    "--verify",
-    type=click.Choice(["transformers", "vllm"]),
-    help="Then let this engine load OUT, and compare its greedy tokens with the run's (hf only).",
-)
-@click.option(
-    "--verify-prompt",
-    "prompts",
-    multiple=True,
-    help="A prompt for --verify; again for more. Without one, the beginnings of held-out text.",
-)
-@click.option(
-    "--verify-tokens", default=24, show_default=True, type=click.IntRange(1), help="New tokens of each."
-)
-@click.option(
-    "--verify-python",
-    default="",
-    metavar="PATH",
-    help="The python of another environment, which has the engine.",
-)
-@click.argument("out", type=click.Path(path_type=Path))
-def command(
-    place: Path,
-    kind: str,
-    step: int | None,
-    dtype: Literal["float32", "bfloat16"],
-    max_seq_len: int | None,
-    verify: Literal["transformers", "vllm"] | None,
-    prompts: tuple[str, ...],
-    verify_tokens: int,
-    verify_python: str,
-    out: Path,
-) -> None:
+@command_options(ExportOptions)
+def command(options: ExportOptions) -> None:
     """Write the weights of the run in PLACE to the folder OUT.
 
     "hf" is a Hugging Face folder (config, safetensors, tokenizer) that transformers opens; "dcp" is PyTorch's
@@ -73,21 +58,25 @@ def command(
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/ --verify transformers
     """
-    if verify is None and (prompts or verify_python):
+    if options.verify is None and (options.prompts or options.verify_python):
         raise click.UsageError("--verify-prompt and --verify-python are for --verify")
-    if verify is not None and kind != "hf":
+    if options.verify is not None and options.kind != "hf":
         raise click.UsageError("--verify reads a Hugging Face folder: --to hf")
-    if verify is None:
-        export_to(place, kind, step, out, dtype, max_seq_len or 0)
+    length = options.max_seq_len or 0
+    if options.verify is None:
+        export_to(options.place, options.kind, options.step, options.out, options.dtype, length)
         return
     from phalanx.cli.weights.verify_export import prompts_to_verify, verify_export
 
-    run_dir = checkpoint_place(place, step).root.parent
+    run_dir = checkpoint_place(options.place, options.step).root.parent
     # Before anything is written, since whoever is refused would have to remove it to try again.
-    encoded = prompts_to_verify(run_dir, prompts, _VERIFIED_PROMPTS)
-    chosen = export_to(place, kind, step, out, dtype, max_seq_len or 0)
+    encoded = prompts_to_verify(run_dir, options.prompts, _VERIFIED_PROMPTS)
+    chosen = export_to(options.place, options.kind, options.step, options.out, options.dtype, length)
     verify_export(
-        run_dir, chosen, out, dtype, verify, prompts=encoded, tokens=verify_tokens, python=verify_python
+        *(run_dir, chosen, options.out, options.dtype, options.verify),
+        prompts=encoded,
+        tokens=options.verify_tokens,
+        python=options.verify_python,
     )
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import click
 
+from phalanx.command.options import Option
+
 # The option ``--trust-code``, and what needs it: a model of one's own (``model.factory``) is code, which computing with it runs.
 
-trust_option = click.option(
-    "--trust-code",
-    is_flag=True,
-    help="Run the code that the run names (model.factory) also where its run file has no digest of it, where it lies in the run directory, and "
-    "where that is another user's.",
-)
+TrustCode = Annotated[
+    bool,
+    Option(
+        text="Run the code that the run names (model.factory) also where its run file has no digest of it, where it lies in the run directory, "
+        "and where that is another user's."
+    ),
+]
+"""The flag ``--trust-code``."""
 
 
 def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None = None) -> None:

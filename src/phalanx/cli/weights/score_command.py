@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import click
 
@@ -20,56 +20,38 @@ from phalanx.cli.weights.options import (
     Bytes,
     DeviceName,
     DtypeName,
+    TrustCode,
     require_trusted_code,
-    trust_option,
 )
+from phalanx.command.options import Argument, AsJson, command_options
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizers.tokenizer import Tokenizer
     from phalanx.train.score.score import Scorer
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    place: Annotated[Path, Argument()]
+    file: Annotated[BinaryIO, click.File("rb"), Argument()]
+    step: int | None = None
+    """A step other than the newest."""
+    dtype: Annotated[str | None, DtypeName()] = None
+    """Format to compute in; by default the run's own."""
+    stream: bool = False
+    """Read the weights as they are computed with; for models larger than memory."""
+    memory: Annotated[int | None, Bytes()] = None
+    """With --stream: what the process may take, 2GiB, 500MiB (four fifths of what is free)."""
+    device: Annotated[str, DeviceName()] = "cpu"
+    """Device: cpu, whose numbers exact serving is held to, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one."""
+    trust_code: TrustCode = False
+    as_json: AsJson = False
+    """Print a JSON object for each text, with all log-probabilities."""
+
+
 @click.command("score")
-@click.argument("place", type=click.Path(path_type=Path))
-@click.argument("file", type=click.File("rb"))
-@click.option("--step", type=int, help="A step other than the newest.")
-@click.option(
-    "--dtype",
-    type=DtypeName(),
-    help="Format to compute in; by default the run's own.",
-)
-@click.option(
-    "--stream",
-    is_flag=True,
-    help="Read the weights as they are computed with; for models larger than memory.",
-)
-@click.option(
-    "--memory",
-    type=Bytes(),
-    help="With --stream: what the process may take, 2GiB, 500MiB (four fifths of what is free).",
-)
-@click.option(
-    "--device",
-    default="cpu",
-    show_default=True,
-    type=DeviceName(),
-    help="What computes: cpu, whose numbers exact serving is held to, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one.",
-)
-@trust_option
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print a JSON object for each text, with all log-probabilities."
-)
-def command(
-    place: Path,
-    file: BinaryIO,
-    step: int | None,
-    dtype: str | None,
-    stream: bool,
-    memory: int | None,
-    device: str,
-    trust_code: bool,
-    as_json: bool,
-) -> None:
+@command_options(ScoreOptions)
+def command(options: ScoreOptions) -> None:
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
     FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
@@ -90,14 +72,15 @@ def command(
     from phalanx.serve.numerics import computing_on, numerics_id
     from phalanx.serve.prompt import load_run_tokenizer
 
-    if memory is not None and not stream:
+    if options.memory is not None and not options.stream:
         raise click.UsageError("--memory is for --stream")
-    name = "standard input" if file is sys.stdin.buffer else file.name
-    given = given_texts(file.read(), name)
+    place, file = options.place, options.file
+    given = given_texts(file.read(), "standard input" if file is sys.stdin.buffer else file.name)
     kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
-    with explained(*kinds), _opened(place, step) as opened:
+    with explained(*kinds), _opened(place, options.step) as opened:
         run_dir, step = opened
-        require_trusted_code(run_dir, trust_code=trust_code, place=place if place.is_file() else None)
+        pack = place if place.is_file() else None
+        require_trusted_code(run_dir, trust_code=options.trust_code, place=pack)
         needs_tokenizer = any(isinstance(one, str) for one in given)
         try:
             tokenizer = load_run_tokenizer(run_dir)
@@ -106,8 +89,7 @@ def command(
                 raise
             tokenizer = None  # tokens alone are scored without one, but not by the byte
         texts = [_encoded(one, tokenizer) for one in given]
-        form = None if dtype is None else RUN_FILE_NAMES[dtype]
-        scorer = _scorer(place if place.is_file() else run_dir, step, form, stream, memory, device)
+        scorer = _scorer(pack or run_dir, step, options)
         with computing_on(scorer.device, "the scores of a text"):
             found = scorer.score(texts, _progress(len(texts)))
         computed = numerics_id(
@@ -123,11 +105,11 @@ def command(
         for text, log_probs in zip(texts, found, strict=True)
     ]
     for number, scored in enumerate(every, 1):
-        if as_json:
+        if options.as_json:
             click.echo(json.dumps(scored.json(scorer.step, scorer.note) | {"numerics_id": computed}))
         else:
             click.echo(f"text {number}: {scored}")
-    if len(every) > 1 and not as_json:
+    if len(every) > 1 and not options.as_json:
         click.echo(f"all {len(every)} texts: {_together(every)}")
 
 
@@ -147,14 +129,7 @@ def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
         yield folder, step
 
 
-def _scorer(
-    place: Path,
-    step: int | None,
-    dtype: Literal["fp32", "bf16"] | None,
-    stream: bool,
-    memory: int | None,
-    device: str,
-) -> Scorer:
+def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
     from phalanx.hardware.local.device import gpus, on_gpu
     from phalanx.hardware.local.environment import set_for_rank
     from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -162,7 +137,8 @@ def _scorer(
     from phalanx.serve.weights.open_model import scorer_of
     from phalanx.train.score.score import Scorer
 
-    of_pack = stream or place.is_file()
+    device, dtype = options.device, None if options.dtype is None else RUN_FILE_NAMES[options.dtype]
+    of_pack = options.stream or place.is_file()
     if device == "auto" and (of_pack or read_resolved(RunDirectory(place)).runtime.device != "cuda"):
         device = "cpu"
     only_cpu = "a pack, and what is streamed, is scored by the CPU: leave out --device" if of_pack else ""
@@ -170,7 +146,7 @@ def _scorer(
     if on_gpu(computing):
         set_for_rank()  # before CUDA starts: deterministic mode needs it
     if of_pack:
-        return scorer_of(place, step, dtype, stream=stream, memory_bytes=memory)
+        return scorer_of(place, step, dtype, stream=options.stream, memory_bytes=options.memory)
     with computing_on(computing, "the weights"):
         return Scorer.of_run(place, step, dtype, computing)
 

@@ -7,7 +7,7 @@ those that must have the same bits part, and where.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -223,16 +223,7 @@ def answer(found: Curves) -> dict[str, object]:
         },
         "reduced": found.reduced,
         "total": found.total,
-        "marks": [
-            {
-                "x": placed.x,
-                "step": placed.mark.step,
-                "t": placed.mark.t,
-                "kind": placed.mark.kind,
-                "text": placed.mark.text,
-            }
-            for placed in found.marks
-        ],
+        "marks": [{"x": placed.x, **asdict(placed.mark)} for placed in found.marks],
         "marks_left_out": found.marks_left_out,
     }
 

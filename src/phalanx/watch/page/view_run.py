@@ -13,6 +13,8 @@ import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
+from msgspec import UNSET, structs, to_builtins
+
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.index import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
@@ -182,15 +184,7 @@ def checkpoints_view(runs: Runs, place: Place, _parameters: Parameters) -> dict[
             for step in shown
         ],
         "left_out": len(steps) - len(shown),
-        "store": None
-        if standing is None
-        else {
-            "url": standing.url,
-            "newest": standing.newest,
-            "behind": list(standing.behind),
-            "error": standing.error,
-            "text": str(standing),
-        },
+        "store": None if standing is None else asdict(standing) | {"text": str(standing)},
         "verify": f"phalanx checkpoint verify {place.path}",
         "problem": "",
     }
@@ -319,14 +313,6 @@ def _group(group: LogGroup) -> dict[str, object]:
 
 def _said(line: LogLine) -> dict[str, object]:
     text = line.text if len(line.text) <= _LONGEST_TEXT else f"{line.text[:_LONGEST_TEXT]} ..."
-    return {
-        "t": line.t,
-        "level": line.level,
-        "node": line.node,
-        "rank": line.rank,
-        "epoch": line.epoch,
-        "attempt": line.attempt,
-        "step": line.step,
-        "process": line.process,
-        "text": text,
-    }
+    shortened = structs.replace(line, text=text, goes_on=UNSET)
+    facts: dict[str, object] = to_builtins(shortened)
+    return facts

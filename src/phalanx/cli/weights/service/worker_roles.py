@@ -58,6 +58,10 @@ class Degrees:
         return max((self.every, *self.by_role.values()))
 
 
+UNDIVIDED = Degrees()
+"""One process."""
+
+
 class RoleDegrees(click.ParamType[Degrees]):
     """A number of processes, or one for each role."""
 

@@ -1,0 +1,1 @@
+"""Commands as typed fields: a dataclass describes a command's arguments and options."""

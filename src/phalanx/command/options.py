@@ -1,0 +1,227 @@
+"""A command's arguments and options, declared as the fields of a frozen dataclass.
+
+The grammar is that of the run file (``phalanx.run.fields``): the type of a field and its ``ValueRange`` state the legal
+values, and the string under the field is its help::
+
+    @dataclass(frozen=True, kw_only=True)
+    class PackOptions:
+        place: Annotated[Path, Argument()]
+        out: FilePath | None = None
+        \"\"\"The file to write.\"\"\"
+
+    @click.command("pack")
+    @command_options(PackOptions)
+    def command(options: PackOptions) -> None: ...
+
+Each field is an option with the field's name, unless it is marked ``Argument``. ``bool`` is a flag, ``Literal`` a choice, and
+``tuple[X, ...]`` may be repeated. A field without a default is required. An ``Annotated`` may hold a ``click.ParamType``, which
+converts the text. A field whose type is such a dataclass itself stands for all the fields of that one, in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import click
+
+from phalanx.run.fields import ValueRange, field_docs
+
+_Options = TypeVar("_Options")
+
+FilePath = Annotated[Path, click.Path(dir_okay=False, path_type=Path)]
+"""A file to write."""
+ExistingFile = Annotated[Path, click.Path(exists=True, dir_okay=False, path_type=Path)]
+"""A file to read."""
+ExistingFolder = Annotated[Path, click.Path(exists=True, file_okay=False, path_type=Path)]
+"""A folder to read."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Marks a field that is given by its position on the command line."""
+
+    metavar: str | None = None
+
+
+class Option:
+    """Spelling and presentation of an option, where these do not follow from its field."""
+
+    def __init__(
+        self,
+        *names: str,
+        metavar: str | None = None,
+        show_default: bool | None = None,
+        text: str | None = None,
+        **click_attributes: Any,
+    ) -> None:
+        """``text`` is the help of a field that has no string of its own; without ``show_default``, a default that is not empty or zero is shown."""
+        self.names = names
+        self.metavar = metavar
+        self.show_default = show_default
+        self.text = text
+        self.click_attributes = click_attributes
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Marks an option that is short for ``--set FIELD=VALUE``."""
+
+    field: str
+
+
+AsJson = Annotated[bool, Option("--json", text="Print one JSON object.")]
+"""The flag ``--json``."""
+Overrides = Annotated[tuple[str, ...], Option("--set", metavar="FIELD=VALUE")]
+"""Fields of the run file with other values, as ``--set`` gives them."""
+
+
+def command_options(section: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
+    """Return a decorator that gives a command the options of ``section``, and its function one value of it."""
+
+    def decorate(function: Callable[[_Options], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def call(**values: object) -> None:
+            function(_build(section, values))
+
+        for add_parameter in reversed([*_parameters(section)]):
+            add_parameter(call)
+        return call
+
+    return decorate
+
+
+def set_fields(options: Any) -> list[str]:
+    """Return ``FIELD=VALUE``, in the form of ``--set``, for each option that is marked ``Sets`` and has a value."""
+    return [
+        f"{note.field}={json.dumps(value, default=str)}"
+        for name, hint in _hints(options.__class__).items()
+        for note in _take_apart(hint)[2]
+        if isinstance(note, Sets) and (value := getattr(options, name)) not in (None, ())
+    ]
+
+
+def written_options(options: Any, *fields: str) -> list[str]:
+    """Return the names of those options that have a value; of an option with a name for each truth value, the name of its value."""
+    written = []
+    for field in fields:
+        value = getattr(options, field)
+        names = _names(field, _take_apart(_hints(options.__class__)[field])[2])[0].split("/")
+        if value is False and len(names) > 1:
+            written.append(names[1])
+        elif not (value is None or value is False or value in ((), "")):
+            written.append(names[0])
+    return written
+
+
+@functools.cache
+def _hints(section: Any) -> Mapping[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def _build(section: Any, values: Mapping[str, object]) -> Any:
+    hints = _hints(section).items()
+    return section(
+        **{name: _build(hint, values) if is_dataclass(hint) else values[name] for name, hint in hints}
+    )
+
+
+def _parameters(section: type) -> Iterator[Callable[[Callable[..., None]], object]]:
+    """Yield click's decorator of each field."""
+    hints = _hints(section)
+    for field in dataclasses.fields(section):
+        hint = hints[field.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _parameters(hint)
+            continue
+        plain, is_many, notes = _take_apart(hint)
+        attributes: dict[str, Any] = {"required": field.default is dataclasses.MISSING}
+        if field.default not in (dataclasses.MISSING, ()) and (field.default is not None or plain is bool):
+            attributes["default"] = field.default
+        argument = next((note for note in notes if isinstance(note, Argument)), None)
+        if argument is not None:
+            attributes |= {"type": _click_type(plain, notes), "metavar": argument.metavar}
+            yield click.argument(field.name, nargs=-1 if is_many else 1, **attributes)
+            continue
+        option = _option(notes)
+        if plain is bool:
+            attributes["is_flag"] = True
+        else:
+            attributes |= {"type": _click_type(plain, notes), "multiple": is_many, "metavar": option.metavar}
+        is_shown = bool(field.default) if option.show_default is None else option.show_default
+        attributes["show_default"] = is_shown and "default" in attributes
+        attributes["text"] = functools.partial(_help, section, field.name, option)
+        yield click.option(
+            *_names(field.name, notes),
+            field.name,
+            cls=_DocumentedOption,
+            **attributes | option.click_attributes,
+        )
+
+
+def _option(notes: tuple[Any, ...]) -> Option:
+    return next((note for note in notes if isinstance(note, Option)), Option())
+
+
+def _names(field: str, notes: tuple[Any, ...]) -> tuple[str, ...]:
+    for note in notes:
+        if isinstance(note, Argument):
+            return (note.metavar or field.upper(),)
+    return _option(notes).names or (f"--{field.replace('_', '-')}",)
+
+
+def _take_apart(hint: Any) -> tuple[Any, bool, tuple[Any, ...]]:
+    """Return the plain type of one value, True if there may be several, and the notes of all ``Annotated`` around it."""
+    notes: tuple[Any, ...] = ()
+    is_many = False
+    while True:
+        if get_origin(hint) is Annotated:
+            hint, *more = get_args(hint)
+            notes += tuple(more)
+        elif get_origin(hint) in (Union, types.UnionType):
+            (hint,) = (part for part in get_args(hint) if part is not types.NoneType)
+        elif get_origin(hint) is tuple and not any(isinstance(note, click.ParamType) for note in notes):
+            hint, is_many = get_args(hint)[0], True
+        else:
+            return hint, is_many, notes
+
+
+def _click_type(plain: Any, notes: tuple[Any, ...]) -> Any:
+    for note in notes:
+        if isinstance(note, click.ParamType):
+            return note
+        if isinstance(note, ValueRange):
+            is_open = note.above is not None, note.below is not None
+            least = note.above if is_open[0] else note.at_least
+            most = note.below if is_open[1] else note.at_most
+            kind: Any = click.IntRange if plain is int else click.FloatRange
+            return kind(least, most, *is_open)
+    if get_origin(plain) is Literal:
+        return click.Choice(get_args(plain))
+    return click.Path(path_type=Path) if plain is Path else plain
+
+
+def _help(section: type, field: str, option: Option) -> str | None:
+    return field_docs(section).get(field, option.text)
+
+
+class _DocumentedOption(click.Option):
+    """An option whose help is read when it is shown: to find the strings under the fields takes milliseconds."""
+
+    def __init__(self, *args: Any, text: Callable[[], str | None], **attributes: Any) -> None:
+        self._text = text
+        super().__init__(*args, **attributes)
+
+    @property
+    def help(self) -> str | None:
+        return self._text()
+
+    @help.setter  # noqa: A003
+    def help(self, text: str | None) -> None:
+        pass
