@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.simulate.hostile.run import run_seed
-from phalanx.simulate.traffic_world import Load
+from phalanx.simulate.traffic_world import Load, run_seed
 from phalanx.traffic.invariants import BrokenInvariant
 
 
